@@ -1,0 +1,182 @@
+"""Watch one training step from the inside: every tensor storage by category, every collective by size.
+
+``StepTrace`` is a ``TorchDispatchMode``: it sees each operator that PyTorch runs, the backward pass and the
+collectives of DDP and FSDP included. It writes down when a storage appears, grows, shrinks and dies, and
+gives each its category afterwards, when it is known what became of it: a tensor made during backward may
+turn out to be a gradient. Sizes are exact, so the result can be compared with arithmetic to the byte.
+
+Counted: storages made by the operators of the step, parameters, gradients, optimizer state, the batch, and
+every buffer handed to a collective. Not counted: what lies outside tensors, such as the copies a
+communication backend (gloo, NCCL) makes inside itself, kernel workspaces and Python's own memory.
+
+Private PyTorch used here, and only here: ``torch._C._current_graph_task_id`` (are we inside backward?), the
+names of c10d's operators, and the replacing of ``UntypedStorage.resize_`` by which FSDP frees parameters.
+"""
+
+import weakref
+from collections import Counter
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# The order in which categories are stacked in figures: what persists between steps first.
+CATEGORIES = (
+    "parameters",  # as the optimizer sees them: whole under DDP, this rank's shard under FSDP
+    "gradients",  # likewise
+    "optimizer state",
+    "activations",  # made in forward, and the batch; some live on for backward
+    "all-gather",  # parameters gathered for computing, and the buffers they arrive in
+    "reduce-scatter",  # whole gradients packed to be summed and split up again
+    "all-reduce buckets",  # DDP's
+    "temporary",  # the rest: gradients of activations, the optimizer's intermediate results
+)
+
+# c10d operator → (kind, position of the tensors whose size is the size of the collective, category or None)
+COLLECTIVES = {
+    "c10d::allreduce_": ("all-reduce", 0, "all-reduce buckets"),
+    "c10d::_allgather_base_": ("all-gather", 0, "all-gather"),
+    "c10d::allgather_": ("all-gather", 0, "all-gather"),
+    "c10d::_reduce_scatter_base_": ("reduce-scatter", 1, "reduce-scatter"),
+    "c10d::reduce_scatter_": ("reduce-scatter", 1, "reduce-scatter"),
+    "c10d::broadcast_": ("broadcast", 0, None),
+}
+PACK_GRADIENTS = "fsdp::chunk_cat"  # fully_shard copies a unit's whole gradients into one buffer with it
+
+
+def local(tensor):
+    """The part of a (possibly sharded) tensor that lies on this rank."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def persistent_tensors(model, optimizer):
+    """Yield (category, local tensor) for what outlives a step on this rank."""
+    for parameter in model.parameters():
+        yield "parameters", local(parameter.detach())
+        if parameter.grad is not None:
+            yield "gradients", local(parameter.grad)
+    for buffer in model.buffers():
+        yield "parameters", local(buffer)
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                yield "optimizer state", local(value)
+
+
+class StepTrace(TorchDispatchMode):
+    """Trace what runs in its context: normally one step, forward to ``zero_grad``.
+
+    device: storages elsewhere are left out. batch: the step's input tensors.
+    Afterwards ``peak()``, ``timeline()`` and ``collectives`` hold the result.
+    """
+
+    def __init__(self, model, optimizer, device: torch.device, batch=()):
+        super().__init__()
+        self.model, self.optimizer, self.device, self.batch = model, optimizer, device, batch
+        self.collectives = Counter()  # (kind, bytes) → how many
+        self._number = {}  # address of a live storage → its number; addresses are reused, numbers are not
+        self._category = []  # by number; a known role beats the phase in which the storage was made
+        self._size = []  # by number, bytes
+        self._events = []  # (number, change in bytes, phase, operator)
+        self._in_optimizer = False
+
+    def __enter__(self):
+        for category, tensor in persistent_tensors(self.model, self.optimizer):
+            self._see(tensor, category)
+        for tensor in self.batch:
+            self._see(tensor, "activations")
+        self._hooks = (
+            self.optimizer.register_step_pre_hook(self._before_optimizer),
+            self.optimizer.register_step_post_hook(self._after_optimizer),
+        )
+        self._resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self._resized
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._resize
+        for hook in self._hooks:
+            hook.remove()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if any(issubclass(t, torch.distributed.tensor.DTensor) for t in types):
+            return NotImplemented  # let DTensor turn it into operators on local tensors; we see those
+        self._operator = name = operator._schema.name
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        result = operator(*args, **(kwargs or {}))
+        addresses = {t.untyped_storage()._cdata for t in given}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in addresses:
+                self._see(tensor)
+        if name in COLLECTIVES:
+            self._count(name, args)
+        elif name.startswith(PACK_GRADIENTS):
+            for tensor in given:
+                self._see(tensor, "reduce-scatter")
+        return result
+
+    # What is noted while the step runs
+
+    def _phase(self):
+        if self._in_optimizer:
+            return "optimizer"
+        return "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+
+    def _category_of_new(self):
+        if self._in_optimizer:
+            return "temporary"
+        # Inside backward, autograd records again only while forward is recomputed.
+        return "activations" if self._phase() == "forward" or torch.is_grad_enabled() else "temporary"
+
+    def _see(self, tensor, category=None):
+        """Note a storage (the first time), and its role if that is known."""
+        storage = tensor.untyped_storage()
+        if storage.device.type != self.device.type:
+            return
+        number = self._number.get(storage._cdata)
+        if number is None:
+            number = self._number[storage._cdata] = len(self._size)
+            self._size.append(0)
+            self._category.append(self._category_of_new())
+            self._change(number, storage.nbytes())
+            weakref.finalize(storage, self._freed, number, storage._cdata)
+        if category:
+            self._category[number] = category
+
+    def _change(self, number, size):
+        if size != self._size[number]:
+            event = (number, size - self._size[number], self._phase(), getattr(self, "_operator", "start"))
+            self._events.append(event)
+            self._size[number] = size
+
+    def _freed(self, number, address):
+        self._change(number, 0)
+        self._number.pop(address, None)
+
+    @property
+    def _resized(self):
+        def resize(storage, size):
+            result = self._resize(storage, size)
+            self._see(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), "all-gather")
+            self._change(self._number[storage._cdata], storage.nbytes())
+            return result
+
+        return resize
+
+    def _count(self, name, args):
+        kind, position, category = COLLECTIVES[name]
+        tensors = [t for t in tree_leaves(args[position]) if isinstance(t, torch.Tensor)]
+        self.collectives[kind, sum(t.nbytes for t in tensors)] += 1
+        for tensor in tensors:
+            self._see(tensor, category)
+
+    def _before_optimizer(self, *_):
+        for category, tensor in persistent_tensors(self.model, self.optimizer):
+            self._see(tensor, category)
+        self._in_optimizer = True
+
+    def _after_optimizer(self, *_):
+        for category, tensor in persistent_tensors(self.model, self.optimizer):
+            self._see(tensor, category)
+        self._in_optimizer = False
