@@ -66,36 +66,41 @@ def persistent_tensors(model, optimizer):
 class StepTrace(TorchDispatchMode):
     """Trace what runs in its context: normally one step, forward to ``zero_grad``.
 
-    device: storages elsewhere are left out. batch: the step's input tensors.
-    Afterwards ``peak()``, ``timeline()`` and ``collectives`` hold the result.
+    device: storages on other devices are left out. ``batch``: the step's input tensors, set before entering.
+    Afterwards ``peak()``, ``timeline()`` and ``collectives`` hold the result of the last time it was entered.
+    Enter it for two steps in a row: the first meets buffers that were there before (DDP's buckets), so that
+    the second counts them from its first moment.
     """
 
-    def __init__(self, model, optimizer, device: torch.device, batch=()):
+    def __init__(self, model, optimizer, device: torch.device):
         super().__init__()
-        self.model, self.optimizer, self.device, self.batch = model, optimizer, device, batch
+        self.model, self.optimizer, self.device = model, optimizer, device
+        self.batch = ()
         self.collectives = Counter()  # (kind, bytes) → how many
         self._number = {}  # address of a live storage → its number; addresses are reused, numbers are not
         self._category = []  # by number; a known role beats the phase in which the storage was made
         self._size = []  # by number, bytes
         self._events = []  # (number, change in bytes, phase, operator)
         self._in_optimizer = False
+        self._operator = "start"
 
     def __enter__(self):
-        for category, tensor in persistent_tensors(self.model, self.optimizer):
-            self._see(tensor, category)
+        self._see_persistent()
         for tensor in self.batch:
             self._see(tensor, "activations")
+        self._baseline = {number: self._size[number] for number in self._number.values()}
+        self._events.clear()
+        self.collectives.clear()
         self._hooks = (
             self.optimizer.register_step_pre_hook(self._before_optimizer),
             self.optimizer.register_step_post_hook(self._after_optimizer),
         )
-        self._resize = torch.UntypedStorage.resize_
-        torch.UntypedStorage.resize_ = self._resized
+        self._unwatch_resize = self._watch_resize()
         return super().__enter__()
 
     def __exit__(self, *error):
         super().__exit__(*error)
-        torch.UntypedStorage.resize_ = self._resize
+        self._unwatch_resize()
         for hook in self._hooks:
             hook.remove()
 
@@ -130,8 +135,10 @@ class StepTrace(TorchDispatchMode):
         return "activations" if self._phase() == "forward" or torch.is_grad_enabled() else "temporary"
 
     def _see(self, tensor, category=None):
-        """Note a storage (the first time), and its role if that is known."""
-        storage = tensor.untyped_storage()
+        self._see_storage(tensor.untyped_storage(), category)
+
+    def _see_storage(self, storage, category):
+        """Note a storage the first time it is met, its size, and its role where that is known."""
         if storage.device.type != self.device.type:
             return
         number = self._number.get(storage._cdata)
@@ -139,14 +146,14 @@ class StepTrace(TorchDispatchMode):
             number = self._number[storage._cdata] = len(self._size)
             self._size.append(0)
             self._category.append(self._category_of_new())
-            self._change(number, storage.nbytes())
-            weakref.finalize(storage, self._freed, number, storage._cdata)
+            weakref.finalize(storage, self._freed, number, storage._cdata).atexit = False
+        self._change(number, storage.nbytes())
         if category:
             self._category[number] = category
 
     def _change(self, number, size):
         if size != self._size[number]:
-            event = (number, size - self._size[number], self._phase(), getattr(self, "_operator", "start"))
+            event = (number, size - self._size[number], self._phase(), self._operator)
             self._events.append(event)
             self._size[number] = size
 
@@ -154,15 +161,17 @@ class StepTrace(TorchDispatchMode):
         self._change(number, 0)
         self._number.pop(address, None)
 
-    @property
-    def _resized(self):
+    def _watch_resize(self):
+        """FSDP frees and restores gathered parameters by resizing their storage, which is no operator."""
+        original = torch.UntypedStorage.resize_
+
         def resize(storage, size):
-            result = self._resize(storage, size)
-            self._see(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), "all-gather")
-            self._change(self._number[storage._cdata], storage.nbytes())
+            result = original(storage, size)
+            self._see_storage(storage, "all-gather")
             return result
 
-        return resize
+        torch.UntypedStorage.resize_ = resize
+        return lambda: setattr(torch.UntypedStorage, "resize_", original)
 
     def _count(self, name, args):
         kind, position, category = COLLECTIVES[name]
@@ -172,11 +181,38 @@ class StepTrace(TorchDispatchMode):
             self._see(tensor, category)
 
     def _before_optimizer(self, *_):
-        for category, tensor in persistent_tensors(self.model, self.optimizer):
-            self._see(tensor, category)
+        self._see_persistent()  # now the gradients are complete, and known as such
         self._in_optimizer = True
 
     def _after_optimizer(self, *_):
+        self._see_persistent()  # state that this step made
+        self._in_optimizer = False
+
+    def _see_persistent(self):
         for category, tensor in persistent_tensors(self.model, self.optimizer):
             self._see(tensor, category)
-        self._in_optimizer = False
+
+    # What it adds up to
+
+    def timeline(self) -> list[dict]:
+        """The live bytes by category after each change: [{"phase", "operator", category: bytes, …}, …].
+
+        The first entry is the moment the step begins.
+        """
+        live = dict.fromkeys(CATEGORIES, 0)
+        for number, size in self._baseline.items():
+            live[self._category[number]] += size
+        moments = [{"phase": "start", "operator": "start", **live}]
+        for number, change, phase, operator in self._events:
+            live[self._category[number]] += change
+            moments.append({"phase": phase, "operator": operator, **live})
+        return moments
+
+    def peak(self) -> dict:
+        """The moment of ``timeline()`` with the most live bytes (the first, where several are equal)."""
+        return max(self.timeline(), key=total)
+
+
+def total(moment: dict) -> int:
+    """All live bytes of one moment of a timeline."""
+    return sum(moment.get(category, 0) for category in CATEGORIES)

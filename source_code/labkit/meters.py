@@ -1,0 +1,133 @@
+"""Measure a training loop: peak memory, step time, collectives; on CPU and CUDA alike.
+
+Memory and time are measured on different steps, because a tracer slows what it watches:
+
+  step 0        nothing: the optimizer's state is made here, and caches fill
+  step 1        CUDA only: the allocator's peaks
+  steps 2, 3    every storage and collective traced (``labkit.trace``); the second of the two is kept
+  step 5 on     time: from the end of one step to the end of the next, fetching the batch included
+"""
+
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from labkit.progress import Progress
+from labkit.trace import CATEGORIES, StepTrace, total
+
+ALLOCATOR_STEP = 1
+TRACED_STEPS = (2, 3)
+FIRST_TIMED_STEP = 5
+PROFILED = {"wait": 5, "warmup": 1, "active": 3}
+
+
+class Meter:
+    """Watches a loop: ``for batch in meter.watch(batches): train on it``. What it saw is in ``summary()``.
+
+    steps: how many the run will have, first: how many of them an earlier run has done (for the progress bar).
+    profile: a folder for a trace of a few steps that Perfetto and TensorBoard open, or None.
+    """
+
+    def __init__(self, model, optimizer, device, *, progress: Progress, profile: str | None = None):
+        self.device, self.progress = device, progress
+        self.step = 0
+        self.step_times = []
+        self.trace = StepTrace(model, optimizer, device)
+        self.allocator = None
+        self.profiler = _profiler(profile) if profile else None
+        # A profiled step is no step to time.
+        self.first_timed = sum(PROFILED.values()) + 1 if profile else FIRST_TIMED_STEP
+
+    def watch(self, batches: Iterable) -> Iterator:
+        """Yield the batches; what the caller does between one and the next is a step."""
+        end = time.perf_counter()
+        for batch in batches:
+            if self.step == ALLOCATOR_STEP and self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.device)
+            self.trace.batch = batch
+            with self.trace if self.step in TRACED_STEPS else nullcontext():
+                yield batch
+            self.trace.batch = ()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+                if self.step == ALLOCATOR_STEP:
+                    self.allocator = _allocator_peaks(self.device)
+            start, end = end, time.perf_counter()
+            if self.step >= self.first_timed:
+                self.step_times.append(end - start)
+            if self.profiler:
+                self.profiler.step()
+            self.step += 1
+            self.progress.advance()
+
+    def finish(self):
+        """Close what is open: the profiler's trace and the progress bar."""
+        if self.profiler:
+            self.profiler.stop()
+        self.progress.close()
+
+    def summary(self, global_batch: int) -> dict:
+        """{"memory", "time", "traffic"} for a record. Collective: every rank must call it.
+
+        memory is None if the run was too short, else
+          "peak": bytes by category at the peak, "peak_phase" and "peak_operator": where it is,
+          "start": bytes by category as a step begins, "timeline": [phase, bytes by category …] of one step,
+          all of rank 0; "peak_by_rank": total bytes a rank; "allocator": CUDA's figures of rank 0, or None.
+        """
+        traced = self.step > TRACED_STEPS[-1]
+        peak = self.trace.peak() if traced else None
+        peaks = [None] * dist.get_world_size()
+        dist.all_gather_object(peaks, total(peak) if traced else 0)
+        memory = None
+        if traced:
+            moments = self.trace.timeline()
+            memory = {
+                "peak": _bytes(peak),
+                "peak_phase": peak["phase"],
+                "peak_operator": peak["operator"],
+                "start": _bytes(moments[0]),
+                "timeline": [[m["phase"], *(m[c] for c in CATEGORIES)] for m in moments],
+                "peak_by_rank": peaks,
+                "allocator": self.allocator,
+            }
+        traffic = [{"kind": k, "count": n, "bytes": b} for (k, b), n in sorted(self.trace.collectives.items())]
+        return {"memory": memory, "time": _times(self.step_times, global_batch), "traffic": traffic if traced else None}
+
+
+def _bytes(moment: dict) -> dict:
+    return {category: moment[category] for category in CATEGORIES}
+
+
+def _times(seconds: list[float], global_batch: int) -> dict:
+    """Median and spread (the 10th and 90th percentile); None for what needs more steps than there were."""
+    if len(seconds) < 2:
+        return {"step": None, "samples_per_second": None}
+    deciles = statistics.quantiles(seconds, n=10, method="inclusive")
+    median = statistics.median(seconds)
+    step = {"median": median, "p10": deciles[0], "p90": deciles[-1], "steps": len(seconds)}
+    return {"step": step, "samples_per_second": global_batch / median}
+
+
+def _allocator_peaks(device) -> dict:
+    stats = torch.cuda.memory_stats(device)
+    return {
+        "allocated": stats["allocated_bytes.all.peak"],
+        "active": stats["active_bytes.all.peak"],
+        "reserved": stats["reserved_bytes.all.peak"],
+        "retries": stats["num_alloc_retries"],
+    }
+
+
+def _profiler(folder: str):
+    from torch.profiler import profile, schedule, tensorboard_trace_handler
+
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    handler = tensorboard_trace_handler(folder, worker_name=f"rank{dist.get_rank()}")
+    profiler = profile(schedule=schedule(**PROFILED), on_trace_ready=handler)
+    profiler.start()
+    return profiler

@@ -1,0 +1,300 @@
+"""Who am I: rank, local rank, world size, node, device and backend, from torchrun's or Slurm's variables.
+
+A process becomes a rank in one of four ways, looked for in this order:
+  1. torchrun, or a hand that set all of ``VARIABLES``;
+  2. a Slurm step of several tasks (``srun --ntasks-per-node=4 python …``), one rank a task;
+  3. otherwise nobody has started the ranks, and ``run`` does, with torchrun's own machinery;
+  4. or, where one rank is enough, this process is the only one.
+
+Private PyTorch used here, and only here: ``_get_default_store``, to learn which rank failed first.
+"""
+
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from labkit import UserError
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+MEETING_SECONDS = 120  # how long ranks that Slurm started wait for rank 0
+LOST_CONTACT = re.compile("connection (closed|reset|refused)|broken pipe|socket|timed out|remote process", re.I)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One process of a distributed run."""
+
+    rank: int  # 0 … world_size − 1, unique in the run
+    local_rank: int  # 0 … (ranks on this node) − 1
+    world_size: int
+    node: str  # this machine's name
+    device: torch.device  # where this rank computes
+    backend: str  # "nccl" or "gloo"
+
+    def say(self, *words):
+        """Print, on rank 0 only: N copies of a line help nobody."""
+        if self.rank == 0:
+            print(*words, flush=True)
+
+
+# Starting
+
+
+def run(main, config):
+    """Call ``main(config, rank)`` in every rank of the run, starting the ranks where nobody has.
+
+    config: has ``ranks`` (int or None), ``backend`` and ``device``; with ``strategy="single"`` one rank is enough.
+    Never returns normally on failure: the process exits with 2 after a user's error, 1 after any other.
+    """
+    try:
+        device, backend = device_and_backend(config.device, config.backend)
+        given = placement(dict(os.environ))
+        if given is None:
+            count = ranks_to_start(config, device, dict(os.environ))
+            if count > 1:
+                sys.exit(start_here(count))
+            meet(0, 1, "127.0.0.1", [0], "alone")
+            given = 0, 0, 1
+        rank = Rank(*given, socket.gethostname(), _own_device(device, local_rank=given[1]), backend)
+        if config.ranks not in (None, rank.world_size):
+            raise UserError(f"--ranks {config.ranks}, but {rank.world_size} ranks were started: leave --ranks out")
+        if rank.device.type == "cuda":
+            torch.cuda.set_device(rank.device)
+        elif "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)  # the ranks of one machine share its cores
+        main(config, rank)
+    except UserError as error:
+        leave(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        _fail(error)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def ranks_to_start(config, device: str, environ: dict) -> int:
+    """How many ranks a plain ``python script.py`` starts: one per visible GPU, else --ranks (default 2)."""
+    if getattr(config, "strategy", None) == "single":
+        return 1
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    if device == "cuda" and config.backend != "gloo" and (config.ranks or 1) > gpus:
+        raise UserError(f"--ranks {config.ranks}, but {gpus} GPUs are visible: ask for at most {gpus}")
+    # On the practice cluster the granted GPUs are slots without hardware; CPU ranks stand in for them.
+    granted = int(environ.get("SLURM_GPUS_ON_NODE") or 0)
+    return config.ranks or gpus or granted or 2
+
+
+def start_here(count: int) -> int:
+    """Start ``count`` ranks of the running script on this machine, wait, and return the exit code.
+
+    When one fails torchrun ends the others; what is left to do is to say, in one line, which and how.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    words = ["--standalone", "--nproc-per-node", str(count), *sys.argv]
+    print("torchrun", *words, flush=True)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # its report is ours to make
+    try:
+        torchrun(words)
+    except ChildFailedError as error:
+        # Ranks that only lost contact also count as failed: a signal, or a user's error, is nearer the cause.
+        failures = sorted(error.failures.items(), key=lambda f: (f[1].exitcode in (1, -signal.SIGTERM), f[1].timestamp))
+        rank, failure = failures[0]
+        if failure.exitcode == 2:
+            return 2  # the rank has said what is wrong
+        how = (
+            f"was killed by signal {-failure.exitcode} ({signal.Signals(-failure.exitcode).name})"
+            if failure.exitcode < 0
+            else f"ended with exit code {failure.exitcode}"
+        )
+        print(f"{program()}: rank {rank} {how}; the other ranks were ended", file=sys.stderr)
+        return 1
+    return 0
+
+
+# Finding one's place
+
+
+def placement(environ: dict) -> tuple[int, int, int] | None:
+    """(rank, local rank, world size) of this process, or None if nobody has started the ranks.
+
+    Half a set of variables is an error, never a world of one.
+    """
+    step_tasks = int(environ.get("SLURM_STEP_NUM_TASKS") or 1)
+    # In an sbatch script and in salloc's shell SLURM_NTASKS is set too, but only a step has a step id.
+    in_step = "SLURM_STEP_ID" in environ and step_tasks > 1
+    present = [v for v in VARIABLES if v in environ]
+    if "RANK" in environ or (present and not in_step):
+        missing = [v for v in VARIABLES if v not in environ]
+        if missing:
+            raise UserError(
+                f"{', '.join(present)} set but {', '.join(missing)} not: "
+                "start with torchrun or srun, which set all of them, or unset them all"
+            )
+        rank, world_size, local_rank = (_number(environ, v) for v in VARIABLES[:3])
+        if not 0 <= rank < world_size:
+            raise UserError(f"RANK is {rank} and WORLD_SIZE {world_size}: a rank lies between 0 and the world size − 1")
+        if "TORCHELASTIC_RUN_ID" not in environ:  # torchrun's agents have met already
+            meet(rank, world_size, environ["MASTER_ADDR"], [_number(environ, "MASTER_PORT")], "by hand")
+        return rank, local_rank, world_size
+    if not in_step:
+        return None
+    rank, local_rank = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_LOCALID")
+    if int(environ.get("WORLD_SIZE", step_tasks)) != step_tasks:
+        raise UserError(f"WORLD_SIZE is {environ['WORLD_SIZE']} but srun started {step_tasks} tasks: unset WORLD_SIZE")
+    job, step = _number(environ, "SLURM_JOB_ID"), _number(environ, "SLURM_STEP_ID")
+    host = environ.get("MASTER_ADDR") or first_host(
+        environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]
+    )
+    # Below the ephemeral range, and different for neighbouring jobs and steps; the next ones if it is in use.
+    start = 12000 + (job * 37 + step * 8) % 18000
+    ports = [_number(environ, "MASTER_PORT")] if "MASTER_PORT" in environ else range(start, start + 8)
+    meet(rank, step_tasks, host, ports, f"slurm-{job}.{step}")
+    return rank, local_rank, step_tasks
+
+
+def _number(environ, name) -> int:
+    try:
+        return int(environ[name])
+    except (KeyError, ValueError):
+        raise UserError(f"{name} must be a whole number, but is {environ.get(name)!r}") from None
+
+
+def first_host(nodelist: str) -> str:
+    """The first name in a Slurm node list such as ``gpu[03-04,07],login1``."""
+    if shutil.which("scontrol"):
+        names = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, timeout=30)
+        if names.stdout.split():
+            return names.stdout.split()[0]
+    # scontrol may be missing inside a container
+    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodelist)
+    if not match:
+        raise UserError(f"cannot read a host name from Slurm's node list {nodelist!r}: set MASTER_ADDR")
+    return "".join(part or "" for part in match.groups())
+
+
+_store = None  # rank 0's server lives as long as the process
+
+
+def meet(rank: int, world_size: int, host: str, ports, job: str):
+    """Make the ranks meet at a store on rank 0's node, and say in the environment where it is.
+
+    Rank 0 opens it on the first free port of ``ports``; the others look through them for the store that
+    carries the name of this job, so that another program, or another job, in the way does no harm.
+    After it, a plain ``init_process_group(backend)`` works as it does under torchrun.
+    """
+    global _store
+    _store = _open(world_size, ports) if rank == 0 else _find(host, ports, job)
+    if rank == 0:
+        _store.set("job", job)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR=host, MASTER_PORT=str(_store.port)
+    )
+
+
+def _open(world_size, ports):
+    for port in ports:
+        try:
+            # multi_tenant: init_process_group will ask for a server on this port too, and shares this one
+            return dist.TCPStore(
+                "localhost", port, world_size, is_master=True, wait_for_workers=False, multi_tenant=True
+            )
+        except (dist.DistNetworkError, RuntimeError):
+            continue
+    raise UserError(f"port {ports[0]} is in use on {socket.gethostname()}: set MASTER_PORT to a free one")
+
+
+def _find(host, ports, job):
+    deadline = time.monotonic() + MEETING_SECONDS
+    while time.monotonic() < deadline:
+        for port in ports:
+            try:
+                socket.create_connection((host, port), timeout=2).close()  # quicker to say no, and quietly
+                store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5))
+                if store.get("job").decode() == job:
+                    store.set_timeout(timedelta(minutes=5))
+                    return store
+            except (OSError, RuntimeError):
+                continue
+        time.sleep(0.1)
+    raise UserError(f"rank 0 was not found at {host}, ports {list(ports)}, within {MEETING_SECONDS} s: is it running?")
+
+
+# Device
+
+
+def device_and_backend(device: str, backend: str) -> tuple[str, str]:
+    """("cuda" or "cpu", "nccl" or "gloo") for the wishes given, each of which may be "auto"."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() and backend != "gloo" else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda, but PyTorch sees no GPU here: use --device cpu, or start on a GPU node")
+    if backend == "nccl" and device != "cuda":
+        raise UserError("--backend nccl needs GPUs, and PyTorch sees none here: use --backend gloo")
+    return device, ("nccl" if device == "cuda" else "gloo") if backend == "auto" else backend
+
+
+def _own_device(device: str, local_rank: int) -> torch.device:
+    """With --gpus-per-task=1 every task sees one GPU and calls it 0, whatever its local rank: hence the modulo."""
+    return torch.device("cuda", local_rank % torch.cuda.device_count()) if device == "cuda" else torch.device("cpu")
+
+
+# Failing
+
+
+def program() -> str:
+    """The name of the running script, for messages."""
+    return os.path.basename(sys.argv[0])
+
+
+def leave(sentence: str):
+    """End after a user's error: the sentence once, whatever the number of ranks, and exit code 2."""
+    if _first_to_fail():
+        print(f"{program()}: {sentence}", file=sys.stderr, flush=True)
+    _exit(2)
+
+
+def _fail(error: Exception):
+    """End after any other error. The first rank to fail shows why; those that then lose contact are quiet."""
+    if _first_to_fail():
+        rank = os.environ.get("RANK", "0")
+        if LOST_CONTACT.search(str(error)):
+            message = f"rank {rank} lost contact with another rank: {str(error).strip().splitlines()[0]}"
+        else:
+            message = f"rank {rank} failed:\n{traceback.format_exc()}"
+        print(f"{program()}: {message}", file=sys.stderr, flush=True)
+    _exit(1)
+
+
+def _first_to_fail() -> bool:
+    """Whether no rank of this run has failed before this one (asked once a rank, when it fails)."""
+    if dist.is_initialized():
+        try:
+            return dist.distributed_c10d._get_default_store().add("labkit/failed", 1) == 1
+        except RuntimeError:  # the store went with rank 0, which had its say
+            return False
+    # Not connected yet: what is wrong now is wrong for every rank.
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+
+
+def _exit(code: int):
+    """Leave at once: with collectives under way, an orderly interpreter shutdown can hang."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code) if dist.is_initialized() else sys.exit(code)

@@ -1,0 +1,100 @@
+"""One JSON record a run: what was run, on what, and what was measured. Figures are made from records only.
+
+A record is a dict with these keys (sizes in bytes, times in seconds):
+
+  schema       this file's version of the layout
+  script, config, command      what was run, and how
+  ranks, nodes, device, backend, hardware, versions, date      where and with what
+  data         {"name", "train", "test"}: the data set and how many images of it
+  units        the numbers of parameters in the groups that are gathered together (FSDP)
+  memory       see ``meters.Meter.summary``
+  time         {"step": {"median", "p10", "p90", "steps"}, "samples_per_second", "elapsed"}
+  traffic      [{"kind", "count", "bytes"}, …] of one step: bytes is the size of the whole tensor
+  losses       the loss of every step, averaged over the global batch
+  accuracy     {"correct", "total"} on the test set
+"""
+
+import json
+import os
+import platform
+import sys
+import uuid
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+from labkit import UserError
+
+SCHEMA = 1
+
+
+def new(script: str, config: dict, rank, nodes: list[str]) -> dict:
+    """The part of a record that is known when the run starts. rank: a ``ranks.Rank``."""
+    return {
+        "schema": SCHEMA,
+        "script": script,
+        "config": config,
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "ranks": rank.world_size,
+        "nodes": len(nodes),
+        "device": rank.device.type,
+        "backend": rank.backend,
+        "hardware": hardware(rank.device),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def hardware(device: torch.device) -> str:
+    """What computed, in a few words for a figure's caption: "NVIDIA H200" or "AMD EPYC, 2 cores"."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_processor()}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def check_writable(path: str | Path):
+    """Before hours of training: can a record be written to ``path``? UserError if not."""
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder")
+        probe = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"the record cannot be written to {path} ({error.strerror or error}): name another --record") from None
+
+
+def write(path: str | Path, record: dict):
+    """Write a record so that ``path`` is either whole or not there."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    partial.write_text(json.dumps(record, indent=1) + "\n")
+    partial.replace(path)
+
+
+def load(path: str | Path) -> dict:
+    """Read a record. UserError if it is not there, is no record, or has another layout."""
+    try:
+        record = json.loads(Path(path).read_text())
+        schema = record["schema"]
+    except OSError as error:
+        raise UserError(f"no record at {path} ({error.strerror}): run the lab first") from None
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path} is not a record of a run: delete it and run the lab again") from None
+    if schema != SCHEMA:
+        raise UserError(f"{path} has layout {schema}, this version reads {SCHEMA}: run the lab again")
+    return record
