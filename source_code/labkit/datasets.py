@@ -77,9 +77,10 @@ class Digits:
         return sum(tensor.nbytes for tensor in self.tensors())
 
 
-def root() -> Path:
-    """The data folder: the environment variable FSDP_LABS_DATA, or ``data`` at the top of the repository."""
-    return _folder(None)
+def root(folder=None) -> Path:
+    """The data folder: ``folder``, or the environment variable FSDP_LABS_DATA, or the repository's ``data``."""
+    chosen = folder or os.environ.get("FSDP_LABS_DATA") or Path(__file__).resolve().parents[2] / "data"
+    return Path(chosen).expanduser().absolute()
 
 
 def files(name: str, root=None) -> list[Path]:
@@ -107,7 +108,8 @@ def prepare(choice: str = "auto", root=None) -> str:
         return "mnist"
     except Unreachable as reason:
         if choice == "mnist":
-            raise UserError(f"MNIST is not in {raw} and could not be fetched ({reason}): {REMEDY}") from None
+            found = f"MNIST is not in {raw}{_only_extracted(raw)}"
+            raise UserError(f"{found} and could not be fetched ({reason}): {REMEDY}") from None
         _stand_in(reason)
         return "mnist-5k"
 
@@ -174,13 +176,8 @@ class PerSample(torch.utils.data.Dataset):
 # ---- MNIST on disk
 
 
-def _folder(given) -> Path:
-    chosen = given or os.environ.get("FSDP_LABS_DATA") or Path(__file__).resolve().parents[2] / "data"
-    return Path(chosen).expanduser().absolute()
-
-
-def _raw(given) -> Path:
-    return _folder(given) / "MNIST" / "raw"
+def _raw(folder) -> Path:
+    return root(folder) / "MNIST" / "raw"
 
 
 def _verified(path: Path, md5: str) -> bytes | None:

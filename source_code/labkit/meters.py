@@ -4,8 +4,10 @@ Memory and time are measured on different steps, because a tracer slows what it 
 
   step 0        nothing: the optimizer's state is made here, and caches fill
   step 1        CUDA only: the allocator's peaks
-  steps 2, 3    every storage and collective traced (``labkit.trace``); the second of the two is kept
-  step 5 on     time: from the end of one step to the end of the next, fetching the batch included
+  steps 2 to 5  every storage and collective traced (``labkit.trace``). The first of them only makes the tracer
+                acquainted; of the others the one with the lowest peak is kept, because a backend's thread
+                can let go of a buffer a moment late, which adds to a peak but never takes from it
+  step 7 on     time: from the end of one step to the end of the next, fetching the batch included
 """
 
 import statistics
@@ -18,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 from labkit.progress import Progress
-from labkit.trace import CATEGORIES, StepTrace, total
+from labkit.trace import CATEGORIES, StepTrace, peak
 
 ALLOCATOR_STEP = 1
-TRACED_STEPS = (2, 3)
-FIRST_TIMED_STEP = 5
-PROFILED = {"wait": 5, "warmup": 1, "active": 3}
+TRACED_STEPS = range(2, 6)
+FIRST_TIMED_STEP = 7
+PROFILED = {"wait": 7, "warmup": 1, "active": 3}
 
 
 class Meter:
@@ -38,7 +40,7 @@ class Meter:
         self.step = 0
         self.step_times = []
         self.trace = StepTrace(model, optimizer, device)
-        self.allocator = None
+        self.timeline = self.collectives = self.allocator = None
         self.profiler = _profiler(profile) if profile else None
         # A profiled step is no step to time.
         self.first_timed = sum(PROFILED.values()) + 1 if profile else FIRST_TIMED_STEP
@@ -52,7 +54,8 @@ class Meter:
             self.trace.batch = batch
             with self.trace if self.step in TRACED_STEPS else nullcontext():
                 yield batch
-            self.trace.batch = ()
+            if self.step in TRACED_STEPS:
+                self._keep_trace()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
                 if self.step == ALLOCATOR_STEP:
@@ -64,6 +67,14 @@ class Meter:
                 self.profiler.step()
             self.step += 1
             self.progress.advance()
+
+    def _keep_trace(self):
+        self.trace.batch = ()
+        timeline = self.trace.timeline()
+        if self.step == TRACED_STEPS[0]:
+            return
+        if self.timeline is None or peak(timeline)[1] < peak(self.timeline)[1]:
+            self.timeline, self.collectives = timeline, dict(self.trace.collectives)
 
     def finish(self):
         """Close what is open: the profiler's trace and the progress bar."""
@@ -79,24 +90,22 @@ class Meter:
           "start": bytes by category as a step begins, "timeline": [phase, bytes by category …] of one step,
           all of rank 0; "peak_by_rank": total bytes a rank; "allocator": CUDA's figures of rank 0, or None.
         """
-        traced = self.step > TRACED_STEPS[-1]
-        peak = self.trace.peak() if traced else None
-        peaks = [None] * dist.get_world_size()
-        dist.all_gather_object(peaks, total(peak) if traced else 0)
-        memory = None
-        if traced:
-            moments = self.trace.timeline()
+        highest, size = peak(self.timeline) if self.timeline else (None, None)
+        sizes = [None] * dist.get_world_size()
+        dist.all_gather_object(sizes, size)
+        memory = traffic = None
+        if self.timeline:
             memory = {
-                "peak": _bytes(peak),
-                "peak_phase": peak["phase"],
-                "peak_operator": peak["operator"],
-                "start": _bytes(moments[0]),
-                "timeline": [[m["phase"], *(m[c] for c in CATEGORIES)] for m in moments],
-                "peak_by_rank": peaks,
+                "peak": _bytes(highest),
+                "peak_phase": highest["phase"],
+                "peak_operator": highest["operator"],
+                "start": _bytes(self.timeline[0]),
+                "timeline": [[m["phase"], *_bytes(m).values()] for m in self.timeline],
+                "peak_by_rank": sizes,
                 "allocator": self.allocator,
             }
-        traffic = [{"kind": k, "count": n, "bytes": b} for (k, b), n in sorted(self.trace.collectives.items())]
-        return {"memory": memory, "time": _times(self.step_times, global_batch), "traffic": traffic if traced else None}
+            traffic = [{"kind": k, "count": n, "bytes": b} for (k, b), n in sorted(self.collectives.items())]
+        return {"memory": memory, "time": _times(self.step_times, global_batch), "traffic": traffic}
 
 
 def _bytes(moment: dict) -> dict:

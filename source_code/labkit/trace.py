@@ -41,7 +41,8 @@ COLLECTIVES = {
     "c10d::reduce_scatter_": ("reduce-scatter", 1, "reduce-scatter"),
     "c10d::broadcast_": ("broadcast", 0, None),
 }
-PACK_GRADIENTS = "fsdp::chunk_cat"  # fully_shard copies a unit's whole gradients into one buffer with it
+# Operators by which FSDP1 (cat, pad) and FSDP2 (chunk_cat) pack a unit's gradients for the reduce-scatter
+PACKING = {"aten::cat", "aten::constant_pad_nd", "fsdp::chunk_cat", "fsdp::chunk_cat_mixed_dtype", "aten::_chunk_cat"}
 
 
 def local(tensor):
@@ -67,7 +68,7 @@ class StepTrace(TorchDispatchMode):
     """Trace what runs in its context: normally one step, forward to ``zero_grad``.
 
     device: storages on other devices are left out. ``batch``: the step's input tensors, set before entering.
-    Afterwards ``peak()``, ``timeline()`` and ``collectives`` hold the result of the last time it was entered.
+    Afterwards ``timeline()`` and ``collectives`` hold the result of the last time it was entered.
     Enter it for two steps in a row: the first meets buffers that were there before (DDP's buckets), so that
     the second counts them from its first moment.
     """
@@ -81,6 +82,7 @@ class StepTrace(TorchDispatchMode):
         self._category = []  # by number; a known role beats the phase in which the storage was made
         self._size = []  # by number, bytes
         self._events = []  # (number, change in bytes, phase, operator)
+        self._packed_from = {}  # number → the numbers of the tensors that were packed into it
         self._in_optimizer = False
         self._operator = "start"
 
@@ -116,9 +118,9 @@ class StepTrace(TorchDispatchMode):
                 self._see(tensor)
         if name in COLLECTIVES:
             self._count(name, args)
-        elif name.startswith(PACK_GRADIENTS):
-            for tensor in given:
-                self._see(tensor, "reduce-scatter")
+        elif name in PACKING:
+            packed = result if isinstance(result, torch.Tensor) else kwargs["out"]
+            self._packed_from[self._numbers([packed])[0]] = self._numbers(given)
         return result
 
     # What is noted while the step runs
@@ -179,6 +181,19 @@ class StepTrace(TorchDispatchMode):
         self.collectives[kind, sum(t.nbytes for t in tensors)] += 1
         for tensor in tensors:
             self._see(tensor, category)
+            if kind == "reduce-scatter":
+                self._mark_sources(self._numbers([tensor])[0])
+
+    def _mark_sources(self, number):
+        """What was packed into a reduce-scatter's input is part of what the reduce-scatter costs."""
+        for source in self._packed_from.pop(number, ()):
+            if self._category[source] == "temporary":
+                self._category[source] = "reduce-scatter"
+                self._mark_sources(source)
+
+    def _numbers(self, tensors):
+        addresses = [t.untyped_storage()._cdata for t in tensors]
+        return [self._number[a] for a in addresses if a in self._number]
 
     def _before_optimizer(self, *_):
         self._see_persistent()  # now the gradients are complete, and known as such
@@ -208,11 +223,13 @@ class StepTrace(TorchDispatchMode):
             moments.append({"phase": phase, "operator": operator, **live})
         return moments
 
-    def peak(self) -> dict:
-        """The moment of ``timeline()`` with the most live bytes (the first, where several are equal)."""
-        return max(self.timeline(), key=total)
+
+def peak(timeline: list[dict]) -> tuple[dict, int]:
+    """The moment of a timeline with the most live bytes (the first of several), and how many they are."""
+    highest = max(timeline, key=total)
+    return highest, total(highest)
 
 
 def total(moment: dict) -> int:
     """All live bytes of one moment of a timeline."""
-    return sum(moment.get(category, 0) for category in CATEGORIES)
+    return sum(moment[category] for category in CATEGORIES)

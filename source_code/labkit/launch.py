@@ -1,0 +1,254 @@
+"""Start a lab script from a notebook or a command: here, or on Slurm. Say the exact command; return the record.
+
+  run("mnist_fsdp.py", ranks=4, wrap="size")            waits, with a progress bar; returns the record
+  submit("mnist_fsdp.py", ranks=8, nodes=2)             a queued batch job, through submitit; returns a ``Job``
+
+Where it runs is not written in the notebooks but in a ``Cluster``: one settings cell, or these variables,
+which an instructor can set for a whole class:
+
+  FSDP_LABS_LAUNCHER     auto (Slurm if it answers), local, or slurm
+  FSDP_LABS_PARTITION, FSDP_LABS_ACCOUNT, FSDP_LABS_TIME      passed to Slurm where set
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from tqdm.auto import tqdm
+
+from labkit import UserError, options, progress, records
+
+SOURCE = Path(__file__).resolve().parents[1]
+RUNS = SOURCE / "results" / "runs"
+OUTPUT_LINES = 40  # how much of a failed run's output is shown
+
+
+class RunFailed(UserError):
+    """A lab script ended with an error; the text is the end of what it printed."""
+
+
+def _from_environment(name, default=None):
+    return field(default_factory=lambda: os.environ.get(f"FSDP_LABS_{name}", default))
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where to run. Every field can come from the environment (see this file's first lines)."""
+
+    launcher: str = _from_environment("LAUNCHER", "auto")
+    partition: str | None = _from_environment("PARTITION")
+    account: str | None = _from_environment("ACCOUNT")
+    time: str | None = _from_environment("TIME")  # as Slurm writes it: minutes, or hours:minutes:seconds
+
+    def uses_slurm(self) -> bool:
+        """Whether to start through Slurm. UserError if Slurm was asked for and does not answer."""
+        if self.launcher not in ("auto", "local", "slurm"):
+            raise UserError(f"FSDP_LABS_LAUNCHER is {self.launcher!r}: use auto, local or slurm")
+        if self.launcher == "local":
+            return False
+        problem = _slurm_problem()
+        if problem and self.launcher == "slurm":
+            raise UserError(f"Slurm was asked for, but {problem}: use launcher 'local', or start where Slurm is")
+        return problem is None
+
+    def srun(self, ranks: int, nodes: int) -> list[str]:
+        """The srun words that start one task a rank."""
+        if ranks % nodes:
+            raise UserError(f"{ranks} ranks cannot be shared evenly by {nodes} nodes")
+        words = ["srun", "-N", str(nodes), f"--ntasks-per-node={ranks // nodes}", "--gpus-per-task=1"]
+        for option in ("partition", "account", "time"):
+            if value := getattr(self, option):
+                words.append(f"--{option}={value}")
+        # One task's end ends the others; without it they would wait for it in a collective.
+        words.append("--kill-on-bad-exit=1")
+        if "SLURM_JOB_ID" in os.environ:  # a notebook that itself runs inside an allocation shares it with its labs
+            words.append("--overlap")
+        return words
+
+
+def _slurm_problem() -> str | None:
+    if not shutil.which("srun"):
+        return "there is no srun on this machine"
+    try:
+        asked = subprocess.run(["sinfo", "-h"], capture_output=True, text=True, timeout=10)
+    except subprocess.TimeoutExpired:
+        return "sinfo did not answer within 10 s"
+    return None if asked.returncode == 0 else f"sinfo says: {_first_line(asked.stderr)}"
+
+
+def _first_line(text: str) -> str:
+    return (text.strip().splitlines() or ["nothing"])[0]
+
+
+def script_words(script: str, record: Path, script_options: dict) -> list[str]:
+    """The command line of the script itself, as started in ``source_code/``."""
+    return [script, *options.arguments(script_options), "--record", _shown(record)]
+
+
+def _shown(path: Path) -> str:
+    """A path as seen from source_code/, where that is shorter."""
+    path = path.resolve()
+    return str(path.relative_to(SOURCE)) if path.is_relative_to(SOURCE) else str(path)
+
+
+def new_record(script: str) -> Path:
+    """A path for the next record in results/runs/, in order of time."""
+    return RUNS / f"{datetime.now():%Y%m%d-%H%M%S-%f}-{Path(script).stem}.json"
+
+
+def run(
+    script: str,
+    *,
+    ranks: int = 2,
+    nodes: int = 1,
+    cluster: Cluster | None = None,
+    record: Path | None = None,
+    on_progress=None,
+    timeout: float = 3600,
+    quiet: bool = False,
+    **script_options,
+) -> dict:
+    """Run a lab script to its end and return its record.
+
+    ranks: in all; nodes: how many machines they are spread over (Slurm only). script_options: the script's
+    own, as in ``wrap="size", dropout=False``. on_progress: called with (step, total) instead of showing a bar.
+    timeout: seconds. Raises RunFailed with the end of the output if the script fails, UserError on bad input.
+    """
+    cluster = cluster or Cluster()
+    record = Path(record or new_record(script))
+    if cluster.uses_slurm():
+        words = script_words(script, record, script_options)
+        command, shown = [*cluster.srun(ranks, nodes), sys.executable, "-u", *words], [*cluster.srun(ranks, nodes), "python", *words]
+    else:
+        if nodes > 1:
+            raise UserError(f"{nodes} nodes need Slurm: use nodes=1 here, or bring up the practice cluster (make slurm)")
+        alone = script_options.get("strategy") == "single"
+        words = script_words(script, record, script_options if alone else {"ranks": ranks, **script_options})
+        command, shown = [sys.executable, "-u", *words], ["python", *words]
+    if not quiet:
+        print("$", shlex.join(shown), flush=True)
+    record.unlink(missing_ok=True)
+    _follow(command, on_progress, timeout)
+    return records.load(record)
+
+
+def _follow(command: list[str], on_progress, timeout: float):
+    """Run a command in source_code/, report its progress, and raise RunFailed if it fails."""
+    with tempfile.TemporaryDirectory(dir=_made(RUNS), prefix=".progress-") as folder:
+        mark, log = Path(folder) / "progress", Path(folder) / "output"
+        environ = os.environ | {progress.VARIABLE: str(mark)}
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                command, cwd=SOURCE, env=environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        with _Bar(on_progress) as bar:
+            _wait(process, lambda: bar(progress.read(mark)), timeout, command)
+        if process.returncode:
+            end = log.read_text(errors="replace").strip().splitlines()[-OUTPUT_LINES:]
+            raise RunFailed("\n".join(end) or f"exit code {process.returncode}")
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _wait(process, report, timeout, command):
+    """Wait for a process; on time-out or interruption end it and the ranks it started."""
+    deadline = time.monotonic() + timeout
+    try:
+        while True:
+            try:
+                process.wait(0.1)
+                return report()
+            except subprocess.TimeoutExpired:
+                report()
+            if time.monotonic() > deadline:
+                raise RunFailed(f"not finished after {timeout:.0f} s: {shlex.join(command)}")
+    finally:
+        if process.poll() is None:
+            process.terminate()  # torchrun and srun both end their ranks when told to
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+                process.wait()
+
+
+class _Bar:
+    """Shows (step, total) as a bar, or hands it to the caller's function."""
+
+    def __init__(self, on_progress):
+        self.on_progress, self.bar = on_progress, None
+
+    def __enter__(self):
+        return self
+
+    def __call__(self, where):
+        if where is None:
+            return
+        step, total = where
+        if self.on_progress:
+            self.on_progress(step, total)
+            return
+        self.bar = self.bar or tqdm(total=total, unit="step", leave=False)
+        self.bar.update(step - self.bar.n)
+
+    def __exit__(self, *error):
+        if self.bar is not None:
+            self.bar.close()
+
+
+@dataclass
+class Job:
+    """A queued run. ``wait()`` returns its record; ``handle`` is submitit's job, with its logs and state."""
+
+    handle: object
+    path: Path
+    mark: Path
+
+    def wait(self, on_progress=None) -> dict:
+        """Wait for the end, showing progress. Raises RunFailed with the end of the job's log if it failed."""
+        with _Bar(on_progress) as bar:
+            while not self.handle.done():
+                bar(progress.read(self.mark))
+                time.sleep(0.5)
+        try:
+            self.handle.results()
+        except Exception as error:  # submitit raises many kinds, all of which mean: look at the log
+            log = (self.handle.stderr() or str(error)).strip().splitlines()[-OUTPUT_LINES:]
+            raise RunFailed(f"job {self.handle.job_id} failed:\n" + "\n".join(log)) from None
+        return records.load(self.path)
+
+
+def submit(script: str, *, ranks: int, nodes: int = 1, cluster: Cluster | None = None, minutes: int = 60, **script_options) -> Job:
+    """Queue a lab script as a batch job through submitit: one task a rank, as ``run`` does with srun."""
+    import submitit  # only where there is Slurm
+
+    cluster = cluster or Cluster(launcher="slurm")
+    cluster.uses_slurm()
+    path = new_record(script)
+    mark = path.with_suffix(".progress")
+    executor = submitit.SlurmExecutor(folder=_made(RUNS / "jobs"))
+    wishes = {"partition": cluster.partition, "account": cluster.account}
+    executor.update_parameters(
+        job_name=Path(script).stem,
+        nodes=nodes,
+        ntasks_per_node=ranks // nodes,
+        gpus_per_task=1,
+        time=minutes,
+        setup=[f"export {progress.VARIABLE}={shlex.quote(str(mark))}", f"cd {shlex.quote(str(SOURCE))}"],
+        srun_args=["--kill-on-bad-exit=1"],
+        **{k: v for k, v in wishes.items() if v},
+    )
+    words = [sys.executable, "-u", *script_words(script, path, script_options)]
+    handle = executor.submit(submitit.helpers.CommandFunction(words, verbose=False))
+    print(f"$ sbatch {_shown(Path(handle.paths.submission_file))}    # job {handle.job_id}: srun python {shlex.join(words[2:])}")
+    return Job(handle, path, mark)
