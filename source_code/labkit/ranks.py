@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 import traceback
+import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -56,18 +57,17 @@ def run(main, config):
     """Call ``main(config, rank)`` in every rank of the run, starting the ranks where nobody has.
 
     config: has ``ranks`` (int or None), ``backend`` and ``device``; with ``strategy="single"`` one rank is enough.
-    Never returns normally on failure: the process exits with 2 after a user's error, 1 after any other.
+    Returns on success; otherwise the process exits with 2 after a user's error, 1 after any other.
     """
     try:
         device, backend = device_and_backend(config.device, config.backend)
-        given = placement(dict(os.environ))
-        if given is None:
-            count = ranks_to_start(config, device, dict(os.environ))
-            if count > 1:
-                sys.exit(start_here(count))
+        place = placement(dict(os.environ))
+        if place is None and (count := ranks_to_start(config, device, dict(os.environ))) > 1:
+            return start_here(count, device, main, config)
+        if place is None:
             meet(0, 1, "127.0.0.1", [0], "alone")
-            given = 0, 0, 1
-        rank = Rank(*given, socket.gethostname(), _own_device(device, local_rank=given[1]), backend)
+            place = 0, 0, 1
+        rank = Rank(*place, socket.gethostname(), _own_device(device, local_rank=place[1]), backend)
         if config.ranks not in (None, rank.world_size):
             raise UserError(f"--ranks {config.ranks}, but {rank.world_size} ranks were started: leave --ranks out")
         if rank.device.type == "cuda":
@@ -98,34 +98,48 @@ def ranks_to_start(config, device: str, environ: dict) -> int:
     return config.ranks or gpus or granted or 2
 
 
-def start_here(count: int) -> int:
-    """Start ``count`` ranks of the running script on this machine, wait, and return the exit code.
+def start_here(count: int, device: str, main, config):
+    """Start ``count`` ranks of the running script on this machine and wait for them; exit if one fails.
 
-    When one fails torchrun ends the others; what is left to do is to say, in one line, which and how.
+    torchrun's own agent starts and watches them, and ends the others when one fails; what is left to do
+    is to say, in one line, which and how.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as torchrun
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    words = ["--standalone", "--nproc-per-node", str(count), *sys.argv]
-    print("torchrun", *words, flush=True)
+    print(f"torchrun --standalone --nproc-per-node {count}", *sys.argv, flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # its report is ours to make
+    # Forked ranks need not import torch again, which is most of a short run's time; CUDA forbids forking.
+    fork = sys.platform == "linux" and device == "cpu"
+    if fork:
+        import torch._dynamo  # noqa: F401  DDP and FSDP import it when first used: once here, not once a rank
+    agent = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",  # any free port
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="fork" if fork else "spawn",
+    )
     try:
-        torchrun(words)
+        elastic_launch(agent, run)(main, config)
     except ChildFailedError as error:
         # Ranks that only lost contact also count as failed: a signal, or a user's error, is nearer the cause.
         failures = sorted(error.failures.items(), key=lambda f: (f[1].exitcode in (1, -signal.SIGTERM), f[1].timestamp))
         rank, failure = failures[0]
         if failure.exitcode == 2:
-            return 2  # the rank has said what is wrong
+            sys.exit(2)  # the rank has said what is wrong
         how = (
             f"was killed by signal {-failure.exitcode} ({signal.Signals(-failure.exitcode).name})"
             if failure.exitcode < 0
             else f"ended with exit code {failure.exitcode}"
         )
         print(f"{program()}: rank {rank} {how}; the other ranks were ended", file=sys.stderr)
-        return 1
-    return 0
+        sys.exit(1)
 
 
 # Finding one's place
