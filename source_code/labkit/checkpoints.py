@@ -44,7 +44,7 @@ def save(folder: str | Path, step: int, model, optimizer):
 
 def latest(folder: str | Path) -> Path | None:
     """The checkpoint with the most steps, or None if there is none."""
-    found = [p for p in Path(folder).glob("step-*") if re.fullmatch(r"step-\d+", p.name)]
+    found = [p for p in Path(folder).glob("step-*") if re.fullmatch(r"step-\d+", p.name) and p.is_dir()]
     return max(found, key=lambda p: int(p.name.removeprefix("step-")), default=None)
 
 
@@ -54,7 +54,7 @@ def load(path: Path, model, optimizer) -> int:
     state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
     try:
         dcp.load(state, checkpoint_id=path)
-    except Exception as error:  # DCP wraps whatever went wrong on each rank in an exception of its own
+    except (Exception, dcp.CheckpointException) as error:  # DCP's own is no Exception; it wraps what went wrong
         reason = str(error).strip().splitlines()[-1]
         raise UserError(f"the checkpoint {path} cannot be read ({reason}): remove it to use the one before") from None
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])

@@ -218,8 +218,8 @@ def _missing(raw: Path) -> list[tuple[str, str]]:
 
 
 def _only_extracted(raw: Path) -> str:
-    """Words for an error: there are extracted files, but not the .gz that have a published checksum."""
-    return " (only extracted files, which have no checksum to verify)" if any(raw.glob("*-ubyte")) else ""
+    """Words for an error: why a folder that seems to hold MNIST does not count."""
+    return " (only its extracted files; the labs read the .gz files)" if any(raw.glob("*-ubyte")) else ""
 
 
 def _parse_idx(path: Path, data: bytes) -> torch.Tensor:

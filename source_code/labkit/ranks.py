@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import uuid
@@ -30,6 +31,7 @@ from labkit import UserError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 MEETING_SECONDS = 120  # how long ranks that Slurm started wait for rank 0
+LINGER_SECONDS = 3  # how long a rank that lost contact waits to be ended before it ends itself
 LOST_CONTACT = re.compile("connection (closed|reset|refused)|broken pipe|socket|timed out|remote process", re.I)
 
 
@@ -128,9 +130,7 @@ def start_here(count: int, device: str, main, config):
     try:
         elastic_launch(agent, run)(main, config)
     except ChildFailedError as error:
-        # Ranks that only lost contact also count as failed: a signal, or a user's error, is nearer the cause.
-        failures = sorted(error.failures.items(), key=lambda f: (f[1].exitcode in (1, -signal.SIGTERM), f[1].timestamp))
-        rank, failure = failures[0]
+        rank, failure = error.get_first_failure()
         if failure.exitcode == 2:
             sys.exit(2)  # the rank has said what is wrong
         how = (
@@ -238,16 +238,34 @@ def _find(host, ports, job):
     deadline = time.monotonic() + MEETING_SECONDS
     while time.monotonic() < deadline:
         for port in ports:
-            try:
-                socket.create_connection((host, port), timeout=2).close()  # quicker to say no, and quietly
-                store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5))
-                if store.get("job").decode() == job:
-                    store.set_timeout(timedelta(minutes=5))
-                    return store
-            except (OSError, RuntimeError):
-                continue
+            store = _store_at(host, port, job)
+            if store:
+                return store
         time.sleep(0.1)
     raise UserError(f"rank 0 was not found at {host}, ports {list(ports)}, within {MEETING_SECONDS} s: is it running?")
+
+
+def _store_at(host, port, job):
+    """The store of this job at a port, or None if there is none, another job's, or another program."""
+    try:
+        socket.create_connection((host, port), timeout=2).close()  # quicker to say no than a store, and quietly
+    except OSError:
+        return None
+    found = []
+
+    def ask():
+        try:
+            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5))
+            if store.get("job").decode() == job:
+                found.append(store)
+        except RuntimeError:
+            pass
+
+    # In a thread that can be left behind: a program that accepts and never answers would hold us for ever.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(10)
+    return found[0] if found else None
 
 
 # Device
@@ -286,13 +304,17 @@ def leave(sentence: str):
 
 def _fail(error: Exception):
     """End after any other error. The first rank to fail shows why; those that then lose contact are quiet."""
-    if _first_to_fail():
+    first = _first_to_fail()
+    lost_contact = not first or LOST_CONTACT.search(str(error))
+    if first:
         rank = os.environ.get("RANK", "0")
-        if LOST_CONTACT.search(str(error)):
+        if lost_contact:
             message = f"rank {rank} lost contact with another rank: {str(error).strip().splitlines()[0]}"
         else:
             message = f"rank {rank} failed:\n{traceback.format_exc()}"
         print(f"{program()}: {message}", file=sys.stderr, flush=True)
+    if lost_contact:  # the launcher must find the rank that failed first; then it ends this one
+        time.sleep(LINGER_SECONDS)
     _exit(1)
 
 

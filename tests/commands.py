@@ -1,0 +1,46 @@
+"""Run commands in tests: always with a time-out, never leaving a process behind."""
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+
+def call(*command, env=None, cwd=None, timeout=60) -> subprocess.CompletedProcess:
+    """Run a command and return it with its output. It is ended, with all it started, when the time is up."""
+    process = subprocess.Popen(
+        [str(word) for word in command],
+        env=env,
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        out, err = process.communicate()
+        pytest.fail(f"not finished after {timeout} s: {command}\n{out}\n{err}")
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def run_job(*command, env, cwd: Path, logs: Path | None = None) -> tuple[list[str], str]:
+    """Submit a batch job, wait for its end, return (states, output). `sbatch --wait` looks only every half minute."""
+    logs = logs or cwd
+    submitted = call("sbatch", "--parsable", f"--output={logs}/%x-%j.out", *command, env=env, cwd=cwd)
+    assert submitted.returncode == 0, submitted.stderr
+    job = submitted.stdout.strip()
+    deadline = time.monotonic() + 120
+    while call("squeue", "-h", "-j", job, env=env).stdout:
+        if time.monotonic() > deadline:
+            call("scancel", job, env=env)
+            pytest.fail(f"job {job} was not over after 120 s")
+        time.sleep(0.1)
+    accounts = call("sacct", "-o", "JobID,State,NodeList", "--parsable2", "-j", job, env=env).stdout.splitlines()
+    assert accounts[0] == "JobID|State|NodeList"
+    (output,) = logs.glob(f"*-{job}.out")
+    return [line.split("|")[1] for line in accounts[1:]], output.read_text()

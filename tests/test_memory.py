@@ -1,0 +1,138 @@
+"""Peak memory as measured is the arithmetic, written down here and in labkit/predict.py, term by term."""
+
+import subprocess
+import sys
+from math import ceil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from labkit import launch, meters, predict, trace
+from labkit.models import Net
+
+PARAMETERS = 1_199_882
+FC1 = 9216 * 128 + 128
+FC2 = 128 * 10 + 10
+IMAGE, CONV1, CONV2 = 28 * 28, 32 * 26 * 26, 64 * 24 * 24
+
+
+def measure(strategy, wrap, ranks, batch, **options):
+    if wrap != "unit":
+        options["wrap"] = wrap
+    return launch.run(
+        "mnist_fsdp.py",
+        ranks=ranks,
+        strategy=strategy,
+        batch_size=batch,
+        data="mnist-5k",
+        max_steps=meters.TRACED_STEPS[-1] + 1,
+        cluster=launch.Cluster(launcher="local"),
+        quiet=True,
+        on_progress=lambda *_: None,
+        timeout=120,
+        **options,
+    )
+
+
+CASES = [("single", "unit", 1, 8), ("single", "unit", 1, 64)]
+CASES += [("ddp", "unit", ranks, batch) for ranks, batch in ((2, 8), (2, 64), (3, 32))]
+CASES += [
+    (strategy, wrap, ranks, batch)
+    for strategy in ("fsdp1", "fsdp2")
+    for wrap in ("unit", "size")
+    for ranks, batch in ((2, 64), (3, 8), (4, 8), (4, 32))
+]
+
+
+@pytest.mark.parametrize(("strategy", "wrap", "ranks", "batch"), CASES)
+def test_peak_is_the_arithmetic(strategy, wrap, ranks, batch):
+    memory = measure(strategy, wrap, ranks, batch)["memory"]
+    _, predicted = predict.peak(strategy, wrap, ranks, batch)
+    for category in ("parameters", "gradients", "optimizer state"):
+        assert memory["peak"][category] == predicted.get(category, 0), category
+    assert sum(memory["peak"].values()) == pytest.approx(predict.total(predicted), rel=0.01)
+
+
+def test_terms_of_ddp_by_hand():
+    """DDP on 2 ranks, 64 images each, fp32: the highest point is the backward of the second ReLU."""
+    peak = measure("ddp", "unit", 2, 64)["memory"]["peak"]
+    assert peak["parameters"] == 4 * PARAMETERS
+    assert peak["gradients"] == 4 * (FC1 + FC2)  # the last layers' only, so far
+    assert peak["optimizer state"] == 2 * 4 * PARAMETERS + 8 * 4  # Adadelta: two a parameter, a counter a tensor
+    assert peak["all-reduce buckets"] == 4 * PARAMETERS
+    assert peak["temporary"] == 2 * 64 * 4 * CONV2  # the gradient entering the ReLU, and the one leaving it
+    kept = 64 * 4 * (IMAGE + CONV1 + CONV2)
+    assert peak["activations"] == pytest.approx(kept, rel=0.001)  # and labels, results, scalars
+    assert peak["all-gather"] == peak["reduce-scatter"] == 0
+
+
+def test_terms_of_fsdp2_by_size_by_hand():
+    """FSDP2 on 4 ranks, 8 images each, fc1 a unit of its own: the highest point is the backward of fc1."""
+    peak = measure("fsdp2", "size", 4, 8)["memory"]["peak"]
+    # Along the first dimension: 32 → 8, 64 → 16, 128 → 32 rows a rank, and 10 → 3 on all but the last.
+    shard = 8 * 9 + 8 + 16 * 288 + 16 + 32 * 9216 + 32 + 3 * 128 + 3
+    assert shard == ceil(32 / 4) * 10 + 16 * 289 + 32 * 9217 + 3 * 129
+    assert peak["parameters"] == 4 * shard
+    assert peak["optimizer state"] == 2 * 4 * shard + 8 * 4
+    assert peak["gradients"] == 0  # no unit has been reduced yet
+    assert peak["all-gather"] == 4 * 4 * shard  # both units are gathered, padded to whole rows
+    assert peak["reduce-scatter"] == 4 * (FC1 + FC2)  # whole gradients, not yet reduced
+    assert peak["temporary"] == 8 * 4 * (9216 + 128)
+
+
+def test_float64_doubles_all_but_counters_labels_and_indices():
+    peaks = {p: measure("fsdp2", "size", 2, 8, precision=p)["memory"]["peak"] for p in ("fp32", "fp64")}
+    assert peaks["fp64"]["parameters"] == 2 * peaks["fp32"]["parameters"]
+    _, predicted = predict.peak("fsdp2", "size", 2, 8, itemsize=8)
+    assert sum(peaks["fp64"].values()) == pytest.approx(predict.total(predicted), rel=0.01)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("strategy", "options", "expected"),
+    [
+        ("ddp", {}, {"all-reduce": 1}),
+        ("fsdp1", {}, {"all-gather": 1, "reduce-scatter": 1}),
+        ("fsdp2", {}, {"all-gather": 1, "reduce-scatter": 1}),
+        # fc1 is gathered again for backward; the root, needed again at once, is not
+        ("fsdp2", {"wrap": "size"}, {"all-gather": 1 + FC1 / PARAMETERS, "reduce-scatter": 1}),
+        ("fsdp2", {"wrap": "size", "sharding": "grad-op"}, {"all-gather": 1, "reduce-scatter": 1}),
+    ],
+)
+def test_traffic_in_model_sizes(strategy, options, expected, ranks):
+    """Bytes in a step's collectives, in units of the whole model; padding to whole rows adds under 0.1 %."""
+    traffic = measure(strategy, options.get("wrap", "unit"), ranks, 8, **options)["traffic"]
+    sent = {}
+    for entry in traffic:
+        sent[entry["kind"]] = sent.get(entry["kind"], 0) + entry["count"] * entry["bytes"] / (4 * PARAMETERS)
+    assert sent == pytest.approx(expected, rel=0.001)
+
+
+def test_trace_agrees_with_pytorchs_own_tracker():
+    """A second opinion: torch's MemTracker, which lies in a private module, counts the same peak."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.Adadelta(model.parameters())
+    images, labels = torch.rand(16, 1, 28, 28), torch.randint(0, 10, (16,))
+
+    def step():
+        F.nll_loss(model(images), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with trace.StepTrace(model, optimizer, torch.device("cpu")) as ours:
+        step()
+    theirs = MemTracker()
+    theirs.track_external(model, optimizer, images)
+    with theirs:
+        step()
+    expected = theirs.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    assert trace.peak(ours.timeline())[1] == pytest.approx(expected, rel=0.001)
+
+
+def test_prediction_imports_no_torch():
+    code = "import sys; import labkit.predict; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=launch.SOURCE, timeout=60).returncode == 0
