@@ -75,12 +75,12 @@ def mirror():
     """
     servers = []
 
-    def start(contents, length=None):
+    def start(contents, length=None, refuse_head=False):
         downloads, lock = Counter(), threading.Lock()
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_HEAD(self):
-                self.answer(b"")
+                self.send_error(405) if refuse_head else self.answer(b"")
 
             def do_GET(self):
                 name = self.path.rsplit("/", 1)[1]
@@ -274,8 +274,16 @@ def test_a_bad_file_is_named_and_never_replaced_silently(small, tmp_path, capsys
     assert path.exists() and capsys.readouterr().err == ""  # neither fetched nor replaced by mnist-5k
 
 
-def test_a_file_with_the_right_checksum_but_the_wrong_header(small, tmp_path, monkeypatch):
-    wrong = idx(np.zeros((30, 28, 27), dtype=np.uint8))
+@pytest.mark.parametrize("fault", ["kind of number", "size", "length"])
+def test_a_file_with_the_right_checksum_but_the_wrong_content(small, tmp_path, monkeypatch, fault):
+    content = bytearray(gzip.decompress(small[TRAIN_IMAGES]))
+    if fault == "kind of number":
+        content[2] = 9  # signed bytes
+    elif fault == "size":
+        content[8:16] = bytes([0, 0, 0, 56, 0, 0, 0, 14])  # as many pixels as 28 × 28
+    else:
+        content.pop()
+    wrong = gzip.compress(content)
     monkeypatch.setattr(datasets, "RESOURCES", ((TRAIN_IMAGES, md5(wrong)), *datasets.RESOURCES[1:]))
     fill(tmp_path, {**small, TRAIN_IMAGES: wrong})
     with pytest.raises(UserError, match=f"{TRAIN_IMAGES} is not an IDX file"):
@@ -396,26 +404,55 @@ def test_a_partial_or_wrong_download_is_never_used(small, tmp_path, mirror, use_
     assert datasets.prepare("mnist", tmp_path) == "mnist"  # and it does not stand in the way of the next attempt
 
 
-def test_a_mirror_that_never_answers(small, tmp_path, use_mirror, monkeypatch):
-    monkeypatch.setattr(datasets, "ANSWER_SECONDS", 0.2)
-    with socket.socket() as mute:
-        mute.bind(("127.0.0.1", 0))
-        mute.listen()  # connections are taken and never served
-        use_mirror(f"http://127.0.0.1:{mute.getsockname()[1]}/")
-        with pytest.raises(UserError, match="no answer in 0.2 s|timed out"):
-            datasets.prepare("mnist", tmp_path)
+def test_a_mirror_that_refuses_to_be_asked_first(small, tmp_path, mirror, use_mirror):
+    use_mirror(mirror(small, refuse_head=True).url)
+    assert datasets.prepare("mnist", tmp_path) == "mnist"
 
 
-def test_a_mirror_that_falls_silent_on_the_way(small, tmp_path, use_mirror, monkeypatch):
+@pytest.fixture
+def mute():
+    """The address of a mirror that takes connections and says nothing. It hangs up before a test could hang."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        watchdog = threading.Timer(30, listener.shutdown, [socket.SHUT_RDWR])
+        watchdog.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        watchdog.cancel()
+
+
+def test_a_mirror_that_never_answers(small, tmp_path, use_mirror, mute, monkeypatch):
     monkeypatch.setattr(datasets, "ANSWER_SECONDS", 0.2)
-    monkeypatch.setattr(datasets, "_silence", lambda url: None)
-    with socket.socket() as mute:
-        mute.bind(("127.0.0.1", 0))
-        mute.listen()
-        use_mirror(f"http://127.0.0.1:{mute.getsockname()[1]}/")
-        with pytest.raises(UserError, match="timed out"):  # without a time-out this test would hang
+    use_mirror(mute)
+    with pytest.raises(UserError, match="no answer in 0.2 s|timed out"):
+        datasets.prepare("mnist", tmp_path)
+
+
+def test_a_name_server_that_never_answers(small, tmp_path, use_mirror, monkeypatch):
+    answered = threading.Event()
+
+    def look_up(*_, **__):
+        answered.wait(30)
+        raise socket.gaierror(socket.EAI_AGAIN, "looked up in vain")
+
+    monkeypatch.setattr(datasets, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    use_mirror("http://mirror.invalid/")
+    try:
+        with pytest.raises(UserError, match="no answer in 0.2 s"):
             datasets.prepare("mnist", tmp_path)
-    assert socket.getdefaulttimeout() is None
+    finally:
+        answered.set()
+
+
+def test_a_mirror_that_falls_silent_on_the_way(small, tmp_path, use_mirror, mute, monkeypatch):
+    monkeypatch.setattr(datasets, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(datasets, "_silence", lambda url: None)  # it answered a moment ago
+    use_mirror(mute)
+    before = socket.getdefaulttimeout()
+    with pytest.raises(UserError, match="timed out"):
+        datasets.prepare("mnist", tmp_path)
+    assert socket.getdefaulttimeout() == before
 
 
 def test_a_lock_that_is_never_released(small, tmp_path, monkeypatch):

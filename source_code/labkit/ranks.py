@@ -111,7 +111,8 @@ def start_here(count: int, device: str, main, config):
 
     print(f"torchrun --standalone --nproc-per-node {count}", *sys.argv, flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # its report is ours to make
+    for name in ("torch.distributed", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # its report is ours to make
     # Forked ranks need not import torch again, which is most of a short run's time; CUDA forbids forking.
     fork = sys.platform == "linux" and device == "cpu"
     if fork:
@@ -128,7 +129,7 @@ def start_here(count: int, device: str, main, config):
         start_method="fork" if fork else "spawn",
     )
     try:
-        elastic_launch(agent, run)(main, config)
+        elastic_launch(agent, _as_rank)(main, config)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode == 2:
@@ -140,6 +141,14 @@ def start_here(count: int, device: str, main, config):
         )
         print(f"{program()}: rank {rank} {how}; the other ranks were ended", file=sys.stderr)
         sys.exit(1)
+
+
+def _as_rank(main, config):
+    """What each process that ``start_here`` makes does."""
+    # A forked process inherits the agent's handlers, which a rank that waits in a collective would never reach.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    run(main, config)
 
 
 # Finding one's place
