@@ -8,9 +8,9 @@ results/runs/, with the peak memory measured on each rung beside what the arithm
 """
 
 import shutil
-import sys
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 
 import pandas
 import torch
@@ -106,13 +106,13 @@ def predicted_peak(record: dict) -> int | None:
 
 
 def memory_table(runs: list[dict]) -> pandas.DataFrame:
-    """Peak memory a rank by category, in MiB, with the total measured and predicted in bytes."""
+    """Peak memory of rank 0 by category in MiB; the total, measured and predicted, in bytes."""
     used = [c for c in CATEGORIES if any(run["record"]["memory"]["peak"][c] for run in runs)]
     rows = []
     for run in runs:
         peak = run["record"]["memory"]["peak"]
         row = {"rung": run["label"], "ranks": run["record"]["ranks"], "units": run["record"]["units"] or "–"}
-        row |= {category: f"{peak[category] / plots.MIB:.1f}" for category in used}
+        row |= {category: f"{peak[category] / plots.MIB:.1f}" if peak[category] else "–" for category in used}
         row |= {"measured": f"{sum(peak.values()):,}", "predicted": f"{run['predicted']:,}" if run["predicted"] else "–"}
         rows.append(row)
     return pandas.DataFrame(rows)
@@ -120,36 +120,46 @@ def memory_table(runs: list[dict]) -> pandas.DataFrame:
 
 def speed_table(runs: list[dict]) -> pandas.DataFrame:
     """Step time, throughput, traffic and accuracy of each rung."""
-    rows = []
-    for run in runs:
-        record = run["record"]
-        step, correct, total = record["time"]["step"], *record["accuracy"].values()
-        sent = {kind: sum(t["count"] * t["bytes"] for t in record["traffic"] if t["kind"] == kind) for kind in ("all-reduce", "all-gather", "reduce-scatter")}
-        rows.append(
-            {
-                "rung": run["label"],
-                "step [ms]": f"{step['median'] * 1e3:.0f} ({step['p10'] * 1e3:.0f}–{step['p90'] * 1e3:.0f})" if step else "–",
-                "samples/s": f"{record['time']['samples_per_second']:.0f}" if step else "–",
-                **{f"{kind} [MB]": f"{size / 1e6:.2f}" if size else "–" for kind, size in sent.items()},
-                "accuracy": f"{correct}/{total} ({correct / total:.2%})",
-            }
-        )
-    return pandas.DataFrame(rows)
+    return pandas.DataFrame([{"rung": run["label"], **_speed(run["record"])} for run in runs])
+
+
+def _speed(record: dict) -> dict:
+    step, accuracy = record["time"]["step"], record["accuracy"]
+    row = {"step [ms]": "–", "samples/s": "–"}
+    if step:
+        median, low, high = (step[k] * 1e3 for k in ("median", "p10", "p90"))
+        row = {"step [ms]": f"{median:.0f} ({low:.0f}–{high:.0f})", "samples/s": f"{record['time']['samples_per_second']:.0f}"}
+    for kind in ("all-reduce", "all-gather", "reduce-scatter"):
+        size = sum(t["count"] * t["bytes"] for t in record["traffic"] if t["kind"] == kind)
+        row[f"{kind} [MB]"] = f"{size / 1e6:.2f}" if size else "–"
+    row["accuracy"] = f"{accuracy['correct']}/{accuracy['total']} ({accuracy['correct'] / accuracy['total']:.2%})"
+    return row
+
+
+def as_markdown(table: pandas.DataFrame) -> str:
+    return table.to_markdown(index=False, disable_numparse=True)
 
 
 def tables(runs: list[dict]) -> str:
     """Both tables as text that is also Markdown."""
-    record = runs[1]["record"]
-    as_text = {"index": False, "disable_numparse": True}
     return "\n\n".join(
         [
-            plots.caption(record),
-            "Peak memory of rank 0 by category [MiB]; in all, measured and predicted [bytes]:",
-            memory_table(runs).to_markdown(**as_text),
+            plots.caption(runs[-1]["record"]),
+            "Peak memory of rank 0 by category [MiB]; all of it, measured and predicted [bytes]:",
+            as_markdown(memory_table(runs)),
             "Step time (10th–90th percentile), throughput, size of the tensors in a step's collectives, test accuracy:",
-            speed_table(runs).to_markdown(**as_text),
+            as_markdown(speed_table(runs)),
         ]
     )
+
+
+def read(folder: Path) -> list[dict]:
+    """The runs of a ladder climbed earlier, from its records."""
+    loaded = [records.load(path) for path in sorted(folder.glob("*.json"))]
+    return [
+        {"label": label, "record": record, "predicted": predicted_peak(record)}
+        for (label, _), record in zip(RUNGS, loaded, strict=True)
+    ]
 
 
 def main():
@@ -164,7 +174,7 @@ def main():
     text = tables(runs)
     (folder / "ladder.md").write_text(text + "\n")
     plots.ladder(runs, folder / "ladder.png")
-    print(f"\n{text}\n\nTable, picture and records: {folder}", file=sys.stdout)
+    print(f"\n{text}\n\nTable, picture and records: {folder}")
 
 
 if __name__ == "__main__":

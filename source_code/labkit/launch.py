@@ -89,7 +89,8 @@ def _first_line(text: str) -> str:
 
 def script_words(script: str, record: Path, script_options: dict) -> list[str]:
     """The command line of the script itself, as started in ``source_code/``."""
-    return [script, *options.arguments(script_options), "--record", _shown(record)]
+    wanted = {k: _shown(v) if isinstance(v, Path) else v for k, v in (script_options | {"record": record}).items()}
+    return [script, *options.arguments(wanted)]
 
 
 def _shown(path: Path) -> str:

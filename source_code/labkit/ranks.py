@@ -106,6 +106,7 @@ def start_here(count: int, device: str, main, config):
     torchrun's own agent starts and watches them, and ends the others when one fails; what is left to do
     is to say, in one line, which and how.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -130,6 +131,8 @@ def start_here(count: int, device: str, main, config):
     )
     try:
         elastic_launch(agent, _as_rank)(main, config)
+    except SignalException as error:  # Ctrl-C, or a batch system's TERM: the agent has ended the ranks
+        sys.exit(128 + error.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode == 2:

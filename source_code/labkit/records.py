@@ -33,7 +33,7 @@ def new(script: str, config: dict, rank, nodes: list[str]) -> dict:
     """The part of a record that is known when the run starts. rank: a ``ranks.Rank``."""
     return {
         "schema": SCHEMA,
-        "script": script,
+        "script": Path(script).name,
         "config": config,
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "ranks": rank.world_size,
