@@ -113,13 +113,16 @@ def _bytes(moment: dict) -> dict:
 
 
 def _times(seconds: list[float], global_batch: int) -> dict:
-    """Median and spread (the 10th and 90th percentile); None for what needs more steps than there were."""
+    """Median and spread (the 10th and 90th percentile); None for what needs more steps than there were.
+
+    Samples/s is over the whole time, not the median: a loader that stalls now and then must show.
+    """
     if len(seconds) < 2:
         return {"step": None, "samples_per_second": None}
     deciles = statistics.quantiles(seconds, n=10, method="inclusive")
     median = statistics.median(seconds)
     step = {"median": median, "p10": deciles[0], "p90": deciles[-1], "steps": len(seconds)}
-    return {"step": step, "samples_per_second": global_batch / median}
+    return {"step": step, "samples_per_second": global_batch * len(seconds) / sum(seconds)}
 
 
 def _allocator_peaks(device) -> dict:

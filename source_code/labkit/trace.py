@@ -225,8 +225,11 @@ class StepTrace(TorchDispatchMode):
 
 
 def peak(timeline: list[dict]) -> tuple[dict, int]:
-    """The moment of a timeline with the most live bytes (the first of several), and how many they are."""
-    highest = max(timeline, key=total)
+    """The moment of a timeline with the most live bytes, and how many they are.
+
+    Of equal moments the last: a gathered buffer that its backend lets go of late can make an earlier one equal.
+    """
+    highest = max(reversed(timeline), key=total)
     return highest, total(highest)
 
 

@@ -1,0 +1,97 @@
+"""The ladder's table and picture say what the records say; so does the README."""
+
+import sys
+
+import ladder
+import matplotlib.pyplot as plt
+import pytest
+from labkit import UserError, launch, options, plots, records
+from labkit.trace import CATEGORIES
+
+ROOT = launch.SOURCE.parent
+sys.path.insert(0, str(ROOT / "images"))
+import draw  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return ladder.read(draw.REFERENCE)
+
+
+def test_readme_shows_the_committed_records(reference):
+    readme = (ROOT / "README.md").read_text()
+    assert draw.with_table(readme) == readme, "run: python images/draw.py"
+    assert f"{sum(reference[1]['record']['memory']['peak'].values()):,}" in readme
+
+
+def test_reference_ladder_keeps_the_readmes_promises(reference):
+    for run in reference:
+        record = run["record"]
+        assert record["accuracy"]["correct"] / record["accuracy"]["total"] >= 0.95, run["label"]
+        assert sum(record["memory"]["peak"].values()) == run["predicted"], f"to the byte: {run['label']}"
+    size = {run["label"]: run["predicted"] for run in reference}
+    assert max(size, key=size.get) == "DDP"
+    assert min(size, key=size.get).startswith("FSDP2")
+
+
+@pytest.mark.parametrize("path", sorted((launch.SOURCE / "results" / "reference").rglob("*.json")), ids=lambda p: p.stem)
+def test_committed_records_are_readable_and_name_no_machine_path(path):
+    record = records.load(path)
+    assert record["hardware"]
+    assert not any(isinstance(v, str) and v.startswith("/") for v in record["config"].values())
+
+
+def test_bars_are_the_records(reference):
+    """What is drawn: for each rung a stack as long as its measured peak, and an outline as long as the prediction."""
+    _, axes = plt.subplots()
+    plots.memory_bars(axes, [(r["label"], r["record"]["memory"]["peak"], r["predicted"]) for r in reference])
+    for place, run in enumerate(reference):
+        bars = [b for b in axes.patches if abs(b.get_y() + b.get_height() / 2 - place) < 0.01]
+        filled = sum(b.get_width() for b in bars if b.get_fill())
+        (outline,) = [b.get_width() for b in bars if not b.get_fill()]
+        assert filled == pytest.approx(sum(run["record"]["memory"]["peak"].values()) / 2**20)
+        assert outline == pytest.approx(run["predicted"] / 2**20)
+    plt.close()
+
+
+def test_picture_is_written_also_for_runs_too_short_to_time(reference, tmp_path):
+    short = [run | {"record": run["record"] | {"time": {"step": None, "samples_per_second": None}}} for run in reference]
+    for name, runs in {"whole.png": reference, "short.png": short}.items():
+        plots.ladder(runs, tmp_path / name)
+        assert (tmp_path / name).stat().st_size > 10_000
+    assert "–" in ladder.tables(short)
+
+
+def test_every_category_has_a_colour_of_its_own():
+    assert set(plots.COLOURS) == set(CATEGORIES)
+    assert len(set(plots.COLOURS.values())) == len(CATEGORIES)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [("--data cifar", "--data cifar is no data set"), ("--epochs 0", "--epochs must be at least 1"), ("--ranks x", "invalid int")],
+)
+def test_bad_settings_are_one_sentence(words, sentence, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        options.parse(ladder.Climb, "", words.split())
+    assert exit_.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_climb_on_two_ranks(monkeypatch, tmp_path, capsys):
+    """The real thing, cut short: every rung runs and is measured; the last one is stopped and resumed."""
+    monkeypatch.setattr(ladder.launch, "RUNS", tmp_path)
+    monkeypatch.setattr(ladder, "RUNGS", [rung for rung in ladder.RUNGS if rung[0] in ("DDP", "FSDP2, resumed")])
+    runs = ladder.climb(ladder.Climb(data="mnist-5k", epochs=1, ranks=2, batch_size=100))
+    ddp, resumed = (run["record"] for run in runs)
+    assert len(ddp["losses"]) == 20
+    assert (resumed["first_step"], len(resumed["losses"])) == (10, 10)
+    assert all(sum(run["record"]["memory"]["peak"].values()) == run["predicted"] for run in runs)
+    assert list(tmp_path.glob("checkpoints-*")) == []
+    assert "FSDP2, resumed" in ladder.tables(runs)
+
+
+def test_climb_refuses_more_ranks_than_gpus(monkeypatch):
+    monkeypatch.setattr(ladder.torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UserError, match="--ranks 2, but 1 GPUs are visible"):
+        ladder.climb(ladder.Climb(data="mnist-5k", ranks=2))
