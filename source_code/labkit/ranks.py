@@ -61,8 +61,13 @@ def run(main, config):
     """Call ``main(config, rank)`` in every rank of the run, starting the ranks where nobody has.
 
     config: has ``ranks`` (int or None), ``backend`` and ``device``; with ``strategy="single"`` one rank is enough.
-    Returns on success; otherwise the process exits with 2 after a user's error, 1 after any other.
+    Never returns: the process exits with 0, with 2 after a user's error, with 1 after any other.
     """
+    _run(main, config)
+    _end(0)
+
+
+def _run(main, config):
     try:
         device, backend = device_and_backend(config.device, config.backend)
         place = placement(dict(os.environ))
@@ -153,7 +158,7 @@ def _as_rank(main, config):
     # A forked process inherits the agent's handlers, which a rank that waits in a collective would never reach.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    run(main, config)
+    _run(main, config)
 
 
 # Finding one's place
@@ -357,7 +362,12 @@ def _first_to_fail() -> bool:
 
 
 def _exit(code: int):
-    """Leave at once: with collectives under way, an orderly interpreter shutdown can hang."""
+    """Leave after a failure; at once, if other ranks know this one: waiting for them, a tidy exit can hang."""
+    _end(code) if dist.is_initialized() else sys.exit(code)
+
+
+def _end(code: int):
+    """End this process now. Python's own way out spends a second on taking torch apart."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code) if dist.is_initialized() else sys.exit(code)
+    os._exit(code)
