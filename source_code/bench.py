@@ -12,10 +12,9 @@ slows down or speeds up meanwhile does not decide. Printed: the median ratio and
 import statistics
 from dataclasses import dataclass
 
-from tqdm import tqdm
-
 from labkit import UserError, datasets, launch, plots, ranks
 from labkit.options import option, parse
+from tqdm import tqdm
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pandas
 import torch
-from tqdm import tqdm
-
 from labkit import UserError, datasets, launch, plots, predict, ranks, records
 from labkit.options import option, parse
 from labkit.trace import CATEGORIES
+from tqdm import tqdm
 
 # (what it is called, options of mnist_fsdp.py)
 RUNGS = [
@@ -113,7 +112,10 @@ def memory_table(runs: list[dict]) -> pandas.DataFrame:
         peak = run["record"]["memory"]["peak"]
         row = {"rung": run["label"], "ranks": run["record"]["ranks"], "units": run["record"]["units"] or "–"}
         row |= {category: f"{peak[category] / plots.MIB:.1f}" if peak[category] else "–" for category in used}
-        row |= {"measured": f"{sum(peak.values()):,}", "predicted": f"{run['predicted']:,}" if run["predicted"] else "–"}
+        row |= {
+            "measured": f"{sum(peak.values()):,}",
+            "predicted": f"{run['predicted']:,}" if run["predicted"] else "–",
+        }
         rows.append(row)
     return pandas.DataFrame(rows)
 
@@ -128,7 +130,10 @@ def _speed(record: dict) -> dict:
     row = {"step [ms]": "–", "samples/s": "–"}
     if step:
         median, low, high = (step[k] * 1e3 for k in ("median", "p10", "p90"))
-        row = {"step [ms]": f"{median:.0f} ({low:.0f}–{high:.0f})", "samples/s": f"{record['time']['samples_per_second']:.0f}"}
+        row = {
+            "step [ms]": f"{median:.0f} ({low:.0f}–{high:.0f})",
+            "samples/s": f"{record['time']['samples_per_second']:.0f}",
+        }
     for kind in ("all-reduce", "all-gather", "reduce-scatter"):
         size = sum(t["count"] * t["bytes"] for t in record["traffic"] if t["kind"] == kind)
         row[f"{kind} [MB]"] = f"{size / 1e6:.2f}" if size else "–"
@@ -170,7 +175,9 @@ def main():
         ranks.leave(str(error))
     folder = launch.RUNS / f"ladder-{datetime.now():%Y%m%d-%H%M%S}"
     for number, run in enumerate(runs):
-        records.write(folder / f"{number}-{run['label'].lower().replace(', ', '-').replace(' ', '-')}.json", run["record"])
+        records.write(
+            folder / f"{number}-{run['label'].lower().replace(', ', '-').replace(' ', '-')}.json", run["record"]
+        )
     text = tables(runs)
     (folder / "ladder.md").write_text(text + "\n")
     plots.ladder(runs, folder / "ladder.png")

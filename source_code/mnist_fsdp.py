@@ -29,18 +29,26 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecision
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy, fully_shard
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
-
 from labkit import UserError, checkpoints, datasets, ranks, records
 from labkit.meters import Meter
 from labkit.models import Net
 from labkit.options import option, parse
 from labkit.progress import Progress
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,9 @@ class Config:
     seed: int = option(1, "seed of the weights, the order of the images and the dropout")
     data: Literal["auto", "mnist", "mnist-5k"] = option("auto", "data set; auto: MNIST if it can be had")
     loader: Literal["memory", "torchvision"] = option("memory", "data set on the device, or image by image")
-    ranks: int | None = option(None, "ranks to start, where neither torchrun nor srun does (default: one per GPU, or 2)")
+    ranks: int | None = option(
+        None, "ranks to start, where neither torchrun nor srun does (default: one per GPU, or 2)"
+    )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where to compute")
     backend: Literal["auto", "nccl", "gloo"] = option("auto", "how to communicate; gloo alone means on the CPU")
     checkpoint: str | None = option(None, "folder for a checkpoint after each epoch and at the end")
@@ -99,7 +109,9 @@ class Config:
         if self.global_batch_size is None:
             return self.batch_size or 64
         if self.global_batch_size % world_size:
-            raise UserError(f"--global-batch-size {self.global_batch_size} cannot be shared evenly by {world_size} ranks")
+            raise UserError(
+                f"--global-batch-size {self.global_batch_size} cannot be shared evenly by {world_size} ranks"
+            )
         return self.global_batch_size // world_size
 
 
@@ -119,7 +131,9 @@ def fsdp1(model, config, me, mesh):
     bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     keep = config.sharding == "grad-op"
     if config.cpu_offload and me.device.type == "cpu":
-        raise UserError("FSDP1's --cpu-offload needs a GPU (it page-locks memory); --strategy fsdp2 shows it on the CPU")
+        raise UserError(
+            "FSDP1's --cpu-offload needs a GPU (it page-locks memory); --strategy fsdp2 shows it on the CPU"
+        )
     return FullyShardedDataParallel(
         model,
         device_mesh=mesh,
@@ -214,7 +228,9 @@ def main(config, me):
     batch_size = config.batch_size_of(me.world_size)
     steps_per_epoch = len(digits.train_images) // (batch_size * me.world_size)
     if steps_per_epoch == 0:
-        raise UserError(f"a global batch of {batch_size * me.world_size} is more than {digits.name}'s {len(digits.train_images)} images")
+        raise UserError(
+            f"a global batch of {batch_size * me.world_size} is more than {digits.name}'s {len(digits.train_images)} images"
+        )
 
     torch.manual_seed(config.seed)  # the same weights on every rank
     model = parallelize(Net(config.dropout).to(config.dtype), config, me)
@@ -222,7 +238,9 @@ def main(config, me):
     step, last_step = 0, min(config.epochs * steps_per_epoch, config.max_steps or math.inf)
     if config.resume and (newest := checkpoints.latest(config.checkpoint)):
         step = checkpoints.load(newest, model, optimizer)
-    me.say(f"{me.world_size} ranks on {me.device.type} ({me.backend}), {records.hardware(me.device)}; data {digits.name}")
+    me.say(
+        f"{me.world_size} ranks on {me.device.type} ({me.backend}), {records.hardware(me.device)}; data {digits.name}"
+    )
     me.say(f"{model}\n{'resumed at' if step else 'starting at'} step {step} of {last_step}")
 
     meter = Meter(model, optimizer, me.device, progress=Progress(me, last_step, step), profile=config.profile)
@@ -251,7 +269,7 @@ def main(config, me):
 
         correct, total, test_loss = evaluate(model, digits, config, me)
         me.say(
-            f"epoch {epoch + 1}: loss {statistics.mean(losses[-len(local_losses):]):.4f}, "
+            f"epoch {epoch + 1}: loss {statistics.mean(losses[-len(local_losses) :]):.4f}, "
             f"test loss {test_loss:.4f}, accuracy {correct}/{total} ({correct / total:.2%})"
         )
         if config.checkpoint:

@@ -18,10 +18,17 @@ DEFAULT_DIR = Path(__file__).resolve().parents[1] / "data"
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", choices=("auto", "mnist", "mnist-5k"), default="auto",
-                        help="which set (default: auto, which is mnist, or mnist-5k where no mirror can be reached)")
-    parser.add_argument("--dir", metavar="DIR", help="where MNIST goes (default: the environment variable"
-                        f" FSDP_LABS_DATA, or {DEFAULT_DIR})")
+    parser.add_argument(
+        "--data",
+        choices=("auto", "mnist", "mnist-5k"),
+        default="auto",
+        help="which set (default: auto, which is mnist, or mnist-5k where no mirror can be reached)",
+    )
+    parser.add_argument(
+        "--dir",
+        metavar="DIR",
+        help=f"where MNIST goes (default: the environment variable FSDP_LABS_DATA, or {DEFAULT_DIR})",
+    )
     return parser.parse_args()
 
 
@@ -29,7 +36,9 @@ def report(digits, files, folder: Path):
     """Print what is there, how much of it and where, and what a job needs to find it."""
     megabytes = sum(file.stat().st_size for file in files) / 1e6
     train, test = len(digits.train_labels), len(digits.test_labels)
-    print(f"{digits.name}: {train:,} training and {test:,} test images, verified; {megabytes:.1f} MB in {files[0].parent}")
+    print(
+        f"{digits.name}: {train:,} training and {test:,} test images, verified; {megabytes:.1f} MB in {files[0].parent}"
+    )
     if digits.name == "mnist" and folder != DEFAULT_DIR:
         print("Put this line in your job script, so that the labs look there:")
         print(f"  export FSDP_LABS_DATA={shlex.quote(str(folder))}")

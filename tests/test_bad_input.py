@@ -37,7 +37,15 @@ def test_one_sentence_before_anything_starts(words, capsys, monkeypatch):
 
 def lab(words: str, tmp_path):
     return subprocess.run(
-        [sys.executable, "mnist_fsdp.py", "--data", "mnist-5k", "--max-steps", "2", *words.format(tmp=tmp_path).split()],
+        [
+            sys.executable,
+            "mnist_fsdp.py",
+            "--data",
+            "mnist-5k",
+            "--max-steps",
+            "2",
+            *words.format(tmp=tmp_path).split(),
+        ],
         cwd=launch.SOURCE,
         capture_output=True,
         text=True,

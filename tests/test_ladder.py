@@ -34,7 +34,9 @@ def test_reference_ladder_keeps_the_readmes_promises(reference):
     assert min(size, key=size.get).startswith("FSDP2")
 
 
-@pytest.mark.parametrize("path", sorted((launch.SOURCE / "results" / "reference").rglob("*.json")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", sorted((launch.SOURCE / "results" / "reference").rglob("*.json")), ids=lambda p: p.stem
+)
 def test_committed_records_are_readable_and_name_no_machine_path(path):
     record = records.load(path)
     assert record["hardware"]
@@ -55,7 +57,9 @@ def test_bars_are_the_records(reference):
 
 
 def test_picture_is_written_also_for_runs_too_short_to_time(reference, tmp_path):
-    short = [run | {"record": run["record"] | {"time": {"step": None, "samples_per_second": None}}} for run in reference]
+    short = [
+        run | {"record": run["record"] | {"time": {"step": None, "samples_per_second": None}}} for run in reference
+    ]
     for name, runs in {"whole.png": reference, "short.png": short}.items():
         plots.ladder(runs, tmp_path / name)
         assert (tmp_path / name).stat().st_size > 10_000
@@ -69,7 +73,11 @@ def test_every_category_has_a_colour_of_its_own():
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
-    [("--data cifar", "--data cifar is no data set"), ("--epochs 0", "--epochs must be at least 1"), ("--ranks x", "invalid int")],
+    [
+        ("--data cifar", "--data cifar is no data set"),
+        ("--epochs 0", "--epochs must be at least 1"),
+        ("--ranks x", "invalid int"),
+    ],
 )
 def test_bad_settings_are_one_sentence(words, sentence, capsys):
     with pytest.raises(SystemExit) as exit_:

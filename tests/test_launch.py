@@ -68,7 +68,9 @@ ran = launch.run("mnist_fsdp.py", ranks=4, nodes=2, {options})
 queued = launch.submit("mnist_fsdp.py", ranks=4, nodes=2, {options}).wait()
 print(json.dumps([ran["losses"], queued["losses"]]))
 """
-    run = subprocess.run([sys.executable, "-c", code], cwd=SOURCE, env=slurm, capture_output=True, text=True, timeout=200)
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=SOURCE, env=slurm, capture_output=True, text=True, timeout=200
+    )
     assert run.returncode == 0, run.stderr
     assert "$ srun -N 2 --ntasks-per-node=2 --gpus-per-task=1" in run.stdout
     for losses in json.loads(run.stdout.splitlines()[-1]):
@@ -87,7 +89,9 @@ def test_job_templates_train(slurm, template, tmp_path):
 
 def test_unknown_partition_shows_slurms_own_message(slurm):
     code = "from labkit import launch; launch.run('mnist_fsdp.py', cluster=launch.Cluster(partition='nope'))"
-    run = subprocess.run([sys.executable, "-c", code], cwd=SOURCE, env=slurm, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=SOURCE, env=slurm, capture_output=True, text=True, timeout=60
+    )
     assert "RunFailed" in run.stderr
     assert "invalid partition specified: nope" in run.stderr
 
@@ -152,9 +156,19 @@ def test_kill_9_on_a_rank_ends_the_run_and_names_it(way, tmp_path, request):
     env = dict(request.getfixturevalue("slurm") if way == "srun" else os.environ)
     env[progress.VARIABLE] = str(tmp_path / "progress")
     words = f"{LAB} --epochs 1000"
-    command = f"srun -N 1 --ntasks-per-node=3 --kill-on-bad-exit=1 python {words}" if way == "srun" else f"{PYTHON} {words} --ranks 3"
+    command = (
+        f"srun -N 1 --ntasks-per-node=3 --kill-on-bad-exit=1 python {words}"
+        if way == "srun"
+        else f"{PYTHON} {words} --ranks 3"
+    )
     process = subprocess.Popen(
-        ["bash", "-c", f"exec {command}"], cwd=SOURCE, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+        ["bash", "-c", f"exec {command}"],
+        cwd=SOURCE,
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     try:
         wait_until(lambda: progress.read(tmp_path / "progress"), 60, process)
@@ -252,7 +266,13 @@ def test_nobody_has_started_the_ranks(environ):
 
 @pytest.mark.parametrize(
     ("nodelist", "first"),
-    [("gpu07", "gpu07"), ("gpu[03-04,07],login1", "gpu03"), ("127.0.0.[1-2]", "127.0.0.1"), ("a1,b2", "a1"), ("n[1,3]-ib", "n1-ib")],
+    [
+        ("gpu07", "gpu07"),
+        ("gpu[03-04,07],login1", "gpu03"),
+        ("127.0.0.[1-2]", "127.0.0.1"),
+        ("a1,b2", "a1"),
+        ("n[1,3]-ib", "n1-ib"),
+    ],
 )
 def test_first_host_without_scontrol(nodelist, first, monkeypatch):
     monkeypatch.setenv("PATH", "")
@@ -281,4 +301,6 @@ def test_cluster_settings_come_from_the_environment(monkeypatch):
 
 def test_run_that_fails_raises_with_its_last_words():
     with pytest.raises(launch.RunFailed, match=re.escape("--cpu-offload is FSDP's; with --strategy ddp leave it out")):
-        launch.run("mnist_fsdp.py", strategy="ddp", cpu_offload=True, cluster=launch.Cluster(launcher="local"), quiet=True)
+        launch.run(
+            "mnist_fsdp.py", strategy="ddp", cpu_offload=True, cluster=launch.Cluster(launcher="local"), quiet=True
+        )

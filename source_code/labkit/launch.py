@@ -126,10 +126,15 @@ def run(
     record = Path(record or new_record(script))
     if cluster.uses_slurm():
         words = script_words(script, record, script_options)
-        command, shown = [*cluster.srun(ranks, nodes), sys.executable, "-u", *words], [*cluster.srun(ranks, nodes), "python", *words]
+        command, shown = (
+            [*cluster.srun(ranks, nodes), sys.executable, "-u", *words],
+            [*cluster.srun(ranks, nodes), "python", *words],
+        )
     else:
         if nodes > 1:
-            raise UserError(f"{nodes} nodes need Slurm: use nodes=1 here, or bring up the practice cluster (make slurm)")
+            raise UserError(
+                f"{nodes} nodes need Slurm: use nodes=1 here, or bring up the practice cluster (make slurm)"
+            )
         alone = script_options.get("strategy") == "single"
         words = script_words(script, record, script_options if alone else {"ranks": ranks, **script_options})
         command, shown = [sys.executable, "-u", *words], ["python", *words]
@@ -229,7 +234,9 @@ class Job:
         return records.load(self.path)
 
 
-def submit(script: str, *, ranks: int, nodes: int = 1, cluster: Cluster | None = None, minutes: int = 60, **script_options) -> Job:
+def submit(
+    script: str, *, ranks: int, nodes: int = 1, cluster: Cluster | None = None, minutes: int = 60, **script_options
+) -> Job:
     """Queue a lab script as a batch job through submitit: one task a rank, as ``run`` does with srun."""
     import submitit  # only where there is Slurm
 
@@ -251,5 +258,7 @@ def submit(script: str, *, ranks: int, nodes: int = 1, cluster: Cluster | None =
     )
     words = [sys.executable, "-u", *script_words(script, path, script_options)]
     handle = executor.submit(submitit.helpers.CommandFunction(words, verbose=False))
-    print(f"$ sbatch {_shown(Path(handle.paths.submission_file))}    # job {handle.job_id}: srun python {shlex.join(words[2:])}")
+    print(
+        f"$ sbatch {_shown(Path(handle.paths.submission_file))}    # job {handle.job_id}: srun python {shlex.join(words[2:])}"
+    )
     return Job(handle, path, mark)

@@ -33,9 +33,7 @@ def _argument(field) -> dict:
 
 def parse(config_class, description: str, argv: list[str] | None = None):
     """Read ``config_class`` from the command line. On bad input: one sentence and exit code 2."""
-    parser = _Parser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     for field in dataclasses.fields(config_class):
         shown = "" if field.default is None else f" (default: {field.default})"
         name = "--" + field.name.replace("_", "-")
@@ -57,4 +55,3 @@ def arguments(options: dict) -> list[str]:
         elif value is not None:
             words += [f"--{flag}", str(value)]
     return words
-

@@ -61,7 +61,9 @@ def persistent(strategy: str, wrap: str, ranks: int, itemsize: int = 4) -> dict:
     return terms
 
 
-def moments(strategy: str, wrap: str = "unit", ranks: int = 1, batch: int = 64, itemsize: int = 4, dropout: bool = True) -> dict:
+def moments(
+    strategy: str, wrap: str = "unit", ranks: int = 1, batch: int = 64, itemsize: int = 4, dropout: bool = True
+) -> dict:
     """What lives at each moment that can be the peak: {moment: {category: bytes}}.
 
     batch: images on each rank. itemsize: bytes a number, 4 for fp32 and 8 for fp64.

@@ -192,9 +192,7 @@ def placement(environ: dict) -> tuple[int, int, int] | None:
     if int(environ.get("WORLD_SIZE", step_tasks)) != step_tasks:
         raise UserError(f"WORLD_SIZE is {environ['WORLD_SIZE']} but srun started {step_tasks} tasks: unset WORLD_SIZE")
     job, step = _number(environ, "SLURM_JOB_ID"), _number(environ, "SLURM_STEP_ID")
-    host = environ.get("MASTER_ADDR") or first_host(
-        environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]
-    )
+    host = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"])
     # Below the ephemeral range, and different for neighbouring jobs and steps; the next ones if it is in use.
     start = 12000 + (job * 37 + step * 8) % 18000
     ports = [_number(environ, "MASTER_PORT")] if "MASTER_PORT" in environ else range(start, start + 8)
@@ -236,9 +234,7 @@ def meet(rank: int, world_size: int, host: str, ports, job: str):
     _store = _open(world_size, ports) if rank == 0 else _find(host, ports, job)
     if rank == 0:
         _store.set("job", job)
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR=host, MASTER_PORT=str(_store.port)
-    )
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR=host, MASTER_PORT=str(_store.port))
 
 
 def _open(world_size, ports):

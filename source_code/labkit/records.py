@@ -19,7 +19,7 @@ import os
 import platform
 import sys
 import uuid
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -42,7 +42,7 @@ def new(script: str, config: dict, rank, nodes: list[str]) -> dict:
         "backend": rank.backend,
         "hardware": hardware(rank.device),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
@@ -50,7 +50,9 @@ def hardware(device: torch.device) -> str:
     """What computed, in a few words for a figure's caption: "NVIDIA H200" or "AMD EPYC, 2 cores"."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_processor()}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
+    return (
+        f"{_processor()}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
+    )
 
 
 def _processor() -> str:
@@ -74,7 +76,9 @@ def check_writable(path: str | Path):
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise UserError(f"the record cannot be written to {path} ({error.strerror or error}): name another --record") from None
+        raise UserError(
+            f"the record cannot be written to {path} ({error.strerror or error}): name another --record"
+        ) from None
 
 
 def write(path: str | Path, record: dict):
