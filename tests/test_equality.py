@@ -15,7 +15,7 @@ STEPS = 50
 COMMON = {
     "data": "mnist-5k",
     "dropout": False,
-    "global_batch_size": 96,
+    "global_batch_size": 48,
     "cluster": HERE,
     "quiet": True,
     "on_progress": lambda *_: None,
@@ -36,7 +36,7 @@ RUNGS = {
 @functools.cache
 def run(rung: str, ranks: int, precision: str, steps: int) -> dict:
     options = {"strategy": "single"} if rung == "single" else RUNGS[rung]
-    return launch.run("mnist_fsdp.py", ranks=ranks, precision=precision, epochs=2, max_steps=steps, **COMMON, **options)
+    return launch.run("mnist_fsdp.py", ranks=ranks, precision=precision, max_steps=steps, **COMMON, **options)
 
 
 def worst(record: dict, reference: dict) -> float:
@@ -45,8 +45,11 @@ def worst(record: dict, reference: dict) -> float:
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+# Keeping the gathered parameters is no rung of its own: two ranks show it.
+CASES = [(rung, ranks) for ranks in (2, 3, 4) for rung in RUNGS if ranks == 2 or "grad-op" not in rung]
+
+
+@pytest.mark.parametrize(("rung", "ranks"), CASES)
 def test_losses_follow_one_process(rung, ranks):
     record, reference = run(rung, ranks, "fp64", STEPS), run("single", 1, "fp64", STEPS)
     assert len(record["losses"]) == STEPS
@@ -69,7 +72,7 @@ def test_fp32_first_step_agrees_with_one_process(rung):
 
 def test_resumed_run_follows_the_uninterrupted_one(tmp_path):
     """Saved by 4 ranks in the middle of an epoch, continued on 2: losses as if nothing had happened."""
-    common = COMMON | {"strategy": "fsdp2", "wrap": "size", "precision": "fp64", "epochs": 2, "checkpoint": tmp_path}
+    common = COMMON | {"strategy": "fsdp2", "wrap": "size", "precision": "fp64", "checkpoint": tmp_path}
     launch.run("mnist_fsdp.py", ranks=4, max_steps=20, **common)
     resumed = launch.run("mnist_fsdp.py", ranks=2, resume=True, max_steps=STEPS, **common)
     reference = run("single", 1, "fp64", STEPS)
