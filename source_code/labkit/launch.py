@@ -10,9 +10,12 @@ which an instructor can set for a whole class:
   FSDP_LABS_PARTITION, FSDP_LABS_ACCOUNT, FSDP_LABS_TIME      passed to Slurm where set
 """
 
+import contextlib
+import ctypes
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -152,13 +155,26 @@ def _follow(command: list[str], on_progress, timeout: float):
         environ = os.environ | {progress.VARIABLE: str(mark)}
         with log.open("w") as output:
             process = subprocess.Popen(
-                command, cwd=SOURCE, env=environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                cwd=SOURCE,
+                env=environ,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
         with _Bar(on_progress) as bar:
             _wait(process, lambda: bar(progress.read(mark)), timeout, command)
         if process.returncode:
             end = log.read_text(errors="replace").strip().splitlines()[-OUTPUT_LINES:]
             raise RunFailed("\n".join(end) or f"exit code {process.returncode}")
+
+
+def _end_with_parent():
+    """In a new process: ask Linux to end it with its parent, or a restarted notebook leaves its ranks behind."""
+    with contextlib.suppress(AttributeError, OSError):  # not on macOS
+        pr_set_pdeathsig = 1  # from prctl.h
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def _made(folder: Path) -> Path:

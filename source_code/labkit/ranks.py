@@ -3,7 +3,7 @@
 A process becomes a rank in one of four ways, looked for in this order:
   1. torchrun, or a hand that set all of ``VARIABLES``;
   2. a Slurm step of several tasks (``srun --ntasks-per-node=4 python …``), one rank a task;
-  3. otherwise nobody has started the ranks, and ``run`` does, with torchrun's own machinery;
+  3. otherwise nobody has started the ranks, and ``run`` does, as torchrun would;
   4. or, where one rank is enough, this process is the only one.
 
 Private PyTorch used here, and only here: ``_get_default_store``, to learn which rank failed first.
@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import random
 import re
 import shutil
 import signal
@@ -28,6 +29,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 
 from labkit import UserError
 
@@ -63,37 +65,32 @@ def run(main, config):
     config: has ``ranks`` (int or None), ``backend`` and ``device``; with ``strategy="single"`` one rank is enough.
     Never returns: the process exits with 0, with 2 after a user's error, with 1 after any other.
     """
-    _run(main, config)
+    with _failing_tidily():
+        device, _ = device_and_backend(config.device, config.backend)
+        place = placement(dict(os.environ))
+        if place is None and (count := ranks_to_start(config, device, dict(os.environ))) > 1:
+            start_here(count, device, main, config)
+        else:
+            if place is None:
+                meet(0, 1, "127.0.0.1", [0], "alone")
+            be_rank(place or (0, 0, 1), main, config)
     _end(0)
 
 
-def _run(main, config):
-    try:
-        device, backend = device_and_backend(config.device, config.backend)
-        place = placement(dict(os.environ))
-        if place is None and (count := ranks_to_start(config, device, dict(os.environ))) > 1:
-            return start_here(count, device, main, config)
-        if place is None:
-            meet(0, 1, "127.0.0.1", [0], "alone")
-            place = 0, 0, 1
-        rank = Rank(*place, socket.gethostname(), _own_device(device, local_rank=place[1]), backend)
-        if config.ranks not in (None, rank.world_size):
-            raise UserError(f"--ranks {config.ranks}, but {rank.world_size} ranks were started: leave --ranks out")
-        if rank.device.type == "cuda":
-            torch.cuda.set_device(rank.device)
-        else:  # the ranks of one machine share its cores
-            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
-            _keep_freed_memory()
-        main(config, rank)
-    except UserError as error:
-        leave(str(error))
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except Exception as error:
-        _fail(error)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+def be_rank(place: tuple[int, int, int], main, config):
+    """Call ``main`` as the rank at ``place``: (rank, local rank, world size)."""
+    device, backend = device_and_backend(config.device, config.backend)
+    rank = Rank(*place, socket.gethostname(), _own_device(device, local_rank=place[1]), backend)
+    if config.ranks not in (None, rank.world_size):
+        raise UserError(f"--ranks {config.ranks}, but {rank.world_size} ranks were started: leave --ranks out")
+    if rank.device.type == "cuda":
+        torch.cuda.set_device(rank.device)
+    else:  # the ranks of one machine share its cores
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+        _keep_freed_memory()
+    main(config, rank)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def ranks_to_start(config, device: str, environ: dict) -> int:
@@ -109,56 +106,41 @@ def ranks_to_start(config, device: str, environ: dict) -> int:
 
 
 def start_here(count: int, device: str, main, config):
-    """Start ``count`` ranks of the running script on this machine and wait for them; exit if one fails.
+    """Do what ``torchrun --standalone`` does: start ``count`` ranks on this machine; exit if one of them fails.
 
-    torchrun's own agent starts and watches them, and ends the others when one fails; what is left to do
-    is to say, in one line, which and how.
+    On Linux and the CPU the ranks are forked: they need not import torch again, which is most of a short
+    run's time. CUDA and macOS do not survive a fork; there each rank starts as a new process.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    print(f"torchrun --standalone --nproc-per-node {count}", *sys.argv, flush=True)
-    for name in ("torch.distributed", "torch.multiprocessing"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # its report is ours to make
-    # Forked ranks need not import torch again, which is most of a short run's time; CUDA forbids forking.
+    print(f"starting {count} ranks, as torchrun --standalone --nproc-per-node {count}", *sys.argv, flush=True)
     fork = sys.platform == "linux" and device == "cpu"
     if fork:
         import torch._dynamo  # noqa: F401  DDP and FSDP import it when first used: once here, not once a rank
-    agent = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=count,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",  # any free port
-        max_restarts=0,
-        monitor_interval=0.1,
+    logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)  # the report is ours to make
+    job, start = uuid.uuid4().hex, random.randrange(12000, 30000)
+    ranks = torch.multiprocessing.start_processes(
+        _as_local_rank,
+        (count, range(start, start + 8), job, main, config),
+        count,
+        join=False,
         start_method="fork" if fork else "spawn",
     )
     try:
-        elastic_launch(agent, _as_rank)(main, config)
-    except SignalException as error:  # Ctrl-C, or a batch system's TERM: the agent has ended the ranks
-        sys.exit(128 + error.sigval)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode == 2:
+        while not ranks.join():  # it ends the others when one fails
+            pass
+    except torch.multiprocessing.ProcessExitedException as failure:
+        if failure.exit_code == 2:
             sys.exit(2)  # the rank has said what is wrong
-        how = (
-            f"was killed by signal {-failure.exitcode} ({signal.Signals(-failure.exitcode).name})"
-            if failure.exitcode < 0
-            else f"ended with exit code {failure.exitcode}"
-        )
-        print(f"{program()}: rank {rank} {how}; the other ranks were ended", file=sys.stderr)
+        how = f"was killed by {failure.signal_name}" if failure.signal_name else f"ended with exit code {failure.exit_code}"
+        print(f"{program()}: rank {failure.error_index} {how}; the other ranks were ended", file=sys.stderr)
         sys.exit(1)
 
 
-def _as_rank(main, config):
+def _as_local_rank(rank: int, count: int, ports, job: str, main, config):
     """What each process that ``start_here`` makes does."""
-    # A forked process inherits the agent's handlers, which a rank that waits in a collective would never reach.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _run(main, config)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every rank: end, without a traceback from each
+    with _failing_tidily():
+        meet(rank, count, "127.0.0.1", ports, job)
+        be_rank((rank, rank, count), main, config)
 
 
 # Finding one's place
@@ -316,6 +298,20 @@ def _keep_freed_memory():
 
 
 # Failing
+
+
+@contextlib.contextmanager
+def _failing_tidily():
+    """End the process with a sentence or one traceback, and the right exit code, when something goes wrong."""
+    try:
+        yield
+    except UserError as error:
+        leave(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        _fail(error)
+
 
 
 def program() -> str:
