@@ -118,6 +118,8 @@ class Config:
 def parallelize(model, config, me):
     """Apply the strategy to the model. It is the only place that knows there is more than one rank."""
     if config.strategy == "single":
+        if me.world_size > 1:
+            raise UserError(f"--strategy single is one rank, but {me.world_size} were started: choose another strategy")
         return model.to(me.device)
     if config.strategy == "ddp":
         return DistributedDataParallel(model.to(me.device))

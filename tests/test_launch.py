@@ -143,9 +143,12 @@ def test_first_error_is_shown_once(way, tmp_path, request):
         assert "rank 1 ended with exit code 1; the other ranks were ended" in run.stderr
 
 
-def test_users_error_in_a_rank_is_one_sentence(tmp_path):
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_users_error_in_a_rank_is_one_sentence(start, tmp_path):
+    """Where ranks are forked (Linux, CPU), and where they start as new processes (GPUs, macOS)."""
     stub = tmp_path / "stub.py"
-    stub.write_text(STUB.format(error="UserError('the data are missing on node 7: copy them')", arguments="ranks=3"))
+    text = STUB.format(error="UserError('the data are missing on node 7: copy them')", arguments="ranks=3")
+    stub.write_text(text if start == "fork" else text.replace("import sys", "import sys; sys.platform = 'other'", 1))
     run = bash(f"{PYTHON} {stub}", timeout=60)
     assert run.returncode == 2
     assert run.stderr == "stub.py: the data are missing on node 7: copy them\n"
@@ -244,6 +247,12 @@ def test_meeting_takes_the_next_port_when_one_is_in_use():
 def test_half_a_rendezvous_is_an_error_never_a_world_of_one(environ, missing):
     with pytest.raises(ranks.UserError, match=f"but {missing} not"):
         ranks.placement(environ)
+
+
+def test_single_under_several_ranks_is_an_error():
+    run = bash(f"{TORCHRUN} --standalone --nproc-per-node 2 mnist_fsdp.py --data mnist-5k --strategy single", timeout=60)
+    assert run.returncode != 0
+    assert run.stderr.count("--strategy single is one rank, but 2 were started") == 1
 
 
 def test_half_a_rendezvous_on_the_command_line():

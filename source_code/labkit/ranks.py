@@ -11,6 +11,7 @@ Private PyTorch used here, and only here: ``_get_default_store``, to learn which
 
 import contextlib
 import ctypes
+import importlib
 import logging
 import os
 import random
@@ -113,8 +114,8 @@ def start_here(count: int, device: str, main, config):
     """
     print(f"starting {count} ranks, as torchrun --standalone --nproc-per-node {count}", *sys.argv, flush=True)
     fork = sys.platform == "linux" and device == "cpu"
-    if fork:
-        import torch._dynamo  # noqa: F401  DDP and FSDP import it when first used: once here, not once a rank
+    if fork:  # DDP and FSDP import this when first used: once here, not once a rank
+        importlib.import_module("torch._dynamo")
     logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)  # the report is ours to make
     job, start = uuid.uuid4().hex, random.randrange(12000, 30000)
     ranks = torch.multiprocessing.start_processes(
@@ -171,7 +172,7 @@ def placement(environ: dict) -> tuple[int, int, int] | None:
     if not in_step:
         return None
     rank, local_rank = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_LOCALID")
-    if int(environ.get("WORLD_SIZE", step_tasks)) != step_tasks:
+    if "WORLD_SIZE" in environ and _number(environ, "WORLD_SIZE") != step_tasks:
         raise UserError(f"WORLD_SIZE is {environ['WORLD_SIZE']} but srun started {step_tasks} tasks: unset WORLD_SIZE")
     job, step = _number(environ, "SLURM_JOB_ID"), _number(environ, "SLURM_STEP_ID")
     host = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"])
