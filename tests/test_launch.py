@@ -250,7 +250,9 @@ def test_half_a_rendezvous_is_an_error_never_a_world_of_one(environ, missing):
 
 
 def test_single_under_several_ranks_is_an_error():
-    run = bash(f"{TORCHRUN} --standalone --nproc-per-node 2 mnist_fsdp.py --data mnist-5k --strategy single", timeout=60)
+    run = bash(
+        f"{TORCHRUN} --standalone --nproc-per-node 2 mnist_fsdp.py --data mnist-5k --strategy single", timeout=60
+    )
     assert run.returncode != 0
     assert run.stderr.count("--strategy single is one rank, but 2 were started") == 1
 

@@ -101,7 +101,7 @@ def test_float64_doubles_all_but_counters_labels_and_indices():
 )
 def test_traffic_in_model_sizes(strategy, options, expected, ranks):
     """Bytes in a step's collectives, in units of the whole model; padding to whole rows adds under 0.1 %."""
-    traffic = measure(strategy, options.get("wrap", "unit"), ranks, 8, **options)["traffic"]
+    traffic = measure(strategy, **{"wrap": "unit", "ranks": ranks, "batch": 8} | options)["traffic"]
     sent = {}
     for entry in traffic:
         sent[entry["kind"]] = sent.get(entry["kind"], 0) + entry["count"] * entry["bytes"] / (4 * PARAMETERS)
@@ -123,14 +123,16 @@ def test_trace_agrees_with_pytorchs_own_tracker():
         optimizer.zero_grad()
 
     step()
-    with trace.StepTrace(model, optimizer, torch.device("cpu")) as ours:
+    ours = trace.StepTrace(model, optimizer, torch.device("cpu"))
+    ours.batch = (images,)
+    with ours:
         step()
     theirs = MemTracker()
     theirs.track_external(model, optimizer, images)
     with theirs:
         step()
     expected = theirs.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-    assert trace.peak(ours.timeline())[1] == pytest.approx(expected, rel=0.001)
+    assert trace.peak(ours.timeline())[1] == pytest.approx(expected, rel=1e-5)
 
 
 def test_prediction_imports_no_torch():

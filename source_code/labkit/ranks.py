@@ -131,7 +131,11 @@ def start_here(count: int, device: str, main, config):
     except torch.multiprocessing.ProcessExitedException as failure:
         if failure.exit_code == 2:
             sys.exit(2)  # the rank has said what is wrong
-        how = f"was killed by {failure.signal_name}" if failure.signal_name else f"ended with exit code {failure.exit_code}"
+        how = (
+            f"was killed by {failure.signal_name}"
+            if failure.signal_name
+            else f"ended with exit code {failure.exit_code}"
+        )
         print(f"{program()}: rank {failure.error_index} {how}; the other ranks were ended", file=sys.stderr)
         sys.exit(1)
 
@@ -312,7 +316,6 @@ def _failing_tidily():
         sys.exit(130)
     except Exception as error:
         _fail(error)
-
 
 
 def program() -> str:
