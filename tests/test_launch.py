@@ -114,7 +114,7 @@ class Config:
 def main(config, me):
     dist.init_process_group(me.backend)
     dist.all_reduce(torch.ones(1))
-    if me.rank == 1:
+    if me.rank >= 1:
         raise {{error}}
     dist.all_reduce(torch.ones(1))
 
@@ -136,11 +136,11 @@ def test_first_error_is_shown_once(way, tmp_path, request):
     run = bash(commands[way], env=env, timeout=60)
     assert run.returncode not in (0, 2)
     assert run.stderr.count("ValueError: boom") == 1
-    assert run.stderr.count("rank 1 failed") == 1
+    assert len(re.findall("rank [123] failed", run.stderr)) == 1
     assert "lost contact" not in run.stderr
     if way == "python":
         assert run.stderr.count("Traceback") == 1
-        assert "rank 1 ended with exit code 1; the other ranks were ended" in run.stderr
+        assert re.search("rank [123] ended with exit code 1; the other ranks were ended", run.stderr)
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
