@@ -150,7 +150,7 @@ def fsdp1(model, config, me, mesh):
 def fsdp2(model, config, me, mesh):
     """The function: each parameter becomes a DTensor, cut along its first dimension."""
     pinned = me.device.type == "cuda"  # page-locked memory makes copies to a GPU fast; without one it cannot be had
-    bf16 = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options = {
         "mesh": mesh,
         # None: free after forward, except the root, which backward needs again at once

@@ -62,6 +62,7 @@ def lab(words: str, tmp_path):
         ("--strategy single --record {tmp}/file/run.json", "the record cannot be written to"),
         ("--strategy single --record {tmp}", "the record cannot be written to"),
         ("--strategy single --checkpoint {tmp}/file/ckpt", "checkpoints cannot be written to"),
+        ("--strategy single --profile {tmp}/file/trace", "traces cannot be written to"),
         ("--device cuda", "--device cuda, but PyTorch sees no GPU here"),
         ("--backend nccl", "--backend nccl needs GPUs"),
     ],

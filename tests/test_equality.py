@@ -87,3 +87,11 @@ def test_resume_draws_the_same_dropout(tmp_path):
     launch.run("mnist_fsdp.py", max_steps=7, checkpoint=tmp_path, **common)
     resumed = launch.run("mnist_fsdp.py", max_steps=12, checkpoint=tmp_path, resume=True, **common)
     assert resumed["losses"] == whole["losses"][7:]
+
+
+@pytest.mark.parametrize("rung", ["ddp", "fsdp1 by size", "fsdp2", "fsdp2 by size"])
+def test_bf16_trains_close_to_fp32(rung):
+    """bf16 keeps 8 bits of a number's fraction: its first loss is fp32's to a few thousandths."""
+    first, reference = (run(rung, 2, precision, STEPS)["losses"][0] for precision in ("bf16", "fp32"))
+    assert first != reference
+    assert first == pytest.approx(reference, rel=0.01)

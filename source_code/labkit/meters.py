@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from labkit import UserError
 from labkit.progress import Progress
 from labkit.trace import CATEGORIES, StepTrace, peak
 
@@ -31,7 +32,7 @@ PROFILED = {"wait": 7, "warmup": 1, "active": 3}
 class Meter:
     """Watches a loop: ``for batch in meter.watch(batches): train on it``. What it saw is in ``summary()``.
 
-    steps: how many the run will have, first: how many of them an earlier run has done (for the progress bar).
+    progress: is told of every step, and closed by ``finish()``.
     profile: a folder for a trace of a few steps that Perfetto and TensorBoard open, or None.
     """
 
@@ -138,7 +139,10 @@ def _allocator_peaks(device) -> dict:
 def _profiler(folder: str):
     from torch.profiler import profile, schedule, tensorboard_trace_handler
 
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"traces cannot be written to {folder} ({error.strerror}): name another --profile") from None
     handler = tensorboard_trace_handler(folder, worker_name=f"rank{dist.get_rank()}")
     profiler = profile(schedule=schedule(**PROFILED), on_trace_ready=handler)
     profiler.start()
