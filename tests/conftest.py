@@ -16,13 +16,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 @pytest.fixture(scope="session")
 def slurm_installed():
-    """Skip where there is no Slurm to start; fail instead where FSDP_LABS_REQUIRE_SLURM=1 promises one."""
+    """Skip where there is no Slurm to start; fail instead where FSDP_LABS_REQUIRE_ALL=1 promises one."""
     path = os.environ["PATH"] + ":/usr/sbin:/sbin"
     missing = [command for command in ("slurmctld", "slurmd", "munged", "srun") if not shutil.which(command, path=path)]
     if missing:
         reason = f"not installed: {', '.join(missing)}"
-        if os.environ.get("FSDP_LABS_REQUIRE_SLURM") == "1":
-            pytest.fail(f"FSDP_LABS_REQUIRE_SLURM=1, but {reason}")
+        if os.environ.get("FSDP_LABS_REQUIRE_ALL") == "1":
+            pytest.fail(f"FSDP_LABS_REQUIRE_ALL=1, but {reason}")
         pytest.skip(reason)
 
 

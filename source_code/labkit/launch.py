@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from labkit import UserError, options, progress, records
 
@@ -61,11 +61,13 @@ class Cluster:
             raise UserError(f"Slurm was asked for, but {problem}: use launcher 'local', or start where Slurm is")
         return problem is None
 
-    def srun(self, ranks: int, nodes: int) -> list[str]:
-        """The srun words that start one task a rank."""
+    def srun(self, ranks: int, nodes: int, device: str = "auto") -> list[str]:
+        """The srun words that start one task a rank. device: "cpu" asks for no GPUs."""
         if ranks % nodes:
             raise UserError(f"{ranks} ranks cannot be shared evenly by {nodes} nodes")
-        words = ["srun", "-N", str(nodes), f"--ntasks-per-node={ranks // nodes}", "--gpus-per-task=1"]
+        words = ["srun", "-N", str(nodes), f"--ntasks-per-node={ranks // nodes}"]
+        if device != "cpu":
+            words.append("--gpus-per-task=1")
         for option in ("partition", "account", "time"):
             if value := getattr(self, option):
                 words.append(f"--{option}={value}")
@@ -125,31 +127,32 @@ def run(
     own, as in ``wrap="size", dropout=False``. on_progress: called with (step, total) instead of showing a bar.
     timeout: seconds. Raises RunFailed with the end of the output if the script fails, UserError on bad input.
     """
-    cluster = cluster or Cluster()
-    record = Path(record or new_record(script))
-    if cluster.uses_slurm():
-        words = script_words(script, record, script_options)
-        command, shown = (
-            [*cluster.srun(ranks, nodes), sys.executable, "-u", *words],
-            [*cluster.srun(ranks, nodes), "python", *words],
-        )
-    else:
-        if nodes > 1:
-            raise UserError(
-                f"{nodes} nodes need Slurm: use nodes=1 here, or bring up the practice cluster (make slurm)"
-            )
-        alone = script_options.get("strategy") == "single"
-        words = script_words(script, record, script_options if alone else {"ranks": ranks, **script_options})
-        command, shown = [sys.executable, "-u", *words], ["python", *words]
+    cluster, record = cluster or Cluster(), Path(record or new_record(script))
+    if not cluster.uses_slurm() and script_options.get("strategy") != "single":  # the script starts its own ranks
+        script_options = {"ranks": ranks} | script_options
+    words = script_words(script, record, script_options)
+    command = started(words, ranks, nodes, script_options.get("device", "auto"), cluster)
     if not quiet:
-        print("$", shlex.join(shown), flush=True)
+        shown = shlex.join(["python" if w == sys.executable else w for w in command if w != "-u"])
+        print("$", shown.replace(" --record ", " \\\n      --record "), flush=True)
     record.unlink(missing_ok=True)
-    _follow(command, on_progress, timeout)
+    follow(command, on_progress, timeout)
     return records.load(record)
 
 
-def _follow(command: list[str], on_progress, timeout: float):
-    """Run a command in source_code/, report its progress, and raise RunFailed if it fails."""
+def started(words: list[str], ranks: int, nodes: int, device: str, cluster: Cluster | None) -> list[str]:
+    """The command that runs ``python words`` as ranks: srun's, a task a rank, or here, one process."""
+    cluster = cluster or Cluster()
+    command = [sys.executable, "-u", *words]
+    if cluster.uses_slurm():
+        return [*cluster.srun(ranks, nodes, device), *command]
+    if nodes > 1:
+        raise UserError(f"{nodes} nodes need Slurm: use nodes=1 here, or bring up the practice cluster (make slurm)")
+    return command
+
+
+def follow(command: list[str], on_progress=None, timeout: float = 3600) -> str:
+    """Run a command in source_code/, show its progress, and return what it printed. RunFailed if it fails."""
     with tempfile.TemporaryDirectory(dir=_made(RUNS), prefix=".progress-") as folder:
         mark, log = Path(folder) / "progress", Path(folder) / "output"
         environ = os.environ | {progress.VARIABLE: str(mark)}
@@ -165,9 +168,10 @@ def _follow(command: list[str], on_progress, timeout: float):
             )
         with _Bar(on_progress) as bar:
             _wait(process, lambda: bar(progress.read(mark)), timeout, command)
+        printed = log.read_text(errors="replace").strip()
         if process.returncode:
-            end = log.read_text(errors="replace").strip().splitlines()[-OUTPUT_LINES:]
-            raise RunFailed("\n".join(end) or f"exit code {process.returncode}")
+            raise RunFailed("\n".join(printed.splitlines()[-OUTPUT_LINES:]) or f"exit code {process.returncode}")
+        return printed
 
 
 def _end_with_parent():
@@ -205,27 +209,58 @@ def _wait(process, report, timeout, command):
 
 
 class _Bar:
-    """Shows (step, total) as a bar, or hands it to the caller's function."""
+    """Shows (step, total): to the caller's function, as a line of the notebook, or as a bar in a terminal."""
 
     def __init__(self, on_progress):
-        self.on_progress, self.bar = on_progress, None
+        self.show = on_progress or (_NotebookLine() if _in_notebook() else _TerminalBar())
 
     def __enter__(self):
         return self
 
     def __call__(self, where):
-        if where is None:
-            return
-        step, total = where
-        if self.on_progress:
-            self.on_progress(step, total)
-            return
+        if where is not None:
+            self.show(*where)
+
+    def __exit__(self, *error):
+        if hasattr(self.show, "close"):
+            self.show.close()
+
+
+class _TerminalBar:
+    def __init__(self):
+        self.bar = None
+
+    def __call__(self, step, total):
         self.bar = self.bar or tqdm(total=total, unit="step", leave=False)
         self.bar.update(step - self.bar.n)
 
-    def __exit__(self, *error):
+    def close(self):
         if self.bar is not None:
             self.bar.close()
+
+
+def _in_notebook() -> bool:
+    """Whether this is the kernel of a notebook, not a terminal or a script."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return shell is not None and hasattr(shell, "kernel")
+
+
+class _NotebookLine:
+    """One line under the cell that is written again and again; what stays in the saved page is its last state."""
+
+    def __init__(self):
+        self.begin, self.line = time.monotonic(), None
+
+    def __call__(self, step, total):
+        from IPython.display import display
+
+        text = f"step {step} of {total}, {time.monotonic() - self.begin:.0f} s"
+        content = {"text/plain": text}
+        if self.line is None:
+            self.line = display(content, raw=True, display_id=True)
+        else:
+            self.line.update(content, raw=True)
 
 
 @dataclass

@@ -112,7 +112,8 @@ def start_here(count: int, device: str, main, config):
     On Linux and the CPU the ranks are forked: they need not import torch again, which is most of a short
     run's time. CUDA and macOS do not survive a fork; there each rank starts as a new process.
     """
-    print(f"starting {count} ranks, as torchrun --standalone --nproc-per-node {count}", *sys.argv, flush=True)
+    if not getattr(config, "quiet", False):
+        print(f"starting {count} ranks, as torchrun --standalone --nproc-per-node {count}", *sys.argv, flush=True)
     fork = sys.platform == "linux" and device == "cpu"
     if fork:  # DDP and FSDP import this when first used: once here, not once a rank
         importlib.import_module("torch._dynamo")

@@ -1,0 +1,100 @@
+"""The diagrams of chapter 04: python images/chapter_04.py"""
+
+from drawing import COLOURS, COMPUTE, FREE, GATHER, INK, REDUCE, SOFT, Drawing
+
+RANKS = 4
+
+
+def ddp_against_fsdp():
+    """What each rank holds between steps and at the peak: whole blocks under DDP, slices under FSDP."""
+    d = Drawing(940, 400, "Memory of four ranks: DDP against FSDP in one unit, between steps and at the peak")
+    kinds = [("parameters", 1), ("gradients", 1), ("optimizer state", 2)]
+    for column, (name, sharded) in enumerate((("DDP", False), ("FSDP, one unit", True))):
+        left = 150 + 400 * column
+        d.text(left, 34, name, 20, bold=True)
+        for moment, (label, top) in enumerate((("between\nsteps", 60), ("at the\npeak", 220))):
+            if column == 0:
+                d.text(28, top + 55, label, 16)
+            for rank in range(RANKS):
+                x, y = left + 88 * rank, top
+                for kind, weight in kinds:
+                    height = 30 * weight
+                    whole = not sharded or (moment == 1 and kind != "optimizer state")
+                    here = moment == 1 or kind != "gradients"
+                    part = height if whole else height / RANKS
+                    if here:
+                        colour = COLOURS[kind]
+                        d.box(x, y, 72, height, edge=SOFT, dash="" if whole else "3 3")
+                        offset = 0 if whole else rank * height / RANKS
+                        d.box(x, y + offset, 72, part, colour, colour)
+                    else:
+                        d.box(x, y, 72, height, edge=SOFT, dash="3 3")
+                    y += height
+                d.text(x + 36, top + 138, f"rank {rank}", 14, "middle", SOFT)
+    for number, (kind, _) in enumerate(kinds):
+        d.box(150 + 180 * number, 374, 16, 14, COLOURS[kind], COLOURS[kind])
+        d.text(172 + 180 * number, 387, kind, 15)
+    d.save("ddp_against_fsdp")
+
+
+def fsdp_step():
+    """One step, a lane a rank: the three collectives are the only moments at which the lanes touch."""
+    d = Drawing(940, 330, "One step of FSDP in one unit: a lane for each of four ranks")
+    phases = [
+        ("all-gather", 130, 120, GATHER, "gather"),
+        ("forward", 250, 190, COMPUTE, "compute"),
+        ("backward", 440, 220, COMPUTE, "compute"),
+        ("free", 660, 55, FREE, "free"),
+        ("reduce-scatter", 715, 125, REDUCE, "reduce"),
+        ("optimizer", 840, 80, COMPUTE, "step"),
+    ]
+    for name, x, width, _, _ in phases:
+        d.text(x + width / 2, 40, name, 14, "middle", bold=True)
+    for x in (190, 777):
+        d.line(x, 60, x, 240, INK, 3)  # seen between the lanes only: here the ranks exchange data
+    for rank in range(RANKS):
+        y = 60 + 50 * rank
+        d.text(24, y + 24, f"rank {rank}", 16)
+        for name, x, width, fill, word in phases:
+            words = {"forward": f"batch {rank}", "backward": f"batch {rank}", "optimizer": f"shard {rank}"}
+            d.box(x, y, width, 36, fill, INK, words.get(name, word), 14)
+    d.text(130, 285, "rank to rank: every shard\ngoes to every rank", 14, colour=SOFT)
+    d.text(350, 285, "no communication: each rank has\nthe whole model and its own images", 14, colour=SOFT)
+    d.text(640, 285, "rank to rank: gradients are summed,\neach rank keeps its own slice", 14, colour=SOFT)
+    d.save("fsdp_step")
+
+
+def flat_against_per_parameter():
+    """FSDP1 cuts one long tensor, wherever the cuts fall; FSDP2 cuts each parameter by rows."""
+    d = Drawing(940, 380, "FSDP1's flat parameter against FSDP2's per-parameter sharding, on four ranks")
+    tones = ["#0072B2", "#56B4E9", "#009E73", "#E69F00"]
+    names = [("conv1", 60), ("conv2", 130), ("fc1", 480), ("fc2", 90)]
+    d.text(24, 36, "FSDP1: all parameters end to end in one flat tensor, cut into four equal parts", 17, bold=True)
+    x = 90
+    for name, width in names:
+        d.box(x, 52, width, 34, "#ffffff", INK, name, 14)
+        x += width
+    total = sum(width for _, width in names)
+    for rank in range(RANKS):
+        left = 90 + rank * total / RANKS
+        d.line(left, 86, left, 104, SOFT)
+        d.box(left, 104, total / RANKS, 34, tones[rank], INK, f"rank {rank}", 14)
+    d.text(90, 160, "a cut may fall inside a parameter; the last part is padded", 14, colour=SOFT)
+    d.text(24, 208, "FSDP2: each parameter is cut by rows, and stays a tensor of its own (a DTensor)", 17, bold=True)
+    shapes = [("conv1.weight\n32 rows", 90, [8, 8, 8, 8]), ("conv2.weight\n64 rows", 300, [16] * 4)]
+    shapes += [("fc1.weight\n128 rows", 510, [32] * 4), ("fc2.weight\n10 rows", 720, [3, 3, 3, 1])]
+    for name, left, rows in shapes:
+        y = 226
+        for rank, count in enumerate(rows):
+            height = 96 * count / sum(rows)
+            d.box(left, y, 120, height, tones[rank], INK, f"rank {rank}: {count}" if height > 14 else "", 14)
+            y += height
+        d.text(left + 60, 344, name, 14, "middle")
+    d.text(846, 320, "rank 3: 1", 14)
+    d.save("flat_against_per_parameter")
+
+
+if __name__ == "__main__":
+    ddp_against_fsdp()
+    fsdp_step()
+    flat_against_per_parameter()

@@ -1,0 +1,49 @@
+"""A notebook's settings, and its labs and cells run with them.
+
+  lab = Lab()                                     the settings; Lab(ranks=2, partition="gpu") changes some
+  lab.run("mnist_fsdp.py", strategy="ddp")        a lab script to its end; returns its record
+  lab.on_ranks(function)                          a function of the notebook, on every rank
+
+Where a setting is not given, it comes from the environment, where an instructor can set it for a class:
+
+  FSDP_LABS_RANKS, FSDP_LABS_DATASET, FSDP_LABS_DEVICE, and those of labkit/launch.py
+"""
+
+import os
+from dataclasses import asdict, dataclass, field
+
+from labkit import UserError, cells, launch
+
+
+def _from_environment(name, default):
+    return field(default_factory=lambda: os.environ.get(f"FSDP_LABS_{name}", default))
+
+
+@dataclass(frozen=True)
+class Lab(launch.Cluster):
+    """How the labs of a notebook run. device: "cpu", "cuda", or "auto" (GPUs where there are any)."""
+
+    ranks: int = _from_environment("RANKS", "4")
+    data: str = _from_environment("DATASET", "mnist-5k")
+    device: str = _from_environment("DEVICE", "cpu")
+
+    def __post_init__(self):
+        try:
+            object.__setattr__(self, "ranks", int(self.ranks))
+        except ValueError:
+            raise UserError(f"FSDP_LABS_RANKS is {self.ranks!r}: give a whole number") from None
+        if self.ranks < 2:
+            raise UserError(f"{self.ranks} ranks share nothing: the notebooks need at least 2")
+
+    def __repr__(self):
+        return "\n".join(f"{name:9}  {value}" for name, value in asdict(self).items() if value is not None)
+
+    def run(self, script: str, **options) -> dict:
+        """Run a lab script with these settings (``launch.run``); options given here come before them."""
+        ranks = 1 if options.get("strategy") == "single" else self.ranks
+        wishes = {"cluster": self, "ranks": ranks} | options
+        return launch.run(script, **wishes | {k: getattr(self, k) for k in ("data", "device") if k not in options})
+
+    def on_ranks(self, function, *arguments, ranks: int | None = None) -> list:
+        """[what ``function(me, *arguments)`` returned on rank 0, on rank 1, …] (``cells.on_ranks``)."""
+        return cells.on_ranks(function, *arguments, ranks=ranks or self.ranks, device=self.device, cluster=self)

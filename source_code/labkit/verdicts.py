@@ -1,0 +1,62 @@
+"""Judge a claim: one line, PASS or FAIL, what was measured, what was predicted, how far apart, how far they may be.
+
+  verdict("peak memory a rank", 26_629_288, predicted=26_629_288, unit="bytes", limit=0.01)
+  verdict("largest difference of the losses", 2e-16, at_most=1e-10)
+
+and tell a learner how far off their own guess was:
+
+  about_guess(25, record["memory"]["peak"])
+"""
+
+MIB = 2**20
+
+
+def verdict(claim: str, measured, *, predicted=None, at_most=None, at_least=None, limit=0.0, unit="", otherwise=""):
+    """Print whether the claim held; exactly one of predicted, at_most and at_least is given.
+
+    limit: how far measured may lie from predicted, as a share of it (0: not at all). otherwise: what usually
+    causes a FAIL, printed below it. Something that is not a number, or NaN, never passes.
+    """
+    if [predicted, at_most, at_least].count(None) != 2:
+        raise TypeError("a verdict needs exactly one of predicted, at_most and at_least")
+    if predicted is not None:
+        difference = measured - predicted
+        passed = abs(difference) <= limit * abs(predicted)
+        share = f"{difference / predicted:+.2%}" if predicted else f"{difference:+,}"
+        allowed = f"limit {limit:.2%}" if limit else "must be equal"
+        said = f"predicted {_number(predicted, unit)} ({share}; {allowed})"
+    else:
+        passed = measured <= at_most if at_least is None else measured >= at_least
+        said = f"at most {_number(at_most, unit)}" if at_least is None else f"at least {_number(at_least, unit)}"
+    print(f"{'PASS' if passed else 'FAIL'}  {claim}: measured {_number(measured, unit)}, {said}")
+    if not passed and otherwise:
+        print(f"      {otherwise}")
+
+
+def _number(value, unit) -> str:
+    text = f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+    return f"{text} {unit}".rstrip()
+
+
+def about_guess(guess: float | None, terms: dict[str, float], unit: float = MIB, name: str = "MiB"):
+    """Print how far a guess is from the sum of the terms, and which term would explain the gap.
+
+    guess: in ``unit`` bytes, None if there is none yet. terms: {name: bytes}.
+    """
+    total = sum(terms.values())
+    if guess is None:
+        print(f"No guess yet. It was {total / unit:,.1f} {name}.")
+        return
+    gap = guess * unit - total
+    line = f"Your guess {guess:,.1f} {name}, measured {total / unit:,.1f} {name} ({gap / total:+.0%})"
+    print(line + (f": {_explained(gap, terms, total)}" if abs(gap) > 0.02 * total else ": that is it"))
+
+
+def _explained(gap: float, terms: dict, total: float) -> str:
+    """The one or two terms whose sum is nearest to the gap, if it comes near at all."""
+    named = [(name, size) for name, size in terms.items() if size > 0.03 * total]
+    pairs = [(f"{a[0]} and {b[0]}", a[1] + b[1]) for i, a in enumerate(named) for b in named[:i]]
+    name, size = min(named + pairs, key=lambda term: abs(term[1] - abs(gap)), default=("", 0))
+    if abs(size - abs(gap)) > 0.25 * abs(gap):
+        return "the terms are " + ", ".join(f"{n} {s / total:.0%}" for n, s in named)
+    return f"the gap is about the size of {name}: " + ("left out?" if gap < 0 else "counted twice?")

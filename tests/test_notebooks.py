@@ -1,0 +1,89 @@
+"""Every notebook has what a chapter has, is committed as it should be, and runs on Slurm too."""
+
+import re
+import sys
+
+import nbformat
+import pytest
+from commands import call
+from notebooks import FOLDER, PATHS, code_cells, read, text_of, verdicts
+
+NAMES = [path.stem for path in PATHS]
+MACHINE_PATH = re.compile(r"(?<![\w.])/(home|root|work|tmp|Users|usr|opt|var)/")
+# Words that talk down, and an expression with which nobody may end a sentence about somebody else's machine
+BANNED = re.compile(r"\b(simply|obviously|of course|just)\b", re.IGNORECASE)
+
+
+@pytest.fixture(params=PATHS, ids=NAMES)
+def path(request):
+    return request.param
+
+
+@pytest.fixture
+def notebook(path):
+    return read(path)
+
+
+def prose(notebook):
+    return "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+
+
+def test_has_the_parts_of_a_chapter(path, notebook):
+    text, code = prose(notebook), "\n".join(cell.source for cell in code_cells(notebook))
+    number = path.stem[:2]
+    assert notebook.cells[0].source.startswith("# ")
+    for heading in ("## Predict", "## Break it", "## Exercises", "## Recap", "## References"):
+        assert heading in text, heading
+    assert 'sys.path.insert(0, "../source_code")' in code_cells(notebook)[0].source
+    assert "Lab()" in code
+    assert "srun" in text and "torchrun" in text
+    exercises = set(re.findall(rf'check\("({number}\.\d)"', code))
+    assert len(exercises) >= 2
+    for exercise in exercises:
+        assert f'hint("{exercise}")' in code + text and f'solution("{exercise}")' in code + text
+
+
+def test_links_to_its_neighbours_and_its_pictures(path, notebook):
+    text = prose(notebook)
+    place = PATHS.index(path)
+    for neighbour in PATHS[max(0, place - 1) : place + 2]:
+        if neighbour != path:
+            assert f"({neighbour.name})" in text
+    for alt, target in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", text):
+        assert (FOLDER / target).exists(), target
+        assert len(alt) > 20, f"no alt text for {target}"
+
+
+def test_shows_two_figures_or_more(notebook):
+    drawn = sum("image/png" in output.get("data", {}) for cell in code_cells(notebook) for output in cell.outputs)
+    assert drawn + prose(notebook).count(".svg)") >= 2
+    assert drawn >= 1
+
+
+def test_was_run_from_top_to_bottom_and_passed(notebook):
+    counts = [cell.execution_count for cell in code_cells(notebook)]
+    assert counts == list(range(1, len(counts) + 1))
+    assert verdicts(notebook) and all(line.startswith("PASS") for line in verdicts(notebook))
+    checked = [cell for cell in code_cells(notebook) if "NBVAL_CHECK_OUTPUT" in cell.source]
+    assert any("PASS  " in text_of(cell) for cell in checked)
+    assert not any(output.output_type == "error" for cell in code_cells(notebook) for output in cell.outputs)
+
+
+def test_is_small_and_names_no_machine(path, notebook):
+    assert path.stat().st_size < 1_000_000
+    assert not MACHINE_PATH.search(nbformat.writes(notebook))
+
+
+def test_cells_are_short_and_words_are_kind(notebook):
+    for cell in code_cells(notebook):
+        assert len(cell.source.splitlines()) <= 25, cell.source
+        assert max(map(len, cell.source.splitlines()), default=0) <= 110, cell.source
+    assert not BANNED.findall(prose(notebook))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name[:2] in ("00", "04", "07")])
+def test_runs_on_slurm(name, slurm):
+    env = slurm | {"FSDP_LABS_LAUNCHER": "slurm", "FSDP_LABS_PARTITION": "gpu"}
+    command = (sys.executable, "-m", "pytest", "--nbval-lax", "-q", "-p", "no:cacheprovider", f"notebooks/{name}.ipynb")
+    run = call(*command, env=env, cwd=FOLDER.parent, timeout=300)
+    assert run.returncode == 0, run.stdout[-4000:]
