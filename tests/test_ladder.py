@@ -10,18 +10,18 @@ from labkit.trace import CATEGORIES
 
 ROOT = launch.SOURCE.parent
 sys.path.insert(0, str(ROOT / "images"))
-import draw  # noqa: E402
+import readme  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def reference():
-    return ladder.read(draw.REFERENCE)
+    return ladder.read(readme.REFERENCE)
 
 
 def test_readme_shows_the_committed_records(reference):
-    readme = (ROOT / "README.md").read_text()
-    assert draw.with_table(readme) == readme, "run: python images/draw.py"
-    assert f"{sum(reference[1]['record']['memory']['peak'].values()):,}" in readme
+    page = (ROOT / "README.md").read_text()
+    assert readme.with_table(page) == page, "run: python images/readme.py"
+    assert f"{sum(reference[1]['record']['memory']['peak'].values()):,}" in page
 
 
 def test_reference_ladder_keeps_the_readmes_promises(reference):

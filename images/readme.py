@@ -1,4 +1,4 @@
-"""Draw the pictures of README.md from committed records, and write its table: python images/draw.py"""
+"""Draw the pictures of README.md from committed records, and write its table: python images/readme.py"""
 
 import re
 import sys

@@ -1,0 +1,112 @@
+"""What every notebook stands on: its settings, functions on ranks, verdicts, guesses."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from labkit import UserError, exercises, launch
+from labkit.lab import Lab
+from labkit.verdicts import about_guess, verdict
+
+HERE = Lab(ranks=3, launcher="local")
+
+
+def test_settings_come_from_the_environment_or_the_cell(monkeypatch):
+    monkeypatch.setenv("FSDP_LABS_RANKS", "8")
+    monkeypatch.setenv("FSDP_LABS_PARTITION", "a100")
+    assert (Lab().ranks, Lab().partition, Lab(ranks=2).ranks) == (8, "a100", 2)
+    assert "a100" in repr(Lab())
+
+
+@pytest.mark.parametrize(("value", "words"), [("four", "whole number"), ("1", "at least 2")])
+def test_bad_number_of_ranks_is_a_sentence(monkeypatch, value, words):
+    monkeypatch.setenv("FSDP_LABS_RANKS", value)
+    with pytest.raises(UserError, match=words):
+        Lab()
+
+
+def test_function_runs_on_every_rank_with_a_process_group():
+    offset = 10  # travels with the function
+
+    def add(me, factor):
+        tensor = torch.tensor([factor * me.rank + offset])
+        dist.all_reduce(tensor)
+        return me.rank, me.world_size, tensor
+
+    returned = HERE.on_ranks(add, 2)
+    assert [(rank, world) for rank, world, _ in returned] == [(0, 3), (1, 3), (2, 3)]
+    assert all(tensor.item() == 2 * (0 + 1 + 2) + 30 for _, _, tensor in returned)
+
+
+def test_what_ranks_print_is_printed(capsys):
+    HERE.on_ranks(lambda me: me.say("from rank 0"))
+    assert capsys.readouterr().out == "from rank 0\n"
+
+
+def test_first_error_comes_back_as_text():
+    def fail(me):
+        if me.rank == 1:
+            raise ValueError("a bad day")
+        dist.barrier()
+
+    with pytest.raises(launch.RunFailed, match="(?s)rank 1 failed.*ValueError: a bad day"):
+        HERE.on_ranks(fail)
+    assert not list(launch.RUNS.glob(".call-*"))
+
+
+@pytest.mark.parametrize(
+    ("measured", "options", "word"),
+    [
+        (100, {"predicted": 100}, "PASS"),
+        (101, {"predicted": 100}, "FAIL"),
+        (101, {"predicted": 100, "limit": 0.01}, "PASS"),
+        (102, {"predicted": 100, "limit": 0.01}, "FAIL"),
+        (98, {"predicted": 100, "limit": 0.01}, "FAIL"),
+        (0, {"predicted": 0}, "PASS"),
+        (1, {"predicted": 0, "limit": 0.5}, "FAIL"),
+        (math.nan, {"predicted": 1.0, "limit": 9.0}, "FAIL"),
+        (1e-12, {"at_most": 1e-10}, "PASS"),
+        (1e-9, {"at_most": 1e-10}, "FAIL"),
+        (math.nan, {"at_most": 1.0}, "FAIL"),
+        (5, {"at_least": 5}, "PASS"),
+        (4, {"at_least": 5}, "FAIL"),
+        (math.nan, {"at_least": 5}, "FAIL"),
+    ],
+)
+def test_verdict(measured, options, word, capsys):
+    verdict("the claim", measured, otherwise="the usual cause", **options)
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{word}  the claim: measured ")
+    assert ("the usual cause" in printed) == (word == "FAIL")
+
+
+def test_verdict_needs_one_thing_to_compare_with():
+    with pytest.raises(TypeError):
+        verdict("the claim", 1)
+    with pytest.raises(TypeError):
+        verdict("the claim", 1, predicted=1, at_most=2)
+
+
+@pytest.mark.parametrize(
+    ("guess", "words"),
+    [
+        (None, "No guess yet"),
+        (10, "that is it"),
+        (7, "size of gradients: left out?"),
+        (13, "size of gradients: counted twice?"),
+        (4, "parameters and gradients: left out?"),
+        (100, "the terms are parameters 30%, gradients 30%, activations 40%"),
+    ],
+)
+def test_guess_is_explained(guess, words, capsys):
+    terms = {"gradients": 3 * 2**20, "parameters": 3 * 2**20, "activations": 4 * 2**20}
+    if "30%" in words:
+        terms = {"parameters": 3 * 2**20, "gradients": 3 * 2**20, "activations": 4 * 2**20}
+    about_guess(guess, terms)
+    assert words in capsys.readouterr().out
+
+
+def test_unknown_exercise_is_a_sentence():
+    with pytest.raises(UserError, match="there is no exercise '99.1'"):
+        exercises.check("99.1", 3)
