@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -133,11 +134,16 @@ def run(
     words = script_words(script, record, script_options)
     command = started(words, ranks, nodes, script_options.get("device", "auto"), cluster)
     if not quiet:
-        shown = shlex.join(["python" if w == sys.executable else w for w in command if w != "-u"])
-        print("$", shown.replace(" --record ", " \\\n      --record "), flush=True)
+        print(_folded(["python" if word == sys.executable else word for word in command if word != "-u"]), flush=True)
     record.unlink(missing_ok=True)
     follow(command, on_progress, timeout)
     return records.load(record)
+
+
+def _folded(command: list[str]) -> str:
+    """A command as one types it, over several lines if it is long."""
+    lines = textwrap.wrap(shlex.join(command), 92, break_long_words=False, break_on_hyphens=False)
+    return "$ " + " \\\n    ".join(lines)
 
 
 def started(words: list[str], ranks: int, nodes: int, device: str, cluster: Cluster | None) -> list[str]:

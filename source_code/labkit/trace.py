@@ -148,7 +148,8 @@ class StepTrace(TorchDispatchMode):
             number = self._number[storage._cdata] = len(self._size)
             self._size.append(0)
             self._category.append(self._category_of_new())
-            weakref.finalize(storage, self._freed, number, storage._cdata).atexit = False
+            # By a weak reference: a storage that outlives the trace must not keep it, and the model with it, alive.
+            weakref.finalize(storage, _freed, weakref.ref(self), number, storage._cdata).atexit = False
         self._change(number, storage.nbytes())
         if category:
             self._category[number] = category
@@ -158,10 +159,6 @@ class StepTrace(TorchDispatchMode):
             event = (number, size - self._size[number], self._phase(), self._operator)
             self._events.append(event)
             self._size[number] = size
-
-    def _freed(self, number, address):
-        self._change(number, 0)
-        self._number.pop(address, None)
 
     def _watch_resize(self):
         """FSDP frees and restores gathered parameters by resizing their storage, which is no operator."""
@@ -222,6 +219,13 @@ class StepTrace(TorchDispatchMode):
             live[self._category[number]] += change
             moments.append({"phase": phase, "operator": operator, **live})
         return moments
+
+
+def _freed(trace, number: int, address: int):
+    """Note the end of a storage, if its trace is still there."""
+    if trace := trace():
+        trace._change(number, 0)
+        trace._number.pop(address, None)
 
 
 def peak(timeline: list[dict]) -> tuple[dict, int]:

@@ -48,7 +48,7 @@ def about_guess(guess: float | None, terms: dict[str, float], unit: float = MIB,
         print(f"No guess yet. It was {total / unit:,.1f} {name}.")
         return
     gap = guess * unit - total
-    line = f"Your guess {guess:,.1f} {name}, measured {total / unit:,.1f} {name} ({gap / total:+.0%})"
+    line = f"Your guess is {guess:,.1f} {name}; it was {total / unit:,.1f} {name} ({gap / total:+.0%})"
     print(line + (f": {_explained(gap, terms, total)}" if abs(gap) > 0.02 * total else ": that is it"))
 
 

@@ -149,16 +149,18 @@ def timeline(axes, record: dict, height: float | None = None):
     axes.axhline(top, color="black", linestyle="--", linewidth=1)
     axes.text(len(totals), top, f"peak {top:.1f} MiB ", ha="right", va="bottom")
     axes.plot(where, top, "v", color="black", markersize=8, clip_on=False)
-    _phases(axes, [moment[0] for moment in moments], height * 1.2)
+    name_phases(axes, [moment[0] for moment in moments], height * 1.2)
     axes.set(xlim=(0, len(totals)), ylim=(0, height * 1.27), ylabel="live tensors [MiB]")
     axes.set_xticks([])
 
 
-def _phases(axes, phases: list[str], height: float):
+def name_phases(axes, phases: list[str], height: float):
     """Name forward, backward and optimizer above the timeline, a thin line between them."""
     starts = [0, phases.index("backward"), phases.index("optimizer"), len(phases)]
     for phase, start, end in zip(("forward", "backward", "optimizer"), starts[:-1], starts[1:], strict=True):
-        axes.text((start + end) / 2, height, phase, ha="center", va="center", color="#444444")
+        narrow = end - start < 0.12 * len(phases)
+        place, side = (end, "right") if narrow else ((start + end) / 2, "center")
+        axes.text(place, height, phase, ha=side, va="center", color="#444444")
         axes.axvline(end, color="#888888", linewidth=0.8)
 
 

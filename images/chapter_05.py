@@ -1,0 +1,86 @@
+"""Draw chapter 05's diagram, one unit's life through a step against two: python images/chapter_05.py"""
+
+from drawing import COLOURS, FREE, GATHER, INK, PAPER, REDUCE, SOFT, Drawing
+
+SHARD, WAITING, GRID = COLOURS["parameters"], "#D6ECF8", "#CCCCCC"
+LEFT, TOP, SLOT = 170, 140, 76  # the first column's left edge, the lanes' upper edge, a column's width
+FORWARD = ["conv1", "conv2", "fc1", "fc2"]
+COLUMNS = ["start", *FORWARD, *reversed(FORWARD), "optimizer"]
+
+
+def x_of(column: float) -> float:
+    return LEFT + column * SLOT
+
+
+def lane(d: Drawing, floor: int, name: str, note: str, shard: int, gathered: int, runs: list, gathers: list):
+    """One unit, standing on ``floor``; shard, gathered: heights.
+
+    runs: (first column, past the last, colour, text) while it is whole; gathers: before which columns it is gathered.
+    """
+    d.text(20, floor - 34, name, 18, bold=True)
+    d.text(20, floor - 12, note, 13, colour=SOFT)
+    for first, end, colour, text in runs:
+        d.box(x_of(first), floor - shard - gathered, (end - first) * SLOT, gathered, colour, GATHER, text, 13)
+    d.box(LEFT, floor - shard, SLOT * len(COLUMNS), shard, SHARD, SHARD)
+    if shard > 20:
+        d.text(LEFT + 12, floor - shard / 2 + 5, "shard", 13, colour=PAPER)
+    for column in gathers:
+        top = floor - shard - gathered
+        d.line(x_of(column), top - 24, x_of(column), top - 3, arrow=True)
+        d.text(x_of(column), top - 30, "all-gather", 13, "middle")
+
+
+def frame(d: Drawing):
+    """The columns: what computes when."""
+    for column, layer in enumerate(COLUMNS):
+        d.text(x_of(column + 0.5), TOP - 16, layer, 14, "middle", INK if 0 < column < 9 else SOFT)
+    d.text(x_of(3), TOP - 42, "forward", 15, "middle", bold=True)
+    d.text(x_of(7), TOP - 42, "backward", 15, "middle", bold=True)
+    for column in (1, 5, 9):
+        d.line(x_of(column), TOP - 34, x_of(column), 750, GRID, 1)
+    d.line(20, 456, x_of(10), 456, GRID, 1)
+    d.line(x_of(7), TOP - 6, x_of(7), 764, INK, 1.8, dash="6 5")
+    d.text(x_of(7), 784, "backward of relu2: the activations' peak", 14, "middle")
+
+
+def legend(d: Drawing):
+    marks = [(SHARD, "shard"), (GATHER, "whole: fc1 computes"), (WAITING, "whole: waits"), (REDUCE, "gradient, whole")]
+    for place, (colour, text) in enumerate(marks):
+        x = 20 + (0, 110, 310, 460)[place]
+        d.box(x, 812, 20, 16, colour, GATHER if colour != REDUCE else REDUCE)
+        d.text(x + 28, 825, text, 14)
+
+
+def units_in_a_step():
+    d = Drawing(980, 846, "A unit's life through a step, for one unit and for two")
+    d.text(20, 36, "A unit is whole from the turn of its first layer to that of its last", 20, bold=True)
+    d.text(
+        20, 62, "Height: bytes of a unit that one rank holds. Left to right: one step, layer by layer.", 14, colour=SOFT
+    )
+    frame(d)
+    turns = [
+        (1, 3, WAITING, ""),
+        (3, 4, GATHER, "fc1"),
+        (4, 6, WAITING, ""),
+        (6, 7, GATHER, "fc1"),
+        (7, 9, WAITING, ""),
+    ]
+    lane(d, 440, "one unit", "all four layers", 30, 84, turns, [1])
+    d.box(x_of(6.5), 242, 2.5 * SLOT, 84, REDUCE, REDUCE)
+    d.box(x_of(8.6), 158, 0.4 * SLOT, 84, REDUCE, PAPER)
+    d.text(x_of(9) + 8, 190, "reduce-scatter:", 13)
+    d.text(x_of(9) + 8, 207, "packed, it is", 13)
+    d.text(x_of(9) + 8, 224, "there twice", 13)
+    lane(d, 666, "unit fc1", "98.3 % of it all", 29, 82, [(3, 4, GATHER, "fc1"), (6, 7, GATHER, "fc1")], [3, 6])
+    d.box(x_of(6.5), 473, 0.5 * SLOT, 82, REDUCE, REDUCE)
+    d.box(x_of(7), 473, 2 * SLOT, 82, FREE, REDUCE, dash="5 4")
+    d.text(x_of(8), 502, "reduce-scatter,", 13, "middle")
+    d.text(x_of(8), 519, "then free; FSDP2", 13, "middle", SOFT)
+    d.text(x_of(8), 536, "keeps it a unit longer", 13, "middle", SOFT)
+    lane(d, 740, "root", "conv1, conv2, fc2", 3, 5, [(1, 9, WAITING, "")], [1])
+    legend(d)
+    d.save("units_in_a_step")
+
+
+if __name__ == "__main__":
+    units_in_a_step()

@@ -1,0 +1,45 @@
+"""Hello from every rank: who it is, where it is, and one sum over all of them.
+
+  python hello.py                                        starts one rank per GPU, or two on the CPU
+  torchrun --standalone --nproc-per-node 4 hello.py
+  srun -p gpu -N 2 --ntasks-per-node=4 --gpus-per-task=1 python hello.py
+
+Run it first on every new machine, and see whether there are as many ranks as you asked for: what is wrong here
+would be wrong, and dearer, in a training run.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from labkit import UserError, ranks
+from labkit.options import option, parse
+
+
+@dataclass(frozen=True)
+class Config:
+    """How to start. The command line is made from these fields."""
+
+    ranks: int | None = option(None, "ranks to start, where neither torchrun nor srun does")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "where to compute")
+    backend: Literal["auto", "nccl", "gloo"] = option("auto", "how to communicate; gloo alone means on the CPU")
+
+
+def main(config, me):
+    """What every rank runs. me: which rank this is (labkit/ranks.py)."""
+    dist.init_process_group(me.backend, device_id=me.device if me.device.type == "cuda" else None)
+    place = f"rank {me.rank:2} of {me.world_size}: local rank {me.local_rank} on node {me.node}, device {me.device}"
+    print(place, flush=True)
+
+    number = torch.tensor(me.rank + 1, device=me.device)
+    dist.all_reduce(number)  # the sum over all ranks, on every rank
+    expected = me.world_size * (me.world_size + 1) // 2
+    if number.item() != expected:
+        raise UserError(f"1 + … + {me.world_size} came out as {number.item()}, not {expected}: do not train on this")
+    dist.barrier()
+    me.say(f"the sum of 1 … {me.world_size} over all ranks, by {me.backend}: {number.item()}, as it should be")
+
+
+if __name__ == "__main__":
+    ranks.run(main, parse(Config, __doc__))

@@ -1,0 +1,139 @@
+"""Chapter 00: its verdicts can fail, its exercises judge, hello says what is wrong, and the machine is described."""
+
+import os
+import re
+import sys
+
+import pytest
+from commands import call
+from conftest import SOURCE
+from labkit import UserError, machine
+from labkit.exercises import check
+from labkit.exercises.chapter_00 import EXERCISES
+from labkit.lab import Lab
+
+from notebooks import run_broken
+
+
+def fails(lines: list[str], claim: str) -> bool:
+    return any(line.startswith(f"FAIL  {claim}") for line in lines)
+
+
+def test_a_wrong_reduction_fails():
+    lines = run_broken("00", {"dist.ReduceOp.SUM": "dist.ReduceOp.MAX"}, skip=("show(",))
+    assert fails(lines, "the smallest sum on any rank") and fails(lines, "the largest sum on any rank")
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "claim"),
+    [
+        ("big.fill_(1)", "big[: 64 * MIB].fill_(1)", "RSS grows by a written tensor"),
+        ("big = torch.empty(128 * MIB)  #", "big = torch.ones(128 * MIB)  #", "RSS grows by torch.empty"),
+    ],
+)
+def test_a_tensor_written_by_half_or_too_early_fails(good, bad, claim):
+    skipped = ("show(", "sums")
+    assert fails(run_broken("00", {good: bad}, until="one_percent", skip=skipped), claim)
+
+
+def test_a_forgotten_layer_and_another_precision_fail():
+    breaks = {"numbers = sum(layers.values())": 'numbers = sum(layers.values()) - layers["fc2"]'}
+    breaks |= {"max_steps=6)": 'max_steps=6, precision="fp64")'}
+    skipped = ("show(", "sums", "grown")
+    lines = run_broken("00", breaks, until='start["parameters"]', skip=skipped)
+    assert fails(lines, "parameters of one process") and fails(lines, "live tensors at the peak")
+
+
+# Exercises
+
+
+def said(capsys, number, answer) -> str:
+    check(number, answer)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", EXERCISES)
+def test_a_solution_is_right_and_no_answer_is_no_fault(number, capsys):
+    names = {}
+    exec(EXERCISES[number].solution, names)
+    assert said(capsys, number, names["answer"]).endswith(": right\n")
+    assert said(capsys, number, None).endswith(": not answered yet\n")
+
+
+SLIPS = [
+    (number, slip, wrong)
+    for number, exercise in EXERCISES.items()
+    if hasattr(exercise, "slips")
+    for slip, wrong in exercise.slips.items()
+]
+
+
+@pytest.mark.parametrize(("number", "slip", "wrong"), SLIPS)
+def test_a_slip_is_told_its_cause(number, slip, wrong, capsys):
+    assert slip in said(capsys, number, wrong)
+
+
+def by_address(tensors):
+    return sum({t.data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda tensors: ..., "not answered yet"),
+        (lambda tensors: sum(4 * t.numel() for t in tensors), "not every number has 4 bytes"),
+        (lambda tensors: sum(t.nbytes for t in tensors), "share one storage"),
+        (lambda tensors: sum({t.data_ptr(): t.nbytes for t in tensors}.values()), "keeps the whole storage alive"),
+        (lambda tensors: sum({t.untyped_storage().nbytes() for t in tensors}), "not the same storage"),
+        (by_address, "different places of the same storage"),
+        (lambda tensors: tensors[0].nothing, "AttributeError"),
+    ],
+)
+def test_a_wrong_tracer_is_told_its_first_difference(wrong, words, capsys):
+    assert words in said(capsys, "00.3", wrong)
+
+
+# Hello, and the machine
+
+
+def hello(*words, **variables):
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return call(sys.executable, "hello.py", "--device", "cpu", *words, env=clean | variables, cwd=SOURCE)
+
+
+def test_hello_names_every_rank_and_adds_them_up():
+    run = hello("--ranks", "3")
+    assert run.returncode == 0, run.stderr
+    assert sorted(re.findall(r"rank +(\d) of 3: local rank \1", run.stdout)) == ["0", "1", "2"]
+    assert "1 … 3 over all ranks, by gloo: 6" in run.stdout
+
+
+def test_hello_with_half_a_rendezvous_is_no_world_of_one():
+    run = hello(RANK="0")
+    assert run.returncode == 2 and "WORLD_SIZE" in run.stderr and "Traceback" not in run.stderr
+    assert "rank" not in run.stdout
+
+
+def test_the_machine_is_described_without_a_gpu_that_is_not_there(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    text = machine.about(Lab(launcher="local", ranks=3, device="auto"))
+    assert "none that PyTorch sees" in text
+    assert "3 ranks on this machine, started by python, computing on its CPU" in text
+
+
+def test_what_a_lab_would_do_is_what_it_does(monkeypatch):
+    monkeypatch.setattr(Lab, "uses_slurm", lambda lab: lab.launcher == "slurm")
+    said = machine.what_a_lab_does(Lab(launcher="slurm", partition="gpu", device="auto"), gpus=False)
+    assert said == "4 ranks, started by srun on partition gpu, computing on the nodes' GPUs"
+    assert "its GPUs" in machine.what_a_lab_does(Lab(launcher="local", device="auto"), gpus=True)
+    with pytest.raises(UserError):
+        Lab(ranks=1)
+
+
+def test_resident_memory_follows_what_is_written():
+    before = machine.resident()
+    block = bytearray(b"x") * 2**26
+    assert 0.95 * len(block) < machine.resident() - before < 1.2 * len(block)
+    peak = machine.resident(peak=True)
+    del block
+    assert peak >= before + 0.95 * 2**26 and machine.resident(peak=True) >= machine.resident()

@@ -1,0 +1,89 @@
+"""Chapter 02: its verdicts can fail, and its exercises say what is wrong."""
+
+import pytest
+import torch
+from labkit.exercises import chapter_02, check, solution
+
+from notebooks import run_broken
+
+
+@pytest.mark.parametrize(
+    "breaks, failing",
+    [
+        # The arriving partial sum is kept instead of added
+        ({"chunks[theirs] + shift(": "shift("}, ["our ring differs"]),
+        # The all-gather stops a step early
+        (
+            {"range(W - 1):  # it passes on": "range(W - 2):  # it passes on"},
+            ["our ring differs", "ring's all-gather by all ranks"],
+        ),
+        # The library's own halves: a rank puts somebody else's chunk in
+        ({"dist.reduce_scatter_tensor(part, whole)\n    dist.all": "dist.all"}, ["reduce-scatter + all-gather"]),
+    ],
+    ids=["no sum", "a missing step", "no reduction"],
+)
+def test_a_broken_all_reduce_fails(breaks, failing, monkeypatch):
+    monkeypatch.setenv("FSDP_LABS_RANKS", "2")  # one world is enough
+    lines = run_broken("02", breaks)
+    failed = [line for line in lines if line.startswith("FAIL")]
+    assert len(failed) == len(failing)
+    assert all(claim in line for claim, line in zip(failing, failed, strict=True))
+
+
+def test_an_unwrapped_unit_is_gathered_once_less():
+    """The lab is not wrapped as the arithmetic assumes, and the step that the kernel counts is."""
+    breaks = {'strategy="fsdp2", wrap="size"': 'strategy="fsdp2", wrap="unit"'}
+    lines = run_broken("02", breaks, until="def step_sends", skip=("worlds", "def fit", "once"))
+    failed = [line for line in lines if line.startswith("FAIL")]
+    claims = ["fsdp2, all-gather in a step", "FSDP2 / DDP, sent by each rank", "fsdp2, one step by the kernel's count"]
+    assert [claim in line for claim, line in zip(claims, failed, strict=True)] == [True] * 3
+
+
+def test_a_collective_too_many_is_seen_by_the_kernel():
+    breaks = {
+        "dist.all_gather_into_tensor(whole, part)),": "(dist.all_gather_into_tensor(whole, part), dist.all_reduce(whole))),"
+    }
+    lines = run_broken("02", breaks, until="by the kernel's count", skip=("worlds",))
+    failed = [line for line in lines if line.startswith("FAIL")]
+    assert len(failed) == 1 and "all-gather, by the kernel" in failed[0]
+
+
+@pytest.mark.parametrize("number", chapter_02.EXERCISES)
+def test_a_solution_is_right_and_no_answer_is_said(number, capsys):
+    solution(number)
+    names = {"torch": torch}
+    exec(capsys.readouterr().out, names)  # noqa: S102 (the course's own text)
+    check(number, names["answer"])
+    assert capsys.readouterr().out.endswith(": right\n")
+    check(number, None)
+    assert "not answered yet" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", ["02.1", "02.2", "02.4"])
+def test_every_slip_is_named(number, capsys):
+    for slip, value in chapter_02.EXERCISES[number].slips.items():
+        check(number, value)
+        assert slip in capsys.readouterr().out
+
+
+def pad(parts):
+    longest = max(map(len, parts))
+    return [torch.nn.functional.pad(part, (0, longest - len(part))) for part in parts]
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (lambda parts, all_gather: all_gather(parts), "pad them first"),
+        (lambda parts, all_gather: all_gather(pad(parts)), "the padding is still in"),
+        (lambda parts, all_gather: all_gather(pad(parts))[: sum(map(len, parts))], "from the middle stayed in"),
+        (lambda parts, all_gather: torch.cat(parts), "called 0 times"),
+        (lambda parts, all_gather: all_gather([p[: min(map(len, parts))] for p in parts]), "something real was cut"),
+        (lambda parts, all_gather: all_gather(pad(parts[::-1]))[: sum(map(len, parts))], "order is not the ranks'"),
+        (lambda parts, all_gather: all_gather(pad(parts)).tolist(), "a tensor is wanted"),
+        (lambda parts, all_gather: ..., "not answered yet"),
+    ],
+)
+def test_a_wrong_gather_is_told_why(wrong, said, capsys):
+    check("02.3", wrong)
+    assert said in capsys.readouterr().out

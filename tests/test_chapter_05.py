@@ -1,0 +1,129 @@
+"""Chapter 05: its verdicts fail when its units are not made, its exercises judge fairly, its predictions hold."""
+
+import sys
+from functools import partial
+
+import cloudpickle
+import pytest
+import torch
+from labkit import predict
+from labkit.exercises import chapter_05, check
+from labkit.lab import Lab
+from torch import nn
+
+from notebooks import run_broken
+
+EXERCISES = chapter_05.EXERCISES
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks cannot import this file
+
+
+def test_the_peak_does_not_move_without_the_unit():
+    lines = run_broken(
+        "05", {'wrap="size", batch_size=32': 'wrap="unit", batch_size=32'}, skip=("FullyShardedDataParallel(",)
+    )
+    failed = [line for line in lines if line.startswith("FAIL")]
+    assert "peak of a rank with fc1 apart" in failed[0]
+    assert "what wrapping fc1 alone takes off the peak" in failed[1]
+
+
+def trained(me, configs):
+    """The peak and the number of units of each configuration, by the lab script's functions."""
+    import mnist_fsdp
+    from labkit.meters import TRACED_STEPS, Meter
+    from labkit.models import Net
+    from labkit.progress import Progress
+
+    found = []
+    for options in configs:
+        config = mnist_fsdp.Config(**options)
+        model = mnist_fsdp.parallelize(Net(), config, me)
+        optimizer = torch.optim.Adadelta(model.parameters())
+        meter = Meter(model, optimizer, me.device, progress=Progress(me, 6))
+        for images, labels in meter.watch([(torch.rand(8, 1, 28, 28), torch.arange(8))] * (TRACED_STEPS[-1] + 1)):
+            loss, _ = mnist_fsdp.compute_loss(model, images, labels, config)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((sum(meter.summary(8)["memory"]["peak"].values()), len(mnist_fsdp.units(model))))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_peak_of_every_cut_is_the_arithmetic(ranks):
+    configs = [
+        {"strategy": strategy, "sharding": sharding, "wrap": "size", "min_num_params": threshold}
+        for strategy in ("fsdp1", "fsdp2")
+        for sharding in ("full", "grad-op")
+        for threshold in (100, 1_000, 10_000, 100_000, 2_000_000)
+    ]
+    found = Lab(launcher="local", device="cpu").on_ranks(trained, configs, ranks=ranks)[0]
+    for options, (peak, units) in zip(configs, found, strict=True):
+        cut = {"min_num_params": options["min_num_params"]}
+        _, terms = predict.peak(options["strategy"], "size", ranks, 8, sharding=options["sharding"], **cut)
+        assert peak == pytest.approx(predict.total(terms), abs=8), options  # the lab's loop keeps a loss more
+        assert units == len(predict.units_of("size", **cut)), options
+
+
+@pytest.mark.parametrize("number", EXERCISES)
+def test_solution_is_right_and_no_answer_is_no_answer(number, capsys):
+    space = {}
+    exec(EXERCISES[number].solution, space)
+    check(number, space["answer"])
+    assert capsys.readouterr().out.endswith(": right\n")
+    check(number, None)
+    assert "not answered yet" in capsys.readouterr().out
+
+
+def test_a_stub_is_no_answer(capsys):
+    check("05.3", lambda model, min_num_params: ...)
+    assert "not answered yet" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("number", "slip"), [(n, s) for n in ("05.1", "05.2") for s in EXERCISES[n].slips])
+def test_a_slip_is_named(number, slip, capsys):
+    check(number, EXERCISES[number].slips[slip])
+    assert slip in capsys.readouterr().out
+
+
+def large(model, min_num_params, least=0):
+    """Every module that is large, whatever was taken inside it."""
+    sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in model.named_modules()}
+    return {name for name, size in sizes.items() if name and size >= min_num_params + least}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (large, "has taken its share"),
+        (partial(large, least=1), "'0' is a unit, and yours leaves it out"),
+        (lambda m, n: {name for name, child in m.named_children() if len(list(child.parameters()))}, "it holds 11"),
+        (lambda m, n: {""} | chapter_05.reference_units(m, n), "leave it out of the set"),
+        (lambda m, n: chapter_05.reference_units(m, n) | ({"blocks"} if hasattr(m, "blocks") else set()), "no forward"),
+        (lambda m, n: {"fc1"}, "no module of that name"),
+        (lambda m, n: m.nothing, "raises AttributeError"),
+    ],
+)
+def test_a_wrong_policy_hears_why(wrong, said, capsys):
+    check("05.3", wrong)
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "threshold", [1, 20, 50, 100, 250, 400, 10_000, 60_000, 100_000, 150_000, 300_000, 1_000_000, 10_000_000]
+)
+def test_the_exercise_asks_for_what_pytorch_does(threshold):
+    from torch.distributed.fsdp.wrap import _recursive_wrap, size_based_auto_wrap_policy
+
+    class Unit(nn.Module):
+        def __init__(self, module, **_):
+            super().__init__()
+            self.module = module
+
+    with torch.device("meta"):
+        blocks = (nn.Sequential(nn.Linear(128, 512), nn.Linear(512, 64), nn.LayerNorm(64)) for _ in range(4))
+        model = nn.Sequential(nn.Embedding(256, 128), nn.ModuleList(blocks), nn.Linear(128, 10))
+    expected = chapter_05.reference_units(model, threshold)
+    policy = partial(size_based_auto_wrap_policy, min_num_params=threshold)
+    _recursive_wrap(model, policy, Unit, ignored_modules=set(), ignored_params=set(), only_wrap_children=True)
+    found = {n.replace(".module", "") for n, m in model.named_modules() if isinstance(m, Unit)}
+    assert found == expected

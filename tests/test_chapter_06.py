@@ -1,0 +1,146 @@
+"""Chapter 06: its verdicts can fail, and its exercises say what is wrong."""
+
+import pytest
+import torch
+from labkit.exercises import chapter_06, check
+
+from notebooks import run_broken
+
+EXERCISES = chapter_06.EXERCISES
+
+
+def failed(lines, claim):
+    return any(line.startswith("FAIL") and claim in line for line in lines)
+
+
+def test_without_the_policy_nothing_crosses_the_bus():
+    lines = run_broken(
+        "06", {"CPUOffloadPolicy(pin_memory=False), OffloadPolicy()]": "OffloadPolicy(), OffloadPolicy()]"}
+    )
+    assert failed(lines, "bytes up a step") and failed(lines, "bytes down a step")
+    assert not failed(lines, "largest difference")
+
+
+def test_a_category_on_the_wrong_side_and_another_run_are_seen():
+    lines = run_broken(
+        "06",
+        {
+            '"parameters", "gradients", "optimizer state")': '"parameters", "gradients")',
+            'without = lab.run("mnist_fsdp.py", **settings, batch_size=BATCH': 'without = lab.run("mnist_fsdp.py", **settings, batch_size=16',
+        },
+        until='verdict("device side',
+        skip=("on_ranks", "crossed"),
+    )
+    assert failed(lines, "peak of all tensors, with offload")
+    assert failed(lines, "device side at its peak") and failed(lines, "host side at its peak")
+
+
+def test_with_a_small_batch_activations_are_not_the_peak():
+    lines = run_broken(
+        "06",
+        {
+            "batch in (8, 128)": "batch in (8,)",
+            'if phase == "optimizer":': "if False:",  # the optimizer's intermediate results stay on the device
+            "at_least=0.5": "at_least=0.6",
+        },
+        until="most = points",
+        skip=("on_ranks", "crossed", "with_offload", "predicted["),
+    )
+    assert failed(lines, "share saved where activations are the peak")
+    assert failed(lines, "share saved where what persists is the peak")
+
+
+def said(number, answer, capsys):
+    check(number, answer)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", EXERCISES)
+def test_solutions_are_right_and_nothing_is_not_answered_yet(number, capsys):
+    names = {}
+    exec(EXERCISES[number].solution, names)  # noqa: S102 (the course's own text)
+    assert ": right" in said(number, names["answer"], capsys)
+    for nothing in (None, ..., *([lambda *given: None] if number == "06.3" else [])):
+        assert "not answered yet" in said(number, nothing, capsys)
+
+
+@pytest.mark.parametrize("number", ["06.1", "06.2"])
+def test_slips_are_named(number, capsys):
+    exercise = EXERCISES[number]
+    assert len(exercise.slips) >= 2
+    for slip, value in exercise.slips.items():
+        assert slip in said(number, value, capsys)
+
+
+def step(shards, momenta, inputs, bus, *, up=None, reduce=None, update=None):
+    """The right step, with one part replaced."""
+    weight = torch.cat(up(shards, momenta, bus) if up else [bus.up(shard) for shard in shards])
+    gradients = [(x @ weight.T).T @ x for x in inputs]
+    parts = (reduce or mean_parts)(gradients, bus)
+    for shard, momentum, part in zip(shards, momenta, parts, strict=True):
+        if update:
+            update(shard, momentum, part)
+        else:
+            momentum.mul_(0.9).add_(part)
+            shard.sub_(0.1 * momentum)
+
+
+def mean_parts(gradients, bus):
+    return [bus.down(part) for part in (sum(gradients) / len(gradients)).chunk(len(gradients))]
+
+
+def sum_parts(gradients, bus):
+    return [bus.down(part) for part in sum(gradients).chunk(len(gradients))]
+
+
+def whole_gradients_down(gradients, bus):
+    whole = [bus.down(gradient) for gradient in gradients]
+    return (sum(whole) / len(whole)).chunk(len(whole))
+
+
+def momenta_up_too(shards, momenta, bus):
+    for momentum in momenta:
+        bus.up(momentum)
+    return [bus.up(shard) for shard in shards]
+
+
+def first_shard_for_all(shards, momenta, bus):
+    return [bus.up(shards[0])] * len(shards)
+
+
+def forget_the_momentum(shard, momentum, part):
+    shard.sub_(0.1 * (0.9 * momentum + part))
+
+
+def forget_the_shard(shard, momentum, part):
+    momentum.mul_(0.9).add_(part)
+
+
+def dampen(shard, momentum, part):
+    momentum.mul_(0.9).add_(part, alpha=0.1)
+    shard.sub_(0.1 * momentum)
+
+
+def by_the_gradient(shard, momentum, part):
+    momentum.mul_(0.9).add_(part)
+    shard.sub_(0.1 * part)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"reduce": sum_parts}, "summed over the ranks"),
+        ({"reduce": whole_gradients_down}, "reduce first, on the device"),
+        ({"reduce": lambda gradients, bus: (sum(gradients) / 3).chunk(3)}, "tensors of both sides"),
+        ({"reduce": lambda gradients, bus: [p * 1 for p in mean_parts(gradients, bus)][::-1]}, "rank 0's momentum"),
+        ({"up": momenta_up_too}, "only parameters go up"),
+        ({"up": first_shard_for_all}, "takes every rank's shard"),
+        ({"up": lambda shards, momenta, bus: shards}, "tensors of both sides"),
+        ({"update": forget_the_momentum}, "the momenta are as they were"),
+        ({"update": forget_the_shard}, "the shards are as they were"),
+        ({"update": dampen}, "takes the whole gradient"),
+        ({"update": by_the_gradient}, "the weights are not"),
+    ],
+)
+def test_a_wrong_step_is_told_what_is_wrong(change, words, capsys):
+    assert words in said("06.3", lambda *given: step(*given, **change), capsys)

@@ -1,0 +1,91 @@
+"""Chapter 07: its verdicts can fail, and its exercises judge as they should."""
+
+import pytest
+import torch
+from labkit.exercises import chapter_07, check, solution
+from notebooks import run_broken
+
+# What is broken, up to which cell, without which cells, and the claims that must then fail
+BREAKS = {
+    "the optimizer has no state": (
+        {
+            "torch.optim.Adadelta(model.parameters(), lr=config.lr)": "torch.optim.SGD(model.parameters())",
+            'whole["data"]["name"]': '"mnist-5k"',
+        },
+        "checkpoint of 4 ranks",
+        ("lab.run(",),
+        ["checkpoint of 4 ranks"],
+    ),
+    "other images after the seam": (
+        {
+            "resume=True, **same": "resume=True, seed=2, **same",
+            "for ranks in (2, 3)": "for ranks in (2,)",  # and few steps, to be quick
+            "steps, saved_at, killed_at = 16, 8, 12": "steps, saved_at, killed_at = 4, 2, 3",
+        },
+        "on {ranks} ranks: losses apart by",
+        ("on_disk",),
+        ["on 2 ranks: losses apart by"],
+    ),
+    "a step before the asynchronous save is called": (
+        {"before = snapshot()": "before = snapshot(); train()"},
+        "against the moment of the call",
+        ("lab.run(", "preempted", "sizes(", "metadata", "def apart", "resumed", "def state_dicts", "state_dicts,"),
+        ["parameters read back, against the moment of the call"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_verdicts_can_fail(what):
+    breaks, until, skip, claims = BREAKS[what]
+    failed = [line for line in run_broken("07", breaks, until, skip) if line.startswith("FAIL")]
+    assert [line.removeprefix("FAIL  ").split(": measured")[0] for line in failed] == claims
+
+
+def judged(number, answer, capsys) -> str:
+    check(number, answer)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", chapter_07.EXERCISES)
+def test_solution_is_right_and_no_answer_says_so(number, capsys):
+    solution(number)
+    scope = {}
+    exec(capsys.readouterr().out, scope)
+    assert judged(number, scope["answer"], capsys).endswith(": right\n")
+    assert judged(number, None, capsys).endswith("not answered yet\n")
+
+
+@pytest.mark.parametrize("number", ["07.1", "07.3"])
+def test_every_slip_has_its_message(number, capsys):
+    exercise = chapter_07.EXERCISES[number]
+    for slip, value in exercise.slips.items():
+        assert slip in judged(number, value, capsys)
+    assert "times too little" in judged(number, exercise.answer / 10, capsys)
+
+
+def joined(pieces):
+    return torch.cat([piece for _, piece in sorted(pieces.items())])
+
+
+WRONG = {
+    "order [2, 1, 0]": lambda pieces, begin, end: torch.stack([joined(pieces)[r] for r in reversed(range(begin, end))]),
+    "too many": lambda pieces, begin, end: torch.cat(
+        [p for f, p in sorted(pieces.items()) if f < end and begin < f + len(p)]
+    ),
+    "are missing": lambda pieces, begin, end: next(
+        p[begin - f : end - f] for f, p in pieces.items() if f <= begin < f + len(p)
+    ),
+    "inside a piece counting begins at its first row": lambda pieces, begin, end: torch.cat(
+        [p[begin:end] for _, p in sorted(pieces.items())]
+    ),
+    "a tensor is wanted": lambda pieces, begin, end: list(joined(pieces)[begin:end]),
+    "has the shape (6,)": lambda pieces, begin, end: joined(pieces)[begin:end].flatten(),
+    "raises KeyError": lambda pieces, begin, end: pieces[begin + 1],
+    "not answered yet": lambda pieces, begin, end: ...,
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_readers_are_told_why(message, capsys):
+    assert message in judged("07.2", WRONG[message], capsys)
