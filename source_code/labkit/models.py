@@ -1,5 +1,8 @@
 """The networks of the course. They are pure: nothing here knows that there is more than one rank."""
 
+from dataclasses import dataclass
+
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -29,3 +32,127 @@ class Net(nn.Module):
         x = self.dropout1(x).flatten(1)
         x = self.dropout2(F.relu(self.fc1(x)))
         return F.log_softmax(self.fc2(x), dim=1)
+
+
+@dataclass(frozen=True)
+class GPTShape:
+    """The sizes of a GPT.
+
+    Queries have ``heads`` heads, keys and values ``kv_heads``: fewer is grouped-query attention, in which several
+    heads of queries share one of keys and values. ``hidden`` is the width inside the feed-forward part. ``tied``:
+    the embedding's weight is the head's too.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    vocabulary: int = 256  # bytes
+    tied: bool = False
+
+
+# The course's sizes, and those published for Llama 3 (arXiv:2407.21783, table 3) with its vocabulary.
+GPT_SHAPES = {
+    "tiny": GPTShape(layers=4, width=128, heads=4, kv_heads=2, hidden=384),
+    "small": GPTShape(layers=8, width=512, heads=8, kv_heads=4, hidden=1408),
+    "1b": GPTShape(layers=16, width=2048, heads=32, kv_heads=8, hidden=8192, vocabulary=128256, tied=True),
+    "llama3-8b": GPTShape(layers=32, width=4096, heads=32, kv_heads=8, hidden=14336, vocabulary=128256),
+    "llama3-70b": GPTShape(layers=80, width=8192, heads=64, kv_heads=8, hidden=28672, vocabulary=128256),
+    "llama3-405b": GPTShape(layers=126, width=16384, heads=128, kv_heads=8, hidden=53248, vocabulary=128256),
+}
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer in the form of Llama 3: pre-norm, rotary positions, grouped-query attention, SwiGLU.
+
+    Input: token numbers of shape (batch, sequence). Output: logits of shape (batch, sequence, vocabulary).
+    """
+
+    def __init__(self, shape: GPTShape):
+        super().__init__()
+        self.shape = shape
+        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.width, eps=1e-5)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        if shape.tied:
+            self.head.weight = self.embedding.weight
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        """Give every parameter its first value: a normal distribution for the weights, ones for the norms."""
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+            elif isinstance(module, nn.RMSNorm):
+                nn.init.ones_(module.weight)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        rotation = rotary(tokens.shape[1], self.shape.width // self.shape.heads, x)
+        for block in self.blocks:
+            x = block(x, rotation)
+        return self.head(self.norm(x))
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward part, each added to what comes in. Shape in and out: (batch, sequence, width)."""
+
+    def __init__(self, shape: GPTShape):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(shape.width, eps=1e-5)
+        self.attention = Attention(shape)
+        self.feed_forward_norm = nn.RMSNorm(shape.width, eps=1e-5)
+        self.feed_forward = FeedForward(shape)
+
+    def forward(self, x, rotation):
+        x = x + self.attention(self.attention_norm(x), rotation)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class Attention(nn.Module):
+    """Causal self-attention; each key and value serves ``heads / kv_heads`` queries."""
+
+    def __init__(self, shape: GPTShape):
+        super().__init__()
+        self.head_width = shape.width // shape.heads
+        self.query = nn.Linear(shape.width, shape.width, bias=False)
+        self.key = nn.Linear(shape.width, shape.kv_heads * self.head_width, bias=False)
+        self.value = nn.Linear(shape.width, shape.kv_heads * self.head_width, bias=False)
+        self.output = nn.Linear(shape.width, shape.width, bias=False)
+
+    def forward(self, x, rotation):
+        query, key, value = (
+            layer(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        query, key = rotated(query, *rotation), rotated(key, *rotation)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: one projection, passed through SiLU, gates another (arXiv:2002.05202)."""
+
+    def __init__(self, shape: GPTShape):
+        super().__init__()
+        self.gate = nn.Linear(shape.width, shape.hidden, bias=False)
+        self.up = nn.Linear(shape.width, shape.hidden, bias=False)
+        self.down = nn.Linear(shape.hidden, shape.width, bias=False)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def rotary(length: int, width: int, like) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cosines and sines of rotary position embedding, each (length, width), on ``like``'s device (arXiv:2104.09864)."""
+    frequencies = 500_000.0 ** (-torch.arange(0, width, 2, device=like.device) / width)  # Llama 3's base
+    angles = torch.outer(torch.arange(length, device=like.device), frequencies).repeat(1, 2)
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def rotated(x, cos, sin):
+    """Each pair of numbers of a head, (x[i], x[i + width/2]), turned by the angle of its position."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin

@@ -1,0 +1,62 @@
+"""A rank of a world that is not there: the real PyTorch code, with tensors that have shapes but no memory.
+
+  simulate.join(128)                       this process becomes rank 0 of 128; collectives send nothing
+  memory = simulate.step(setup)            trace one training step by the tracer that also measures real ones
+
+What comes out is *simulated*, never measured: FSDP, autograd and the optimizer ran, and allocated nothing.
+DDP cannot be simulated: its reducer looks inside the tensors.
+
+Private PyTorch used here, and only here: ``FakeTensorMode``, and the process group of the kind "fake".
+"""
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from labkit.trace import CATEGORIES, StepTrace, peak
+
+
+def join(world_size: int):
+    """Make this process rank 0 of a world of that size in which nobody else is."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+
+
+def step(setup) -> dict:
+    """Trace a steady training step on rank 0 of the world that was joined.
+
+    setup: called with no arguments and no memory, returns (model, optimizer, batch, train); ``batch`` is a tuple of
+    tensors, and ``train(*batch)`` is one step, forward to ``zero_grad``. It must make its tensors itself, and its
+    device mesh before, outside.
+
+    Returns what a record has under "memory" and "traffic": {"peak": {category: bytes}, "peak_phase",
+    "peak_operator", "start", "timeline", "traffic": [{"kind", "count", "bytes"}, …]}.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True), _Counters():
+        model, optimizer, batch, train = setup()
+        train(*batch)  # makes the optimizer's state
+        trace = StepTrace(model, optimizer, torch.device("meta"))  # where fake tensors have their storage
+        trace.batch = batch
+        for _ in range(2):
+            with trace:
+                train(*batch)
+    timeline = trace.timeline()
+    highest, _ = peak(timeline)
+    return {
+        "peak": {category: highest[category] for category in CATEGORIES},
+        "peak_phase": highest["phase"],
+        "peak_operator": highest["operator"],
+        "start": {category: timeline[0][category] for category in CATEGORIES},
+        "timeline": [[moment["phase"], *(moment[category] for category in CATEGORIES)] for moment in timeline],
+        "traffic": [{"kind": k, "count": n, "bytes": b} for (k, b), n in sorted(trace.collectives.items())],
+    }
+
+
+class _Counters(TorchDispatchMode):
+    """Answers 1 where an optimizer asks a step counter, which has no memory either, for its number."""
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator._schema.name == "aten::_local_scalar_dense":
+            return 1.0
+        return operator(*args, **(kwargs or {}))
