@@ -315,3 +315,11 @@ def test_run_that_fails_raises_with_its_last_words():
         launch.run(
             "mnist_fsdp.py", strategy="ddp", cpu_offload=True, cluster=launch.Cluster(launcher="local"), quiet=True
         )
+
+
+def test_long_command_is_folded_as_one_types_it():
+    command = ["python", "mnist_fsdp.py", "--checkpoint", "a folder/" + "x" * 60, "--resume", "--record", "y" * 40]
+    shown = launch._folded(command)
+    assert shown.splitlines()[1].startswith("    --checkpoint 'a folder/xxx")
+    assert shlex.split(shown.removeprefix("$ ").replace("\\\n", " ")) == command
+    assert max(map(len, shown.splitlines())) < 100

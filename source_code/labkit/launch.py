@@ -13,13 +13,13 @@ which an instructor can set for a whole class:
 import contextlib
 import ctypes
 import os
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -140,10 +140,14 @@ def run(
     return records.load(record)
 
 
-def _folded(command: list[str]) -> str:
-    """A command as one types it, over several lines if it is long."""
-    lines = textwrap.wrap(shlex.join(command), 92, break_long_words=False, break_on_hyphens=False)
-    return "$ " + " \\\n    ".join(lines)
+def _folded(command: list[str], width: int = 96) -> str:
+    """A command as one types it, over several lines if it is long; an option stays with its value."""
+    lines = ["$"]
+    for part in re.split(r" (?=--)", shlex.join(command)):
+        if len(lines[-1]) + len(part) > width:
+            lines.append("   ")
+        lines[-1] += f" {part}"
+    return " \\\n".join(lines)
 
 
 def started(words: list[str], ranks: int, nodes: int, device: str, cluster: Cluster | None) -> list[str]:
