@@ -305,7 +305,8 @@ def submit(
     cluster.uses_slurm()
     path = new_record(script)
     mark = path.with_suffix(".progress")
-    executor = submitit.SlurmExecutor(folder=_made(RUNS / "jobs"))
+    # A folder a job: another cluster, or this one installed anew, gives the same numbers to other jobs.
+    executor = submitit.SlurmExecutor(folder=_made(path.with_suffix(".job")))
     wishes = {"partition": cluster.partition, "account": cluster.account}
     executor.update_parameters(
         job_name=Path(script).stem,
