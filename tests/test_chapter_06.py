@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from labkit.exercises import chapter_06, check
+from labkit.exercises import check
 
 from notebooks import run_broken
-
-EXERCISES = chapter_06.EXERCISES
 
 
 def failed(lines, claim):
@@ -53,23 +51,6 @@ def test_with_a_small_batch_activations_are_not_the_peak():
 def said(number, answer, capsys):
     check(number, answer)
     return capsys.readouterr().out
-
-
-@pytest.mark.parametrize("number", EXERCISES)
-def test_solutions_are_right_and_nothing_is_not_answered_yet(number, capsys):
-    names = {}
-    exec(EXERCISES[number].solution, names)  # noqa: S102 (the course's own text)
-    assert ": right" in said(number, names["answer"], capsys)
-    for nothing in (None, ..., *([lambda *given: None] if number == "06.3" else [])):
-        assert "not answered yet" in said(number, nothing, capsys)
-
-
-@pytest.mark.parametrize("number", ["06.1", "06.2"])
-def test_slips_are_named(number, capsys):
-    exercise = EXERCISES[number]
-    assert len(exercise.slips) >= 2
-    for slip, value in exercise.slips.items():
-        assert slip in said(number, value, capsys)
 
 
 def step(shards, momenta, inputs, bus, *, up=None, reduce=None, update=None):

@@ -1,0 +1,47 @@
+"""Every exercise of every chapter: its solution is right, no answer is no failure, each slip is told its cause.
+
+What plausible wrong functions are told is in the chapters' own tests.
+"""
+
+from importlib import import_module
+
+import pytest
+import torch
+from labkit import launch
+from labkit.exercises import Do, Predict, check
+
+CHAPTERS = sorted(path.stem for path in (launch.SOURCE / "labkit" / "exercises").glob("chapter_*.py"))
+EXERCISES = {
+    number: exercise
+    for chapter in CHAPTERS
+    for number, exercise in import_module(f"labkit.exercises.{chapter}").EXERCISES.items()
+}
+SLIPS = [(n, slip) for n, exercise in EXERCISES.items() if isinstance(exercise, Predict) for slip in exercise.slips]
+
+
+def said(number, answer, capsys) -> str:
+    check(number, answer)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", EXERCISES)
+def test_solution_is_right(number, capsys):
+    names = {"torch": torch}  # as in the notebooks
+    exec(EXERCISES[number].solution, names)
+    assert ": right" in said(number, names["answer"], capsys)
+
+
+@pytest.mark.parametrize("number", EXERCISES)
+def test_no_answer_is_no_failure(number, capsys):
+    stub = [lambda *_, **__: None] if isinstance(EXERCISES[number], Do) else []
+    for nothing in (None, ..., *stub):
+        assert said(number, nothing, capsys).endswith(": not answered yet\n")
+
+
+@pytest.mark.parametrize(("number", "slip"), SLIPS)
+def test_slip_is_told_its_cause(number, slip, capsys):
+    assert slip in said(number, EXERCISES[number].slips[slip], capsys)
+
+
+def test_every_prediction_foresees_two_slips():
+    assert all(len(e.slips) >= 2 for e in EXERCISES.values() if isinstance(e, Predict))
