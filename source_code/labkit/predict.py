@@ -1,24 +1,214 @@
-"""Predict the peak memory of a training step by arithmetic, in named terms. Imports no torch.
+"""Predict what a training step needs, by arithmetic: its memory in named terms, its collectives. Imports no torch.
 
-So far for the MNIST network on the CPU in fp32 or fp64, with Adadelta: enough for the ladder.
+  plan = predict.Plan(blueprints.gpt(GPT_SHAPES["tiny"], batch=8, length=128), "fsdp2", ranks=4)
+  plan.peak()              where in the step the highest moment is, and what is alive there
+  plan.persistent()        what a rank keeps from step to step
+  plan.traffic()           each collective of a step
 
-How: what lives at a moment of the step can be listed. ``moments`` lists it for the few moments that can be
-the highest of a steady step, and the peak is the highest of them. The terms carry the names of the meters
-(``labkit.trace.CATEGORIES``). All sizes are bytes on rank 0, which never holds less than another rank.
+The network's operators run on sizes (labkit/tape.py), and around them happens what the strategy does (labkit/sharding.py).
+Sizes are bytes on rank 0, which never holds less than another rank; the categories are those of the meters
+(labkit/trace.py). At the end of the file: short forms for the MNIST network, which chapters 00 to 07 use.
 """
 
-from math import ceil, prod
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
 
-# The shapes of the network's parameters, by layer.
-SHAPES = {
-    "conv1": [(32, 1, 3, 3), (32,)],
-    "conv2": [(64, 32, 3, 3), (64,)],
-    "fc1": [(128, 9216), (128,)],
-    "fc2": [(10, 128), (10,)],
+from labkit import UserError, blueprints
+from labkit.blueprints import Blueprint
+from labkit.shapes import GPT_SHAPES
+from labkit.sharding import Unit
+from labkit.steps import Step
+
+STEP_COUNTER = 4  # bytes: the number of steps done, one for each tensor that Adam or Adadelta updates
+# What an optimizer keeps, for each number it updates unless it is a counter.
+ADAM = ("step counters", "first moments", "second moments")
+STATES = {
+    "adadelta": ("step counters", "mean squared gradients", "mean squared updates"),
+    "adamw": ADAM,
+    "adamw-fused": ADAM,
+    "adamw-for-loop": ADAM,
+    "momentum": ("momentum",),
+    "sgd": (),
 }
-# Numbers per image: the input, and what the layers put out.
-IMAGE, CONV1, CONV2, POOLED, HIDDEN, CLASSES = 28 * 28, 32 * 26 * 26, 64 * 24 * 24, 64 * 12 * 12, 128, 10
-INT64 = 8
+FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes after which DDP closes its first bucket, and each other
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A network, and how it is trained."""
+
+    blueprint: Blueprint
+    strategy: str = "fsdp2"  # single, ddp, fsdp1 or fsdp2
+    ranks: int = 1
+    replicas: int = 1  # HSDP: the model is there so many times, each time shared by ranks / replicas
+    reshard: str = "true"  # FSDP, after forward: free what was gathered ("true"), keep it, or keep one part in N
+    precision: str = "fp32"  # fp32, fp64, or bf16: gathered parameters and activations, under FSDP
+    optimizer: str = "adamw"  # a key of STATES
+    micro_batches: int = 1  # in a step
+    sync: str = "every"  # after which micro-batch the gradients are reduced: every, or last
+    prefetch: int = 0  # FSDP2: so many units are gathered ahead; 0 leaves it to FSDP2
+    on_gpu: bool = False  # a GPU's kernels; the arithmetic has been checked on the CPU only
+
+    def __post_init__(self):
+        if self.precision == "bf16" and not self.strategy.startswith("fsdp"):
+            raise UserError("the memory of bf16 under autocast is not predicted: take fp32, or FSDP")
+        if self.strategy == "fsdp1" and any(module.frozen for module in self.blueprint.modules):
+            raise UserError("frozen parameters in FSDP1's flat tensors are not predicted: take FSDP2")
+
+    @property
+    def shards(self) -> int:
+        """Among how many ranks the model is cut."""
+        return self.ranks // self.replicas if self.strategy.startswith("fsdp") else 1
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes a number of parameters, reduced gradients, optimizer state and loss."""
+        return 8 if self.precision == "fp64" else 4
+
+    @property
+    def compute_itemsize(self) -> int:
+        """Bytes a number of gathered parameters and activations."""
+        return 2 if self.precision == "bf16" else self.itemsize
+
+    @cached_property
+    def units(self) -> list[list]:
+        """The modules of each unit: the root first, the others in the order of forward."""
+        modules = self.blueprint.modules
+        apart = [module for module in modules if module.apart and self.strategy.startswith("fsdp")]
+        return [[module for module in modules if module not in apart], *([module] for module in apart)]
+
+    def make_units(self) -> list[Unit]:
+        flat = self.strategy == "fsdp1"
+        return [Unit(modules, self.blueprint.tied, self.shards, flat, self.compute_itemsize) for modules in self.units]
+
+    def persistent(self) -> dict[tuple[str, str], int]:
+        """What a rank keeps from step to step: {(category, name): bytes}."""
+        units = self.make_units()
+        held, trained = (sum(unit.shard(which) for unit in units) * self.itemsize for which in (False, True))
+        tensors = sum(len(unit.tensors(trained=True)) for unit in units)
+        terms = {("parameters", "parameters"): held}
+        if self.strategy == "ddp":
+            terms["all-reduce buckets", "all-reduce buckets"] = trained
+        for name in STATES[self.optimizer]:
+            terms["optimizer state", name] = tensors * STEP_COUNTER if name == "step counters" else trained
+        return terms
+
+    def timeline(self, first: bool = False) -> dict[str, tuple[int, dict]]:
+        """The highest moment of each place of a step: {place: (bytes, {(category, name): bytes})}, in order.
+
+        first: the step in which the optimizer makes its state.
+        """
+        return Step(self, first).run()
+
+    def peak(self, first: bool = False) -> tuple[str, dict]:
+        """(place, {(category, name): bytes}) of the highest moment of a step; of equal ones the last."""
+        moments = self.timeline(first)
+        where = max(reversed(moments), key=lambda place: moments[place][0])
+        return where, moments[where][1]
+
+    def traffic(self) -> list[dict]:
+        """A step's collectives: [{"kind", "count", "bytes", "ranks"}, …].
+
+        bytes: of the whole tensor, as labkit/trace.py counts. ranks: how many take part in one.
+        """
+        return _traffic(self)
+
+
+def by_category(terms: dict) -> dict[str, int]:
+    """{category: bytes} of named terms."""
+    sums = Counter()
+    for (category, _), size in terms.items():
+        sums[category] += size
+    return dict(sums)
+
+
+def total(terms: dict) -> int:
+    return sum(terms.values())
+
+
+def _traffic(plan: Plan) -> list[dict]:
+    times = Counter()
+    reductions = plan.micro_batches if plan.sync == "every" else 1
+    if plan.strategy == "ddp":
+        for size in buckets(plan):
+            times["all-reduce", size, plan.ranks] += reductions
+    if not plan.strategy.startswith("fsdp"):
+        return _listed(times)
+    for number, unit in enumerate(plan.make_units()):
+        gathered = unit.shard() * plan.shards * plan.compute_itemsize
+        times["all-gather", gathered, plan.shards] += plan.micro_batches
+        if number and plan.reshard != "false":  # the root stays from forward to backward
+            among = plan.shards if plan.reshard == "true" else int(plan.reshard)
+            times["all-gather", gathered, among] += plan.micro_batches
+        part = unit.shard(trained=True) * plan.itemsize
+        times["reduce-scatter", part * plan.shards, plan.shards] += reductions
+        if plan.replicas > 1:
+            times["all-reduce", part, plan.replicas] += reductions
+    return _listed(times)
+
+
+def _listed(times: Counter) -> list[dict]:
+    return [{"kind": k, "count": n, "bytes": b, "ranks": r} for (k, b, r), n in sorted(times.items()) if n and b]
+
+
+def buckets(plan: Plan) -> list[int]:
+    """The sizes of DDP's all-reduces, in bytes. A bucket is closed when it has reached its limit."""
+    sizes, filled, limit = [], 0, FIRST_BUCKET
+    for module in reversed(plan.blueprint.modules):
+        for parameter in reversed(Unit([module], plan.blueprint.tied, 1, False, plan.itemsize).tensors(trained=True)):
+            filled += parameter * plan.itemsize
+            if filled >= limit:
+                sizes.append(filled)
+                filled, limit = 0, BUCKET
+    return [*sizes, filled] if filled else sizes
+
+
+def plan_of(record: dict) -> Plan:
+    """The plan of a run of mnist_fsdp.py or gpt_fsdp.py, from its record (labkit/records.py), or from a dict with
+
+    "script", "config" (the options that are not at their defaults will do), "ranks" and "device". UserError where
+    the arithmetic does not reach.
+    """
+    script, config, ranks = record["script"], record["config"], record["ranks"]
+    common = {
+        "strategy": config.get("strategy", "fsdp2"),
+        "ranks": ranks,
+        "precision": config.get("precision", "fp32"),
+        "on_gpu": record.get("device") == "cuda",
+    }
+    itemsize = 8 if common["precision"] == "fp64" else 4
+    if script == "mnist_fsdp.py":
+        names = ("wrap", "dropout", "min_num_params", "sharding")
+        given = {name: config[name] for name in names if name in config}
+        return of_mnist(common["strategy"], ranks=ranks, batch=record["batch_size"], itemsize=itemsize, **given)
+    shape = GPT_SHAPES[config.get("preset", "tiny")]
+    if config.get("tied") is not None:
+        shape = replace(shape, tied=config["tied"])
+    network = blueprints.gpt(
+        shape,
+        config.get("batch_size", 8),
+        config.get("seq_len", 128),
+        config.get("recompute", "none"),
+        config.get("lora"),
+    )
+    replicas = int(config["mesh"].split("x")[0]) if config.get("mesh") else 1
+    return Plan(
+        network,
+        replicas=replicas,
+        reshard=config.get("reshard_after_forward") or "true",
+        optimizer=config.get("optimizer", "adamw"),
+        micro_batches=config.get("accumulate", 1),
+        sync=config.get("sync", "every"),
+        prefetch=config.get("prefetch", 0),
+        **common,
+    )
+
+
+# Short forms for the MNIST network, as mnist_fsdp.py trains it. wrap: "unit" or "size".
+
+SHAPES = {layer: list(parameters.values()) for layer, parameters in blueprints.LAYERS.items()}
 
 
 def numel(layers) -> int:
@@ -29,171 +219,44 @@ def numel(layers) -> int:
 def units_of(wrap: str, min_num_params: int = 20000) -> list[list[str]]:
     """The groups of layers that FSDP gathers together, the root (what no other unit took) last."""
     apart = [layer for layer in SHAPES if wrap == "size" and numel([layer]) >= min_num_params]
-    rest = [layer for layer in SHAPES if layer not in apart]
-    return [[layer] for layer in apart] + [rest]
+    return [[layer] for layer in apart] + [[layer for layer in SHAPES if layer not in apart]]
 
 
 def shard(strategy: str, layers, ranks: int) -> int:
-    """How many numbers of a unit's parameters one rank holds.
-
-    FSDP1 cuts the unit's flat tensor into equal parts, FSDP2 each parameter along its first dimension;
-    both round up to whole parts.
-    """
-    if strategy == "fsdp1":
-        return ceil(numel(layers) / ranks)
-    return sum(ceil(shape[0] / ranks) * prod(shape[1:]) for layer in layers for shape in SHAPES[layer])
+    """How many numbers of a unit's parameters one rank holds: see ``sharding.Unit``."""
+    modules = [module for module in blueprints.mnist().modules if module.name in layers]
+    return Unit(modules, {}, ranks, strategy == "fsdp1", itemsize=4).shard() if modules else 0
 
 
-def persistent(strategy: str, wrap: str, ranks: int, itemsize: int = 4, min_num_params: int = 20000) -> dict:
-    """What a rank holds from step to step: {"parameters", "optimizer state", "all-reduce buckets"}.
-
-    Adadelta keeps two numbers for each parameter and one 4-byte step counter for each parameter tensor.
-    """
-    if strategy in ("single", "ddp"):
-        held, tensors = numel(SHAPES), sum(map(len, SHAPES.values()))
-    else:
-        units = units_of(wrap, min_num_params)
-        held = sum(shard(strategy, unit, ranks) for unit in units)
-        tensors = sum(map(bool, units)) if strategy == "fsdp1" else sum(map(len, SHAPES.values()))
-    terms = {"parameters": held * itemsize, "optimizer state": 2 * held * itemsize + 4 * tensors}
-    if strategy == "ddp":
-        terms["all-reduce buckets"] = held * itemsize
-    return terms
-
-
-def updated_tensors(strategy: str, units, ranks: int) -> list[int]:
-    """How many numbers each tensor has that the optimizer updates on one rank, in its order."""
-    if strategy == "fsdp1":
-        return [shard(strategy, unit, ranks) for unit in units if unit]
-    parts = ranks if strategy == "fsdp2" else 1
-    return [ceil(shape[0] / parts) * prod(shape[1:]) for shapes in SHAPES.values() for shape in shapes]
-
-
-def adadelta_temporary(sizes: list[int]) -> int:
-    """Numbers in Adadelta's intermediate results at their most.
-
-    It makes two for each tensor, and each takes the place of the one before it only when it is there.
-    """
-    return max(max(2 * before + size, before + 2 * size) for before, size in zip([0, *sizes], sizes, strict=False))
-
-
-def moments(
-    strategy: str,
-    wrap: str = "unit",
-    ranks: int = 1,
-    batch: int = 64,
-    itemsize: int = 4,
-    dropout: bool = True,
-    min_num_params: int = 20000,
-    sharding: str = "full",
-) -> dict:
-    """What lives at each moment that can be the peak: {moment: {category: bytes}}.
+def of_mnist(strategy, wrap="unit", ranks=1, batch=64, itemsize=4, dropout=True, min_num_params=20000, sharding="full"):
+    """The plan of a run of mnist_fsdp.py.
 
     batch: images on each rank. itemsize: bytes a number, 4 for fp32 and 8 for fp64. sharding: "grad-op" keeps
     gathered parameters from forward to backward.
     """
-    base = persistent(strategy, wrap, ranks, itemsize, min_num_params)
-    per_image = itemsize * batch  # bytes of one number an image
-    # Labels, images, the result, and a few scalars live through the step; conv2 and the ReLUs need their inputs.
-    kept = batch * INT64 + per_image * (IMAGE + CLASSES)
-    late = {"activations": kept + per_image * (CONV1 + CONV2) + 3 * itemsize}
-    # Backward of the second ReLU: the gradient that comes in and the one that goes out, each as big as
-    # conv2's output. fc1 and fc2 have their gradients already.
-    relu = base | late | {"temporary": 2 * per_image * CONV2}
-    fc2 = numel(["fc2"]) * itemsize
-    head = numel(["fc1"]) * itemsize + fc2
-    *apart, root = units_of(wrap, min_num_params)
-    optimizer = base | {
-        "activations": kept + 2 * itemsize,
-        "gradients": base["parameters"],
-        "temporary": itemsize * adadelta_temporary(updated_tensors(strategy, [root, *apart], ranks)),
-    }
-    if not strategy.startswith("fsdp"):
-        return {"backward of relu2": relu | {"gradients": head}, "optimizer": optimizer}
-
-    def gathered(unit):
-        return shard(strategy, unit, ranks) * ranks * itemsize
-
-    if not apart:
-        # The end of backward: the gradient whole, twice: as computed, and packed for the reduce-scatter.
-        # FSDP1 still has the parameters then; FSDP2 has freed them, and has made room for the result.
-        # FSDP1 packs, then pads; FSDP2 packs into a padded buffer.
-        packed, rest = (
-            (numel(root) * itemsize, {"all-gather": gathered(root)})
-            if strategy == "fsdp1"
-            else (gathered(root), {"gradients": base["parameters"]})
-        )
-        end = base | rest | {"activations": kept + 3 * itemsize, "reduce-scatter": numel(root) * itemsize + packed}
-        return {
-            "backward of relu2": relu | {"all-gather": gathered(root), "reduce-scatter": head},
-            "end of backward": end,
-            "optimizer": optimizer,
-        }
-
-    # Where the convolutions are units, backward has yet to come to them. conv2 is fetched ahead while fc1's
-    # backward runs, or was kept; conv1 is there only if it was kept. The root's parameters stay.
-    waiting = [["conv1"], ["conv2"]] if sharding == "grad-op" else [["conv2"]]
-    others = gathered(root) + sum(gathered(unit) for unit in apart if unit in waiting)
-
-    fc1 = ["fc1"]
-    shards = {"gradients": shard(strategy, fc1, ranks) * itemsize}
-    behind, packed = {}, fc2  # fc2's gradient waits whole for the root's turn …
-    if ["fc2"] in apart:  # … or has been reduced: this rank has its part of it
-        behind = {"gradients": shard(strategy, ["fc2"], ranks) * itemsize}
-        shards["gradients"] += behind["gradients"]
-        fc2 = 0
-        # FSDP2 lets go of a unit's packed gradient only when it packs the next unit's.
-        packed = gathered(["fc2"]) if strategy == "fsdp2" else 0
-    # Max-pooling's backward needs its indices, dropout's its mask, and fc1's its input.
-    masks = batch * INT64 * POOLED + (per_image * POOLED if dropout else 0)
-    early = {"activations": late["activations"] + masks + per_image * POOLED}
-    if strategy == "fsdp1":
-        return {
-            "backward of relu2": relu | shards | {"all-gather": others, "reduce-scatter": fc2},
-            # fc1's gradient twice, as computed and packed, while its parameters are still there.
-            "backward of fc1": base
-            | behind
-            | {
-                "activations": late["activations"] + masks,  # fc1's input has gone
-                "all-gather": others + gathered(fc1),
-                "reduce-scatter": 2 * numel(fc1) * itemsize + fc2,
-                "temporary": per_image * POOLED,
-            },
-            "optimizer": optimizer,
-        }
-    gather = {
-        # fc1's parameters have arrived, and are copied from the buffer they came in to where they are used.
-        "fc1 gathered": base
-        | early
-        | behind
-        | {
-            "all-gather": gathered(root) + 2 * gathered(fc1),
-            "reduce-scatter": packed,
-            "temporary": per_image * HIDDEN,
-        },
-    }
-    return (gather if sharding == "full" else {}) | {
-        # fc1's gradient is still there as it was packed: no other unit's has been since.
-        "backward of relu2": relu | shards | {"all-gather": others, "reduce-scatter": gathered(fc1) + fc2},
-        # fc1's parameters, its gradient, and the gradients of its input and output.
-        "backward of fc1": base
-        | early
-        | behind
-        | {
-            "all-gather": others + gathered(fc1),
-            "reduce-scatter": numel(fc1) * itemsize + packed,
-            "temporary": per_image * (POOLED + HIDDEN),
-        },
-        "optimizer": optimizer,
-    }
+    network = blueprints.mnist(batch, itemsize, dropout, min_num_params if wrap == "size" else None)
+    return Plan(
+        network,
+        strategy,
+        ranks,
+        reshard="true" if sharding == "full" else "false",
+        precision="fp64" if itemsize == 8 else "fp32",
+        optimizer="adadelta",
+    )
 
 
-def total(terms: dict) -> int:
-    return sum(terms.values())
+def persistent(strategy: str, wrap: str, ranks: int, itemsize: int = 4, min_num_params: int = 20000) -> dict:
+    """What a rank holds from step to step: {"parameters", "optimizer state", "all-reduce buckets"}."""
+    return by_category(of_mnist(strategy, wrap, ranks, 1, itemsize, min_num_params=min_num_params).persistent())
+
+
+def moments(*args, **options) -> dict[str, dict]:
+    """The highest moment of each place of a step, {place: {category: bytes}}; takes the arguments of ``of_mnist``."""
+    timeline = of_mnist(*args, **options).timeline()
+    return {place: by_category(terms) for place, (_, terms) in timeline.items()}
 
 
 def peak(*args, **options) -> tuple[str, dict]:
-    """(which moment, {category: bytes}) of the highest of ``moments``; takes the same arguments."""
-    found = moments(*args, **options)
-    where = max(found, key=lambda moment: total(found[moment]))
-    return where, found[where]
+    """(which moment, {category: bytes}) of the highest of ``moments``; takes the arguments of ``of_mnist``."""
+    where, terms = of_mnist(*args, **options).peak()
+    return where, by_category(terms)

@@ -1,0 +1,237 @@
+"""What each strategy adds to a step's memory: when a unit's parameters are gathered and freed, and its gradients reduced.
+
+``Replicated`` (one process, DDP), ``FlatParameter`` (FSDP1) and ``FullyShard`` (FSDP2) are called around each unit's
+forward and backward, where PyTorch calls its own hooks. Sizes only (labkit/tape.py). Imports no torch.
+
+Sources: torch/distributed/fsdp/_runtime_utils.py and _flat_param.py (FSDP1), torch/distributed/fsdp/_fully_shard/
+(FSDP2), and traces of real steps.
+"""
+
+from math import ceil, prod
+
+from labkit.tape import Parameter, Tape
+
+
+class Unit:
+    """What is gathered together. The root takes what no other unit did.
+
+    parts: among how many ranks it is cut. flat: as one flat tensor (FSDP1), or each parameter along its first
+    dimension (FSDP2); both round up to whole parts.
+    """
+
+    def __init__(self, modules, tied: dict, parts: int, flat: bool, itemsize: int):
+        self.parts, self.flat = parts, flat
+        self.kind = modules[0].kind if len(modules) == 1 else "root"
+        self.parameters = {
+            (module, name): Parameter(name, shape, itemsize, name not in module.frozen)
+            for module in modules
+            for name, shape in module.parameters.items()
+            if name not in tied
+        }
+        self.whole = None  # the gathered parameters, while they are there
+
+    def numel(self, trained: bool = False) -> int:
+        return sum(parameter.numel for parameter in self._chosen(trained))
+
+    def shard(self, trained: bool = False, parts: int | None = None) -> int:
+        """How many numbers of its parameters (or of those trained) one rank holds."""
+        return sum(self.tensors(trained, parts))
+
+    def tensors(self, trained: bool = False, parts: int | None = None) -> list[int]:
+        """The numbers of each tensor that one rank holds of it: these the optimizer updates."""
+        parts = parts or self.parts
+        shapes = [parameter.shape for parameter in self._chosen(trained)]
+        if self.flat:
+            return [ceil(sum(map(prod, shapes)) / parts)] if shapes else []
+        return [ceil(shape[0] / parts) * prod(shape[1:]) for shape in shapes]
+
+    def _chosen(self, trained):
+        return [parameter for parameter in self.parameters.values() if parameter.trained or not trained]
+
+
+class Replicated:
+    """Every rank holds the whole model, and each parameter its gradient."""
+
+    gradients_as = "gradients"
+
+    def __init__(self, plan, tape: Tape, units: list[Unit]):
+        self.plan, self.tape, self.units, self.root = plan, tape, units, units[0]
+        self.syncs = True  # whether this micro-batch's gradients are reduced
+        self.gradients = {}  # what stays of a gradient until the optimizer: parameter or unit → storage
+        tape.gradients_as, tape.when_whole = self.gradients_as, self.when_whole
+
+    def when_whole(self, parameter):
+        """The first micro-batch's gradient stays; the others' are added to it where it is."""
+        self.gradients.setdefault(parameter, parameter.gradient)
+        parameter.gradient = None
+
+    def before_forward(self, unit):
+        pass
+
+    after_forward = before_backward = after_backward = before_forward
+
+
+class Sharded(Replicated):
+    """What FSDP1 and FSDP2 have in common: a unit is gathered, freed, and gathered again, one ahead, for backward."""
+
+    gradients_as = "reduce-scatter"
+
+    def when_whole(self, parameter):
+        pass  # the unit takes its parameters' gradients together
+
+    @property
+    def mixed(self) -> bool:
+        return self.plan.compute_itemsize != self.plan.itemsize
+
+    def gathered_size(self, unit) -> int:
+        return unit.shard() * unit.parts * self.plan.compute_itemsize
+
+    def hold(self, category, unit, name, size):
+        return self.tape.hold(category, f"{unit.kind}: {name}", size)
+
+    def stays_after_forward(self, unit) -> bool:
+        return self.plan.reshard == "false" or unit is self.root  # backward begins with the root
+
+    def before_backward(self, unit):
+        self.gather_again(unit)
+        index = self.units.index(unit) or len(self.units)  # in backward the last unit follows the root
+        ahead = self.plan.prefetch if self.plan.prefetch and unit is not self.root else 1
+        for following in self.units[max(1, index - ahead) : index][::-1]:
+            if following.whole is None:
+                self.gather_ahead(following)
+
+    def reduced(self, unit):
+        """This rank's part of a unit's gradient: new, or added to what is there."""
+        part = self.hold(
+            "gradients", unit, "gradients, this rank's part", unit.shard(trained=True) * self.plan.itemsize
+        )
+        self.gradients.setdefault(unit, part)
+
+
+class FlatParameter(Sharded):
+    """FSDP1. A unit is one flat tensor: gathered in place, its gradients packed into another."""
+
+    def before_forward(self, unit):
+        self.gather_again(unit)
+
+    def after_forward(self, unit):
+        if not self.stays_after_forward(unit):
+            unit.whole = None
+
+    def gather_again(self, unit):
+        if unit.whole is None:
+            size = unit.shard() * self.plan.compute_itemsize
+            cast = self.hold("all-gather", unit, "shard, cast", size) if self.mixed else None
+            unit.whole = self.hold("all-gather", unit, "gathered parameters", self.gathered_size(unit))
+            del cast
+
+    gather_ahead = gather_again
+
+    def after_backward(self, unit):
+        size = unit.numel(trained=True)
+        packed = self.hold("reduce-scatter", unit, "packed gradients", size * self.plan.compute_itemsize)
+        for parameter in unit.parameters.values():
+            parameter.gradient = None
+        waiting = self.gradients.get((unit, "whole"))
+        if waiting:
+            packed = waiting  # added in place
+        unit.whole = None
+        if not self.syncs:
+            self.gradients[unit, "whole"] = packed
+            return
+        held = [packed]
+        if self.mixed:
+            held.append(self.hold("reduce-scatter", unit, "packed gradients, in fp32", size * self.plan.itemsize))
+        if unit.shard(trained=True) * unit.parts != size:
+            padded = unit.shard(trained=True) * unit.parts * self.plan.itemsize
+            held.append(self.hold("reduce-scatter", unit, "packed gradients, padded", padded))
+        self.gradients.pop((unit, "whole"), None)
+        self.reduced(unit)
+
+
+class FullyShard(Sharded):
+    """FSDP2. Parameters arrive in one buffer and are copied out of it; gradients are packed into another."""
+
+    def __init__(self, *about):
+        super().__init__(*about)
+        self.ahead = {}  # unit → the buffer of what was gathered ahead for it
+        self.arrived = None  # in forward, the last unit's buffer
+        self.packed = None  # the last unit's packed gradients
+
+    def when_whole(self, parameter):
+        if parameter in self.gradients and not self.mixed:
+            parameter.gradient = None  # added to the one that waits, where it is
+
+    def arrive(self, unit):
+        size = unit.shard() * self.plan.compute_itemsize
+        cast = self.hold(self.tape.made_as, unit, "shard, cast", size) if self.mixed else None
+        buffer = self.hold("all-gather", unit, "arriving parameters", self.gathered_size(unit))
+        del cast
+        return buffer
+
+    def copy_out(self, unit):
+        unit.whole = self.hold("all-gather", unit, "gathered parameters", self.gathered_size(unit))
+
+    def before_forward(self, unit):
+        if unit.whole is None:
+            arriving = self.ahead.pop(unit, None) or self.arrive(unit)
+            self.arrived = arriving  # the unit before's goes when this one's is there
+            del arriving
+            self.copy_out(unit)
+        index = self.units.index(unit)
+        for following in self.units[index + 1 : index + 1 + self.plan.prefetch]:
+            self.gather_ahead(following)
+
+    def after_forward(self, unit):
+        if not self.stays_after_forward(unit):
+            unit.whole = None
+            if self.plan.reshard != "true":  # one part in N stays
+                part = unit.shard(parts=int(self.plan.reshard)) * self.plan.compute_itemsize
+                unit.whole_of_part = self.hold("all-gather", unit, "part kept after forward", part)
+        if unit is self.root:
+            self.arrived = None
+
+    def gather_ahead(self, unit):
+        if unit.whole is None and unit not in self.ahead:
+            self.ahead[unit] = self.arrive(unit)
+
+    def gather_again(self, unit):
+        if unit.whole is None:
+            self.gather_ahead(unit)
+            self.copy_out(unit)
+            del self.ahead[unit]
+            unit.whole_of_part = None
+
+    def after_backward(self, unit):
+        unit.whole = None
+        if not self.syncs:
+            self.wait_whole(unit)
+            return
+        size = unit.shard(trained=True) * unit.parts * self.plan.itemsize
+        if not size:
+            return
+        self.packed = None
+        for parameter in unit.parameters.values():
+            if parameter in self.gradients:
+                parameter.gradient = None  # has been added to the one that waited
+        self.packed = self.hold("reduce-scatter", unit, "packed gradients", size)
+        for parameter in unit.parameters.values():
+            parameter.gradient = None
+            self.gradients.pop(parameter, None)
+        self.reduced(unit)
+        if unit is self.root:
+            self.packed = None
+
+    def wait_whole(self, unit):
+        """Without synchronisation, whole gradients wait for the micro-batches to come."""
+        for parameter in unit.parameters.values():
+            if parameter.trained:
+                gradient, parameter.gradient = parameter.gradient, None
+                if self.mixed and parameter not in self.gradients:
+                    gradient = self.hold(
+                        "reduce-scatter", unit, "gradients waiting", parameter.numel * self.plan.itemsize
+                    )
+                self.gradients.setdefault(parameter, gradient)
+
+
+RULES = {"single": Replicated, "ddp": Replicated, "fsdp1": FlatParameter, "fsdp2": FullyShard}
