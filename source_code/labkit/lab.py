@@ -41,8 +41,10 @@ class Lab(launch.Cluster):
     def run(self, script: str, **options) -> dict:
         """Run a lab script with these settings (``launch.run``); options given here come before them."""
         ranks = 1 if options.get("strategy") == "single" else self.ranks
-        wishes = {"cluster": self, "ranks": ranks} | options
-        return launch.run(script, **wishes | {k: getattr(self, k) for k in ("data", "device") if k not in options})
+        settings = {"cluster": self, "ranks": ranks, "device": self.device}
+        if script == "mnist_fsdp.py":  # the other labs carry their data with them
+            settings["data"] = self.data
+        return launch.run(script, **settings | options)
 
     def on_ranks(self, function, *arguments, ranks: int | None = None) -> list:
         """[what ``function(me, *arguments)`` returned on rank 0, on rank 1, …] (``cells.on_ranks``)."""
