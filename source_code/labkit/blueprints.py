@@ -41,6 +41,7 @@ class Blueprint:
     loss: Callable[[Tape, Tensor, Tensor, int], Tensor]  # of output, targets, bytes a number
     samples: int  # images or tokens in a micro-batch on a rank
     flops: float  # of forward and backward of one sample, without recomputation
+    recomputed_flops: float = 0.0  # of a sample, on top of these
     tied: dict[str, str] = field(default_factory=dict)  # a parameter → the one that it is
     holds_output: bool = False  # the training loop holds the network's output until the next step's is there
 
@@ -151,6 +152,9 @@ def gpt(shape: GPTShape, batch: int, length: int, recompute: str = "none", lora:
         loss=loss,
         samples=tokens,
         flops=flops_per_token(shape, length, lora),
+        recomputed_flops=2 * shape.layers * (sum(map(prod, in_block.values())) + 2 * shape.width * length)
+        if recompute == "full"
+        else 0.0,
         tied={"head.weight": "embedding.weight"} if shape.tied else {},
     )
 

@@ -5,7 +5,7 @@ import dataclasses
 import types
 import typing
 
-from labkit import UserError, ranks
+from labkit import UserError
 
 
 def option(default, help: str):
@@ -13,10 +13,16 @@ def option(default, help: str):
     return dataclasses.field(default=default, metadata={"help": help})
 
 
+def _leave(message: str):
+    from labkit import ranks  # here, because it imports torch, and the planner does without
+
+    ranks.leave(message)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
         """One sentence, from one rank, instead of a page of usage from each."""
-        ranks.leave(f"{message} (see --help)")
+        _leave(f"{message} (see --help)")
 
 
 def _argument(field) -> dict:
@@ -42,7 +48,7 @@ def parse(config_class, description: str, argv: list[str] | None = None):
     try:
         return config_class(**vars(parser.parse_args(argv)))
     except UserError as error:
-        ranks.leave(str(error))
+        _leave(str(error))
 
 
 def arguments(options: dict) -> list[str]:

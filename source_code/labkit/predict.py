@@ -40,7 +40,7 @@ class Plan:
     """A network, and how it is trained."""
 
     blueprint: Blueprint
-    strategy: str = "fsdp2"  # single, ddp, fsdp1 or fsdp2
+    strategy: str = "fsdp2"  # single, ddp, zero1, zero2, zero3, fsdp1 or fsdp2
     ranks: int = 1
     replicas: int = 1  # HSDP: the model is there so many times, each time shared by ranks / replicas
     reshard: str = "true"  # FSDP, after forward: free what was gathered ("true"), keep it, or keep one part in N
@@ -52,15 +52,33 @@ class Plan:
     on_gpu: bool = False  # a GPU's kernels; the arithmetic has been checked on the CPU only
 
     def __post_init__(self):
-        if self.precision == "bf16" and not self.strategy.startswith("fsdp"):
+        if self.precision == "bf16" and not self.shards_parameters:
             raise UserError("the memory of bf16 under autocast is not predicted: take fp32, or FSDP")
-        if self.strategy == "fsdp1" and any(module.frozen for module in self.blueprint.modules):
+        if self.precision == "bf16" and self.micro_batches > 1 and self.sync == "last":
+            raise UserError(
+                "gradients in bf16 that wait for the last micro-batch are not predicted: take fp32, or sync every"
+            )
+        if self.flat and any(module.frozen for module in self.blueprint.modules):
             raise UserError("frozen parameters in FSDP1's flat tensors are not predicted: take FSDP2")
 
     @property
+    def shards_parameters(self) -> bool:
+        return self.strategy in ("zero3", "fsdp1", "fsdp2")
+
+    @property
+    def flat(self) -> bool:
+        """Whether a unit's parameters are cut as one flat tensor."""
+        return self.strategy in ("zero1", "zero2", "zero3", "fsdp1")
+
+    @property
     def shards(self) -> int:
-        """Among how many ranks the model is cut."""
-        return self.ranks // self.replicas if self.strategy.startswith("fsdp") else 1
+        """Among how many ranks the parameters are cut."""
+        return self.ranks // self.replicas if self.shards_parameters else 1
+
+    @property
+    def state_shards(self) -> int:
+        """Among how many ranks the optimizer's state is cut."""
+        return self.ranks if self.strategy in ("zero1", "zero2") else self.shards
 
     @property
     def itemsize(self) -> int:
@@ -76,23 +94,23 @@ class Plan:
     def units(self) -> list[list]:
         """The modules of each unit: the root first, the others in the order of forward."""
         modules = self.blueprint.modules
-        apart = [module for module in modules if module.apart and self.strategy.startswith("fsdp")]
+        apart = [module for module in modules if module.apart and self.strategy not in ("single", "ddp", "zero1")]
         return [[module for module in modules if module not in apart], *([module] for module in apart)]
 
     def make_units(self) -> list[Unit]:
-        flat = self.strategy == "fsdp1"
-        return [Unit(modules, self.blueprint.tied, self.shards, flat, self.compute_itemsize) for modules in self.units]
+        return [Unit(m, self.blueprint.tied, self.shards, self.flat, self.compute_itemsize) for m in self.units]
 
     def persistent(self) -> dict[tuple[str, str], int]:
         """What a rank keeps from step to step: {(category, name): bytes}."""
         units = self.make_units()
-        held, trained = (sum(unit.shard(which) for unit in units) * self.itemsize for which in (False, True))
-        tensors = sum(len(unit.tensors(trained=True)) for unit in units)
+        held = sum(unit.shard() for unit in units) * self.itemsize
+        updated = [size for unit in units for size in unit.tensors(trained=True, parts=self.state_shards)]
+        trained = sum(updated) * self.itemsize
         terms = {("parameters", "parameters"): held}
         if self.strategy == "ddp":
             terms["all-reduce buckets", "all-reduce buckets"] = trained
         for name in STATES[self.optimizer]:
-            terms["optimizer state", name] = tensors * STEP_COUNTER if name == "step counters" else trained
+            terms["optimizer state", name] = len(updated) * STEP_COUNTER if name == "step counters" else trained
         return terms
 
     def timeline(self, first: bool = False) -> dict[str, tuple[int, dict]]:
@@ -107,6 +125,22 @@ class Plan:
         moments = self.timeline(first)
         where = max(reversed(moments), key=lambda place: moments[place][0])
         return where, moments[where][1]
+
+    def explain(self) -> list[tuple]:
+        """The terms of the peak, the largest first: [((category, name), bytes, its numbers as text), …]."""
+        step = Step(self, first=False)
+        moments = step.run()
+        where = max(reversed(moments), key=lambda place: moments[place][0])
+        largest_first = sorted(moments[where][1].items(), key=lambda item: -item[1])
+        return [(term, size, self._numbers(size, *step.tape.each[term])) for term, size in largest_first]
+
+    def _numbers(self, size: int, numel: int, itemsize: int) -> str:
+        samples = self.blueprint.samples
+        times = size // (numel * itemsize)
+        many = f"{times} × " if times > 1 else ""
+        if numel > samples and numel % samples == 0:
+            return f"{many}{samples:,} samples × {numel // samples:,} numbers × {itemsize} bytes"
+        return f"{many}{numel:,} numbers × {itemsize} bytes" if itemsize > 1 else f"{many}{numel:,} bytes"
 
     def traffic(self) -> list[dict]:
         """A step's collectives: [{"kind", "count", "bytes", "ranks"}, …].
@@ -134,7 +168,12 @@ def _traffic(plan: Plan) -> list[dict]:
     if plan.strategy == "ddp":
         for size in buckets(plan):
             times["all-reduce", size, plan.ranks] += reductions
-    if not plan.strategy.startswith("fsdp"):
+    if plan.strategy in ("zero1", "zero2"):  # the optimizer's parts of the parameters are put together again
+        for unit in plan.make_units():
+            size = unit.shard(trained=True, parts=plan.ranks) * plan.ranks * plan.itemsize
+            times["reduce-scatter", size, plan.ranks] += reductions
+            times["all-gather", size, plan.ranks] += 1
+    if not plan.shards_parameters:
         return _listed(times)
     for number, unit in enumerate(plan.make_units()):
         gathered = unit.shard() * plan.shards * plan.compute_itemsize

@@ -1,7 +1,7 @@
 """What each strategy adds to a step's memory: when a unit's parameters are gathered and freed, and its gradients reduced.
 
-``Replicated`` (one process, DDP), ``FlatParameter`` (FSDP1) and ``FullyShard`` (FSDP2) are called around each unit's
-forward and backward, where PyTorch calls its own hooks. Sizes only (labkit/tape.py). Imports no torch.
+``Replicated`` (one process, DDP, ZeRO-1), ``ReducedByUnit`` (ZeRO-2), ``FlatParameter`` (FSDP1, ZeRO-3) and
+``FullyShard`` (FSDP2) are called around each unit's forward and backward, where PyTorch calls its own hooks. Sizes only (labkit/tape.py). Imports no torch.
 
 Sources: torch/distributed/fsdp/_runtime_utils.py and _flat_param.py (FSDP1), torch/distributed/fsdp/_fully_shard/
 (FSDP2), and traces of real steps.
@@ -87,7 +87,8 @@ class Sharded(Replicated):
         return unit.shard() * unit.parts * self.plan.compute_itemsize
 
     def hold(self, category, unit, name, size):
-        return self.tape.hold(category, f"{unit.kind}: {name}", size)
+        itemsize = self.plan.compute_itemsize if category == "all-gather" else self.plan.itemsize
+        return self.tape.hold(category, f"{unit.kind}: {name}", size, itemsize)
 
     def stays_after_forward(self, unit) -> bool:
         return self.plan.reshard == "false" or unit is self.root  # backward begins with the root
@@ -106,6 +107,23 @@ class Sharded(Replicated):
             "gradients", unit, "gradients, this rank's part", unit.shard(trained=True) * self.plan.itemsize
         )
         self.gradients.setdefault(unit, part)
+
+
+class ReducedByUnit(Sharded):
+    """ZeRO-2: parameters stay whole; a unit's gradients are reduced, and this rank keeps its part of them."""
+
+    def before_forward(self, unit):
+        pass
+
+    after_forward = before_backward = before_forward
+
+    def after_backward(self, unit):
+        size = unit.shard(trained=True, parts=self.plan.ranks) * self.plan.ranks * self.plan.itemsize
+        packed = self.hold("reduce-scatter", unit, "packed gradients", size)
+        for parameter in unit.parameters.values():
+            parameter.gradient = None
+        self.reduced(unit)
+        del packed
 
 
 class FlatParameter(Sharded):
@@ -234,4 +252,12 @@ class FullyShard(Sharded):
                 self.gradients.setdefault(parameter, gradient)
 
 
-RULES = {"single": Replicated, "ddp": Replicated, "fsdp1": FlatParameter, "fsdp2": FullyShard}
+RULES = {
+    "single": Replicated,
+    "ddp": Replicated,
+    "zero1": Replicated,
+    "zero2": ReducedByUnit,
+    "zero3": FlatParameter,
+    "fsdp1": FlatParameter,
+    "fsdp2": FullyShard,
+}

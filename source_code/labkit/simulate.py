@@ -2,16 +2,17 @@
 
   simulate.join(128)                       this process becomes rank 0 of 128; collectives send nothing
   memory = simulate.step(setup)            trace one training step by the tracer that also measures real ones
+  with simulate.ranks_are_real(): …        inside setup, around what makes device meshes
 
 What comes out is *simulated*, never measured: FSDP, autograd and the optimizer ran, and allocated nothing.
 DDP cannot be simulated: its reducer looks inside the tensors.
 
-Private PyTorch used here, and only here: ``FakeTensorMode``, and the process group of the kind "fake".
+Private PyTorch used here, and only here: ``FakeTensorMode`` and its switch, and the process group of the kind "fake".
 """
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,7 +29,7 @@ def step(setup) -> dict:
 
     setup: called with no arguments and no memory, returns (model, optimizer, batch, train); ``batch`` is a tuple of
     tensors, and ``train(*batch)`` is one step, forward to ``zero_grad``. It must make its tensors itself, and its
-    device mesh before, outside.
+    device meshes (``fully_shard`` may make one too) before, outside, or in ``ranks_are_real()``.
 
     Returns what a record has under "memory" and "traffic": {"peak": {category: bytes}, "peak_phase",
     "peak_operator", "start", "timeline", "traffic": [{"kind", "count", "bytes"}, …]}.
@@ -38,9 +39,8 @@ def step(setup) -> dict:
         train(*batch)  # makes the optimizer's state
         trace = StepTrace(model, optimizer, torch.device("meta"))  # where fake tensors have their storage
         trace.batch = batch
-        for _ in range(2):
-            with trace:
-                train(*batch)
+        with trace:
+            train(*batch)
     timeline = trace.timeline()
     highest, _ = peak(timeline)
     return {
@@ -51,6 +51,11 @@ def step(setup) -> dict:
         "timeline": [[moment["phase"], *(moment[category] for category in CATEGORIES)] for moment in timeline],
         "traffic": [{"kind": k, "count": n, "bytes": b} for (k, b), n in sorted(trace.collectives.items())],
     }
+
+
+def ranks_are_real():
+    """A context in which new tensors are real: a device mesh has its ranks in a tensor, and must read them."""
+    return unset_fake_temporarily()
 
 
 class _Counters(TorchDispatchMode):

@@ -36,7 +36,7 @@ class Step:
     def run(self) -> dict:
         plan, tape = self.plan, self.tape
         terms = plan.persistent().items()
-        held = [tape.hold(*term, size) for term, size in terms if not (self.first and term[0] == "optimizer state")]
+        held = [tape.hold(*term, size, plan.itemsize) for term, size in terms if not (self.first and term[0] == "optimizer state")]
         self.held = [tape.given("losses of the step before", 1, plan.itemsize, plan.micro_batches)]
         self.batch = plan.blueprint.batch(tape, plan.micro_batches)
         # The third micro-batch does what the second did.
@@ -47,7 +47,7 @@ class Step:
         tape.go_to("optimizer")
         if self.first:
             held += [tape.hold(*term, size) for term, size in terms if term[0] == "optimizer state"]
-        sizes = [size for unit in self.units for size in unit.tensors(trained=True)]
+        sizes = [size for unit in self.units for size in unit.tensors(trained=True, parts=plan.state_shards)]
         held.append(
             tape.hold("temporary", "intermediate results", optimizer_temporary(plan.optimizer, sizes) * plan.itemsize)
         )

@@ -84,6 +84,13 @@ class AllPutBack(Exception):
     """Recomputation stops as soon as the last saved tensor is there again."""
 
 
+def _drop(node: Node):
+    """Let go of what an operator has saved; in a function, so that no name of the caller keeps the last of it."""
+    for saved in node.saved:
+        saved.storage = None
+    node.saved = ()
+
+
 WANTED = object()  # stands for an operator, where all that counts is that there is one
 
 
@@ -123,7 +130,8 @@ class Tape:
         if self.total >= self.moments.get(place, (0,))[0]:
             self._keep_moment()
 
-    def hold(self, category: str, name: str, size: int) -> Storage:
+    def hold(self, category: str, name: str, size: int, itemsize: int = 1) -> Storage:
+        self.each.setdefault((category, name), (size // itemsize, itemsize))
         return Storage(self, category, name, size)
 
     def make(self, name: str, numel: int, itemsize: int, category: str | None = None) -> Tensor:
@@ -136,7 +144,7 @@ class Tape:
 
     def given(self, name: str, numel: int, itemsize: int, times: int = 1) -> Tensor:
         """A tensor of the batch, or a constant that the network makes: it needs no gradient. ``times``: of them."""
-        return Tensor(Storage(self, "activations", name, times * numel * itemsize), numel, itemsize)
+        return Tensor(self.hold("activations", name, times * numel * itemsize, itemsize), numel, itemsize)
 
     def gradient_of(self, parameter: Parameter) -> Tensor:
         return self.make(
@@ -202,7 +210,7 @@ class Tape:
         """A gradient arrives. A second one for the same tensor is added to the first, in a third."""
         if receiver.gradient is not None:
             storage = gradient.storage
-            total = Storage(self, storage.term[0], "sum of " + storage.term[1], storage.size)
+            total = self.hold(storage.term[0], "sum of " + storage.term[1], storage.size, gradient.itemsize)
             gradient = Tensor(total, gradient.numel, gradient.itemsize)
         receiver.gradient = gradient
         if isinstance(receiver, Parameter):
@@ -222,9 +230,7 @@ class Tape:
             gradient, node.gradient = node.gradient, None
             sent = node.run(gradient) or []
             del gradient
-            for saved in node.saved:
-                saved.storage = None
-            node.saved = ()
+            _drop(node)
             while sent:
                 receiver, gradient = sent.pop(0)
                 if receiver is not None:
@@ -334,7 +340,7 @@ class Tape:
 
     def log_softmax(self, x: Tensor) -> Tensor:
         out = self.like(x, "log-softmax")
-        return self._passing_on(x, out, "gradient of logits", self.save(out))
+        return self._passing_on(x, out, "gradient of log-softmax's input", self.save(out))
 
     def nll_loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """A number: minus the mean of the targets' log-probabilities. It also keeps their weight, another number."""

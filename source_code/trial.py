@@ -1,0 +1,183 @@
+"""Put the predictions on trial: train in dozens of configurations, and compare peak memory and traffic with the arithmetic.
+
+  python trial.py                          all of them (three minutes on two cores); a table, and a record in results/runs/
+  python trial.py --every 6 --record trial.json
+
+Each configuration trains for six steps on the CPU, where the meters count to the byte; those with equally many ranks
+share one launch. What is compared: every category that stays between steps, the peak, every collective.
+"""
+
+import contextlib
+import io
+import json
+import os
+from collections import Counter
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import pandas
+from labkit import UserError, cells, launch, predict, ranks, records
+from labkit.meters import TRACED_STEPS
+from labkit.options import option, parse
+
+PERSISTENT = ("parameters", "gradients", "optimizer state")
+STEPS = TRACED_STEPS[-1] + 1
+
+
+def configurations() -> list[dict]:
+    """[{"script", "ranks", "config"}, …]: 3 sequences of 33 tokens, and 2, 3 and 4 ranks, so that little divides evenly."""
+    found = [mnist(1, strategy="single"), mnist(1, strategy="single", precision="fp64")]
+    found += [mnist(n, strategy="ddp") for n in (2, 3, 4)]
+    for strategy in ("fsdp1", "fsdp2"):
+        found += [mnist(n, strategy=strategy) for n in (2, 3)]
+        found += [mnist(n, strategy=strategy, wrap="size") for n in (2, 3, 4)]
+        found += [mnist(3, strategy=strategy, wrap="size", min_num_params=300, sharding="grad-op")]
+    for optimizer in ("adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd"):
+        found += [gpt(1, strategy="single", optimizer=optimizer)]
+        found += [gpt(2, strategy="fsdp2", optimizer=optimizer)]
+    for recompute in ("none", "full", "selective"):
+        found += [gpt(1, strategy="single", recompute=recompute, tied=True)]
+        found += [gpt(2, strategy="ddp", recompute=recompute)]
+        found += [gpt(3, strategy=strategy, recompute=recompute) for strategy in ("fsdp1", "fsdp2")]
+        found += [gpt(4, strategy="fsdp2", recompute=recompute, precision="bf16")]
+        found += [gpt(4, strategy="fsdp2", recompute=recompute, mesh="2x2")]
+    for keep in ("false", "2"):
+        found += [gpt(4, strategy="fsdp2", reshard_after_forward=keep)]
+    found += [gpt(3, strategy="fsdp1", reshard_after_forward="false"), gpt(4, strategy="fsdp1", mesh="2x2")]
+    found += [gpt(2, strategy="fsdp2", lora=4), gpt(3, strategy="fsdp2", lora=3, recompute="full")]
+    found += [gpt(2, strategy=strategy, accumulate=3, sync="last") for strategy in ("ddp", "fsdp1", "fsdp2")]
+    found += [gpt(2, strategy="fsdp2", accumulate=2), gpt(4, strategy="fsdp2", prefetch=2)]
+    found += [gpt(3, strategy="fsdp2", tied=True), gpt(2, strategy="fsdp1", precision="bf16")]
+    return found
+
+
+def mnist(ranks: int, **config) -> dict:
+    return {"script": "mnist_fsdp.py", "ranks": ranks, "batch_size": 9, "config": config}
+
+
+def gpt(ranks: int, **config) -> dict:
+    return {"script": "gpt_fsdp.py", "ranks": ranks, "config": {"batch_size": 3, "seq_len": 33} | config}
+
+
+def measure(me, tried: list[dict]) -> list[dict]:
+    """Run on every rank: train in each configuration, and return the records' "memory" and "traffic"."""
+    import gpt_fsdp
+
+    results = []
+    os.environ["TQDM_DISABLE"] = "1"
+    with contextlib.redirect_stdout(io.StringIO()):  # dozens of runs would each tell their losses
+        for one in tried:
+            if one["script"] == "gpt_fsdp.py":
+                measured = gpt_fsdp.train(gpt_fsdp.Config(max_steps=STEPS, device="cpu", **one["config"]), me)
+            else:
+                measured = measure_mnist(me, one)
+            results.append({"memory": measured["memory"], "traffic": measured["traffic"]})
+    return results
+
+
+def measure_mnist(me, one: dict) -> dict:
+    """A few steps of mnist_fsdp.py's loop on random images: memory does not depend on what they show."""
+    import mnist_fsdp
+    import torch
+    from labkit.meters import Meter
+    from labkit.models import Net
+    from labkit.progress import Progress
+
+    config = mnist_fsdp.Config(**one["config"])
+    model = mnist_fsdp.parallelize(Net(config.dropout).to(config.dtype), config, me)
+    optimizer = torch.optim.Adadelta(model.parameters())
+    meter = Meter(model, optimizer, me.device, progress=Progress(me, STEPS, 0))
+    size, losses = one["batch_size"], []
+    batches = ((torch.rand(size, 1, 28, 28, dtype=config.dtype), torch.zeros(size).long()) for _ in range(STEPS))
+    for images, labels in meter.watch(batches):
+        loss, _ = mnist_fsdp.compute_loss(model, images, labels, config)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    meter.finish()
+    return meter.summary(size)
+
+
+def compare(one: dict, measured: dict) -> dict:
+    """One row of the table: bytes measured and predicted, and whether they agree."""
+    plan = predict.plan_of(one | {"device": "cpu"})
+    where, terms = plan.peak()
+    predicted, peak = predict.by_category(terms), measured["memory"]["peak"]
+    # Beside the peak's: what is there as a step begins, of which every byte must be right.
+    kept = predict.by_category(plan.persistent())
+    started = {name: measured["memory"]["start"][name] for name in kept}
+    return one | {
+        "measured": {name: size for name, size in peak.items() if size},
+        "predicted": predicted,
+        "where": where,
+        "difference": predict.total(predicted) / sum(peak.values()) - 1,
+        "persistent equal": started == kept and all(peak[name] == predicted.get(name, 0) for name in PERSISTENT),
+        "traffic equal": counted(measured["traffic"]) == counted(plan.traffic()),
+    }
+
+
+def counted(traffic: list[dict]) -> Counter:
+    """(kind, bytes) → how many."""
+    return sum((Counter({(c["kind"], c["bytes"]): c["count"]}) for c in traffic), Counter())
+
+
+def run(tried: list[dict]) -> list[dict]:
+    """Measure and compare; each number of ranks in one launch."""
+    rows = []
+    for count in sorted({one["ranks"] for one in tried}):
+        mine = [one for one in tried if one["ranks"] == count]
+        cluster = launch.Cluster(launcher="local")
+        measured = cells.on_ranks(measure, mine, ranks=count, cluster=cluster, timeout=600)[0]
+        rows += [compare(one, result) for one, result in zip(mine, measured, strict=True)]
+    return rows
+
+
+def table(rows: list[dict]) -> pandas.DataFrame:
+    def name(row):
+        options = {k: v for k, v in row["config"].items() if k not in ("strategy", "batch_size", "seq_len")}
+        return " ".join([row["config"]["strategy"], *(f"{k}={v}" for k, v in options.items())])
+
+    return pandas.DataFrame(
+        {
+            "network": row["script"].split("_")[0],
+            "ranks": row["ranks"],
+            "configuration": name(row),
+            "measured [bytes]": f"{sum(row['measured'].values()):,}",
+            "difference": f"{row['difference']:+.3%}",
+            "persistent": "equal" if row["persistent equal"] else "DIFFERS",
+            "traffic": "equal" if row["traffic equal"] else "DIFFERS",
+        }
+        for row in rows
+    )
+
+
+@dataclass(frozen=True)
+class Options:
+    """The trial. The command line is made from these fields."""
+
+    every: int = option(1, "take one configuration in so many")
+    record: str | None = option(None, "where the record goes (default: results/runs/)")
+
+    def __post_init__(self):
+        if self.every < 1:
+            raise UserError(f"--every must be at least 1, but is {self.every}")
+
+
+def main():
+    options = parse(Options, __doc__)
+    try:
+        path = Path(options.record or launch.RUNS / f"trial-{datetime.now():%Y%m%d-%H%M%S}.json")
+        records.check_writable(path)
+        rows = run(configurations()[:: options.every])
+    except UserError as error:
+        ranks.leave(str(error))
+    print(table(rows).to_markdown(index=False, disable_numparse=True))
+    path.write_text(json.dumps(rows, indent=1) + "\n")
+    worst = max(abs(row["difference"]) for row in rows)
+    print(f"\n{len(rows)} configurations; the largest difference of a peak is {worst:.3%}; record: {path}")
+
+
+if __name__ == "__main__":
+    main()
