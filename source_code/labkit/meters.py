@@ -10,10 +10,11 @@ Memory and time are measured on different steps, because a tracer slows what it 
   step 7 on     time: from the end of one step to the end of the next, fetching the batch included
 """
 
+import contextlib
+import math
 import statistics
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -34,10 +35,12 @@ class Meter:
 
     progress: is told of every step, and closed by ``finish()``.
     profile: a folder for a trace of a few steps that Perfetto and TensorBoard open, or None.
+    compiled: the step has compiled parts. PyTorch runs them uncompiled while it is watched: the collectives are
+    the same, the storages are not, so that memory is then the allocator's alone.
     """
 
-    def __init__(self, model, optimizer, device, *, progress: Progress, profile: str | None = None):
-        self.device, self.progress = device, progress
+    def __init__(self, model, optimizer, device, *, progress: Progress, profile: str | None = None, compiled=False):
+        self.device, self.progress, self.compiled = device, progress, compiled
         self.step = 0
         self.step_times = []
         self.trace = StepTrace(model, optimizer, device)
@@ -53,7 +56,7 @@ class Meter:
             if self.step == ALLOCATOR_STEP and self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
             self.trace.batch = batch
-            with self.trace if self.step in TRACED_STEPS else nullcontext():
+            with self.trace if self.step in TRACED_STEPS else contextlib.nullcontext():
                 yield batch
             if self.step in TRACED_STEPS:
                 self._keep_trace()
@@ -86,7 +89,8 @@ class Meter:
     def summary(self, global_batch: int) -> dict:
         """{"memory", "time", "traffic"} for a record. Collective: every rank must call it.
 
-        memory is None if the run was too short, else
+        memory is None if the run was too short; else its keys are as follows, of a compiled step on CUDA with None
+        for all but the allocator's, on the CPU None.
           "peak": bytes by category at the peak, "peak_phase" and "peak_operator": where it is,
           "start": bytes by category as a step begins, "timeline": [phase, bytes by category …] of one step,
           all of rank 0; "peak_by_rank": total bytes a rank; "allocator": CUDA's figures of rank 0, or None.
@@ -95,7 +99,10 @@ class Meter:
         sizes = [None] * dist.get_world_size()
         dist.all_gather_object(sizes, size)
         memory = traffic = None
-        if self.timeline:
+        if self.timeline and self.compiled:
+            keys = ("peak", "peak_phase", "peak_operator", "start", "timeline", "peak_by_rank")
+            memory = self.allocator and dict.fromkeys(keys) | {"allocator": self.allocator}
+        elif self.timeline:
             memory = {
                 "peak": _bytes(highest),
                 "peak_phase": highest["phase"],
@@ -105,6 +112,7 @@ class Meter:
                 "peak_by_rank": sizes,
                 "allocator": self.allocator,
             }
+        if self.timeline:
             traffic = [{"kind": k, "count": n, "bytes": b} for (k, b), n in sorted(self.collectives.items())]
         return {"memory": memory, "time": _times(self.step_times, global_batch), "traffic": traffic}
 
@@ -134,6 +142,59 @@ def _allocator_peaks(device) -> dict:
         "reserved": stats["reserved_bytes.all.peak"],
         "retries": stats["num_alloc_retries"],
     }
+
+
+def free_memory_of_a_rank(me, device) -> float:
+    """Bytes that a rank can still allocate on ``device``: the least of any rank's, infinity if nobody says.
+
+    Collective. The ranks of a node share the CPU's memory evenly; each has a GPU to itself. me: a ``ranks.Rank``.
+    """
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = _available_memory()
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (me.node, free))
+    nodes = [node for node, _ in every]
+    return min(free if device.type == "cuda" else free / nodes.count(node) for node, free in every)
+
+
+def _available_memory() -> float:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return math.inf
+
+
+def utilisation(tokens_per_second: float | None, flops_per_token: float, dtype: torch.dtype, me) -> dict:
+    """Which share of what a rank can do goes into the model: {"peak_flops", "peak_of", "value"}.
+
+    The peak, in operations a second and rank, is measured here and now. Collective: all ranks measure at once, as
+    what they share (a CPU's cores, a node's power) they share in training too. value: None if no time was measured.
+    """
+    size = 8192 if me.device.type == "cuda" else 512
+    peaks = [None] * me.world_size
+    dist.all_gather_object(peaks, _matmul_flops(size, me.device, dtype))
+    peak = statistics.mean(peaks)
+    name = str(dtype).removeprefix("torch.")
+    return {
+        "peak_flops": peak,
+        "peak_of": f"measured matmul ceiling of {peak / 1e12:.3g} TFLOP/s a rank ({name}, {size} × {size})",
+        "value": tokens_per_second and tokens_per_second * flops_per_token / (me.world_size * peak),
+    }
+
+
+def _matmul_flops(size: int, device, dtype: torch.dtype, seconds: float = 0.3) -> float:
+    """The most operations a second that multiplying two square matrices reaches, of all tries in that time."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best, deadline = math.inf, time.perf_counter() + seconds
+    while (start := time.perf_counter()) < deadline:
+        a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
 
 
 def _profiler(folder: str):

@@ -1,10 +1,13 @@
 """The networks of the course. They are pure: nothing here knows that there is more than one rank."""
 
+import zlib
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from labkit import UserError
 
 
 class Net(nn.Module):
@@ -51,6 +54,14 @@ class GPTShape:
     vocabulary: int = 256  # bytes
     tied: bool = False
 
+    def __post_init__(self):
+        if self.width % self.heads:
+            raise UserError(f"a width of {self.width} cannot be shared evenly by {self.heads} heads")
+        if self.width // self.heads % 2:
+            raise UserError(f"a head of {self.width // self.heads} numbers is odd: rotary positions turn pairs of them")
+        if self.heads % self.kv_heads:
+            raise UserError(f"{self.heads} heads of queries cannot share {self.kv_heads} of keys and values evenly")
+
 
 # The course's sizes, and those published for Llama 3 (arXiv:2407.21783, table 3) with its vocabulary.
 GPT_SHAPES = {
@@ -61,6 +72,15 @@ GPT_SHAPES = {
     "llama3-70b": GPTShape(layers=80, width=8192, heads=64, kv_heads=8, hidden=28672, vocabulary=128256),
     "llama3-405b": GPTShape(layers=126, width=16384, heads=128, kv_heads=8, hidden=53248, vocabulary=128256),
 }
+
+
+# What computes attention, by device, number format and version of PyTorch
+ATTENTION_OPERATORS = [
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+]
 
 
 class GPT(nn.Module):
@@ -76,9 +96,16 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width, eps=1e-5)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
-        if shape.tied:
-            self.head.weight = self.embedding.weight
+        self.tie()
         self.reset_parameters()
+
+    def tie(self):
+        """Make one parameter of the embedding's weight and the head's, if the shape says so.
+
+        To be repeated after ``to_empty``, which gives every module a parameter of its own.
+        """
+        if self.shape.tied:
+            self.head.weight = self.embedding.weight
 
     def reset_parameters(self):
         """Give every parameter its first value: a normal distribution for the weights, ones for the norms."""
@@ -143,6 +170,72 @@ class FeedForward(nn.Module):
 
     def forward(self, x):
         return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Adapted(nn.Linear):
+    """A frozen linear layer with a trained low-rank addition, LoRA (arXiv:2106.09685): x Wᵀ + (x downᵀ) upᵀ.
+
+    ``up`` starts at zero, so that training starts from exactly what the frozen layer computes.
+    """
+
+    def __init__(self, layer: nn.Linear, rank: int):
+        like = {"device": layer.weight.device, "dtype": layer.weight.dtype}
+        super().__init__(layer.in_features, layer.out_features, bias=False, **like)
+        self.weight = layer.weight
+        self.down = nn.Parameter(torch.empty(rank, layer.in_features, **like))
+        self.up = nn.Parameter(torch.empty(layer.out_features, rank, **like))
+
+    def forward(self, x):
+        return super().forward(x) + F.linear(F.linear(x, self.down), self.up)
+
+
+def add_adapters(model: GPT, rank: int):
+    """Freeze a GPT, and give the query and value projections of each block an adapter of that rank to train.
+
+    The frozen parameters keep their names. The adapters have no values yet: see ``first_values``.
+    """
+    model.requires_grad_(False)
+    for block in model.blocks:
+        for name in ("query", "value"):
+            setattr(block.attention, name, Adapted(getattr(block.attention, name), rank))
+
+
+def first_values(model: nn.Module, seed: int):
+    """Yield (parameter, its first value), the value whole, in fp32 and on the CPU, whatever holds the parameter.
+
+    Each value is a function of the seed and the parameter's name alone: the same for every strategy, every
+    number of ranks and every device. Only one is in memory at a time, so that a model which does not fit whole
+    can be filled shard by shard.
+    """
+    given = set()
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter in given:  # tied
+                continue
+            given.add(parameter)
+            shape = parameter.shape
+            if isinstance(module, nn.RMSNorm):
+                yield parameter, torch.ones(shape)
+            elif isinstance(module, Adapted) and name == "up":
+                yield parameter, torch.zeros(shape)
+            elif isinstance(module, (nn.Linear, nn.Embedding)):
+                generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {module_name}.{name}".encode()))
+                yield parameter, torch.empty(shape).normal_(std=0.02, generator=generator)
+
+
+def flops_per_token(model: GPT, length: int) -> float:
+    """Floating-point operations that training on one token takes, by the count of PaLM (arXiv:2204.02311, appendix B).
+
+    For each parameter that multiplies (all but the embedding, which is looked up) 2 in forward, 2 for the gradient
+    of the input, and 2 for its own gradient if it is trained; 12 × layers × width × length for attention. What is
+    computed again to save memory does not count: it is no use to the model.
+    """
+    parameters = dict(model.named_parameters())
+    if not model.shape.tied:
+        del parameters["embedding.weight"]
+    multiplied = sum(p.numel() for p in parameters.values())
+    trained = sum(p.numel() for p in parameters.values() if p.requires_grad)
+    return 4 * multiplied + 2 * trained + 12 * model.shape.layers * model.shape.width * length
 
 
 def rotary(length: int, width: int, like) -> tuple[torch.Tensor, torch.Tensor]:

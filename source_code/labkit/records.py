@@ -5,13 +5,19 @@ A record is a dict with these keys (sizes in bytes, times in seconds):
   schema       this file's version of the layout
   script, config, command      what was run, and how
   ranks, nodes, device, backend, hardware, versions, date      where and with what
-  data         {"name", "train", "test"}: the data set and how many images of it
-  units        the numbers of parameters in the groups that are gathered together (FSDP)
+  data         {"name", "train", "test"}: the data set and how many images, or tokens, of it
+  batch_size   images, or sequences of a micro-batch, on each rank
+  units        how many groups of parameters are gathered together (FSDP)
+  first_step   how many steps an earlier run had made
   memory       see ``meters.Meter.summary``
   time         {"step": {"median", "p10", "p90", "steps"}, "samples_per_second", "elapsed"}
   traffic      [{"kind", "count", "bytes"}, …] of one step: bytes is the size of the whole tensor
   losses       the loss of every step, averaged over the global batch
-  accuracy     {"correct", "total"} on the test set
+  accuracy     {"correct", "total"} on the test set (MNIST)
+  validation_loss              mean loss on the text kept for it, in nats a token (GPT)
+  tokens_per_second            of all ranks together (GPT)
+  model_flops_utilisation      {"flops_per_token", "peak_flops", "peak_of", "value"}: floating-point operations that
+               training on a token takes; those a second that a rank can do, and how that was found; the share (GPT)
 """
 
 import json

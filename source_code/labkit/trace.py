@@ -121,6 +121,8 @@ class StepTrace(TorchDispatchMode):
         elif name in PACKING:
             packed = result if isinstance(result, torch.Tensor) else kwargs["out"]
             self._packed_from[self._numbers([packed])[0]] = self._numbers(given)
+        elif name == "aten::clone" and [self._category[n] for n in self._numbers(given)] == ["all-gather"]:
+            self._see(result, "all-gather")  # the part of a unit that reshard_after_forward=N keeps
         return result
 
     # What is noted while the step runs

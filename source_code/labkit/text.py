@@ -1,0 +1,50 @@
+"""The text that the transformer lab reads: what Python's ``help()`` says, which comes with every Python.
+
+Tokens are bytes, so the vocabulary is 256; a model with a larger one leaves the rest of it unused. The text
+differs a little from one version of Python to the next, and so do the losses.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from labkit import UserError
+
+NAME = "pydoc-topics"
+
+
+@dataclass(frozen=True, eq=False)
+class Text:
+    """Two parts of one text, each a uint8 tensor of bytes; the last tenth is for validation."""
+
+    train: torch.Tensor
+    validation: torch.Tensor
+
+
+def load(device: torch.device) -> Text:
+    """The whole text on the device: it is half a megabyte. UserError: this Python came without it."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise UserError(
+            "this Python has no pydoc_data, the text to train on: install your system's whole python3 package"
+        ) from None
+    text = "".join(topics[name] for name in sorted(topics)).encode()
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    cut = len(tokens) * 9 // 10
+    return Text(tokens[:cut], tokens[cut:])
+
+
+def starts(tokens, length: int, count: int, seed: int, step: int) -> torch.Tensor:
+    """Where the ``count`` sequences of a step's global batch begin: int64, (count,), on the CPU.
+
+    The n-th is a function of seed, step and n alone, so ranks and accumulation only decide who reads which.
+    """
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    return torch.randint(len(tokens) - length, (count,), generator=generator)
+
+
+def sequences(tokens, starts, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(inputs, targets) that begin at ``starts``: int64, (*starts.shape, length); a target is the byte that follows."""
+    places = starts.to(tokens.device)[..., None] + torch.arange(length, device=tokens.device)
+    return tokens[places].long(), tokens[places + 1].long()
