@@ -28,8 +28,8 @@ notebooks: $(READY)     ## run every notebook again, in place
 bench: $(READY)         ## measure ratios: data loaders, and what FSDP costs on one rank
 	cd source_code && ../$(BIN)/python bench.py
 
-slurm:                  ## bring up a two-node practice Slurm on this machine, in .slurm/
-	source_code/slurm/practice_cluster.sh up
+slurm:                  ## bring up a two-node practice Slurm on this machine (LINK=200mbit: two hosts and a link)
+	source_code/slurm/practice_cluster.sh up $(if $(LINK),--link '$(LINK)')
 
 slurm-down:             ## stop the practice Slurm and remove it
 	source_code/slurm/practice_cluster.sh down

@@ -2,23 +2,31 @@
 # A practice cluster: a real Slurm with two nodes of four GPU slots each, on this one Linux machine.
 # srun, sbatch, squeue and submitit then work here as they do on a big cluster.
 #
-#   practice_cluster.sh up   [DIR]    start it, then type:   . DIR/env.sh
-#   practice_cluster.sh down [DIR]    stop it and remove what `up` wrote
+#   practice_cluster.sh up   [DIR]                start it, then type:   . DIR/env.sh
+#   practice_cluster.sh up   --link RATE [DIR]    with a network between the nodes, of 200mbit, 1gbit, …, or none
+#                                                 for one that is not slowed (root only); again, to change its speed
+#   practice_cluster.sh down [DIR]                stop it and remove what `up` made
 #
 # DIR is the repository's .slurm/ unless you say otherwise. Configuration, key, sockets, state and logs all live
-# there, and nothing in /etc, /var or /run is read or written. It works as root and as an ordinary user, whose
-# jobs then run as that user. The GPU slots are counted by Slurm and lead nowhere: ranks compute on the CPU.
+# there, and nothing in /etc, /var or /run is read or written (for a network, /etc/hosts is read). It works as root
+# and as an ordinary user, whose jobs then run as that user. The GPU slots are counted by Slurm and lead nowhere:
+# ranks compute on the CPU.
 
 set -euo pipefail
 umask 022
 export LC_ALL=C
 
 NODES=(127.0.0.1 127.0.0.2)  # names that resolve on every Linux: ranks meet at the name of the first node
+CONTROLLER=127.0.0.1         # where the nodes find their controller
 GPUS=4                       # slots a node
 CPUS=32                      # and CPUs: promised to Slurm whatever the machine has, so that any job here fits
 START_SECONDS=30             # how long a daemon may take before `up` gives up
 
 say() { echo "practice cluster: $*" >&2; }
+
+here=.
+if [[ ${BASH_SOURCE[0]} == */* ]]; then here=${BASH_SOURCE[0]%/*}; fi
+source "$here/practice_network.sh" # what --link makes
 
 # ---- who is alive ---------------------------------------------------------------------------------------------
 
@@ -55,7 +63,7 @@ write_slurm_conf() { # the port of the controller; the nodes take the ports afte
   # these are known to Slurm 22.05 and to its successors.
   cat <<CONF
 ClusterName=practice
-SlurmctldHost=$host(127.0.0.1)
+SlurmctldHost=$host($CONTROLLER)
 SlurmctldPort=$port
 SlurmUser=$(id -un)
 SlurmdUser=$(id -un)
@@ -95,8 +103,10 @@ SlurmdLogFile=$base/log/slurmd.%n.log
 MailProg=/bin/true
 
 CONF
+  # What this prints on a node before each task is added to the task's environment.
+  if [ -n "$rate" ]; then echo "TaskProlog=$base/bin/task_prolog"; fi
   for i in "${!NODES[@]}"; do
-    echo "NodeName=${NODES[i]} NodeHostname=$host NodeAddr=127.0.0.1 Port=$((port + 1 + i))" \
+    echo "NodeName=${NODES[i]} NodeHostname=$host NodeAddr=${NODES[i]} Port=$((port + 1 + i))" \
       "CPUs=$CPUS RealMemory=256000 Gres=gpu:$GPUS"
   done
   echo "PartitionName=gpu    Nodes=$nodes Default=YES DefaultTime=60 PriorityTier=1  PreemptMode=REQUEUE GraceTime=10"
@@ -135,6 +145,8 @@ case ":\$PATH:" in *":$base/bin:"*) ;; *) export PATH="$base/bin:\$PATH" ;; esac
 # Both nodes are this machine: eight ranks share its cores, and meet on its loopback interface.
 export OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo
 ENV
+  # Not the rate itself, which may change while programs run, but the file that holds it.
+  if [ -n "$rate" ]; then echo "export FSDP_LABS_LINK='$base/link'"; else echo "unset FSDP_LABS_LINK"; fi
 }
 
 write_sacct() {
@@ -203,8 +215,8 @@ give_up() {
   exit 1
 }
 
-up() {
-  local command missing="" port node
+up() { # dir, rate (empty: without a network)
+  local command missing="" port i rate=$2
 
   export PATH=${PATH:+$PATH:}/usr/sbin:/sbin # where the daemons are, though not on everybody's PATH
   for command in munged slurmctld slurmd scontrol sinfo squeue srun sbatch; do
@@ -217,12 +229,14 @@ up() {
   fi
 
   find_dir "$1"
+  if [ -e "$dir/env.sh" ] && each_daemon is_ours; then
+    if [ -n "$rate" ]; then change_link "$rate"; fi
+    say "already up. In each terminal that is to use it:  . $(typed "$dir/env.sh")"
+    exit 0
+  fi
+  if [ -n "$rate" ]; then check_network "$rate"; fi
   if [ -e "$dir/pids" ]; then
-    if each_daemon is_ours; then
-      say "already up. In each terminal that is to use it:  . $(typed "$dir/env.sh")"
-      exit 0
-    fi
-    say "clearing away one that was not taken down ($missing_daemon is gone)."
+    say "clearing away one that was not taken down."
     tear_down
   fi
   # `down` will remove what stands here: never take over a folder with something in it.
@@ -246,7 +260,8 @@ up() {
     ln -s "$dir" "$base"
     export SLURM_CONF=$base/etc/slurm.conf
   fi
-  for node in "${NODES[@]}"; do mkdir "$dir/spool/$node"; done
+  if [ -n "$rate" ]; then make_network "$rate"; fi
+  for i in "${NODES[@]}"; do mkdir "$dir/spool/$i"; done
 
   port=$(free_ports)
   write_slurm_conf "$port" > "$dir/etc/slurm.conf"
@@ -254,7 +269,6 @@ up() {
   write_cgroup_conf > "$dir/etc/cgroup.conf"
   write_sacct > "$dir/bin/sacct"
   chmod +x "$dir/bin/sacct"
-  write_env > "$dir/env.sh"
   (umask 077 && head -c 1024 /dev/urandom > "$dir/munge/key")
 
   start munged munged --foreground --force --socket="$base/munge/socket" --key-file="$base/munge/key" \
@@ -262,8 +276,9 @@ up() {
   wait_until munge_socket
   start slurmctld slurmctld -D -f "$SLURM_CONF"
   wait_until controller # a slurmd that finds no controller waits a whole second before it tries again
-  for node in "${NODES[@]}"; do start "slurmd.$node" slurmd -D -N "$node" -f "$SLURM_CONF"; done
+  for i in 1 2; do start "slurmd.$i" ${rate:+$(entrance $i)} slurmd -D -N "${NODES[i - 1]}" -f "$SLURM_CONF"; done
   wait_until idle_nodes
+  write_env > "$dir/env.sh" # the last thing made: where it stands, all stands
   trap - EXIT INT TERM
 
   say "two nodes with $GPUS GPU slots each are up. In each terminal that is to use them:"
@@ -303,7 +318,7 @@ tear_down() {
   fi
   kill_jobs
 
-  # Then the daemons, the last started first: nodes, controller, munge.
+  # Then the daemons, the last started first: nodes, controller, munge, and what holds the nodes' networks.
   while read -r pid name; do
     is_ours "$pid" || continue
     kill -TERM "$pid" 2>/dev/null || true
@@ -315,8 +330,9 @@ tear_down() {
     kill -KILL "$pid" 2>/dev/null || true
   done < <(tac "$dir/pids")
   kill_jobs
+  remove_network
 
-  rm -rf "${dir:?}"/{bin,dev,etc,log,munge,spool,state,env.sh} "$dir"/*.pid
+  rm -rf "${dir:?}"/{bin,dev,etc,log,munge,spool,state,env.sh,link,network} "$dir"/*.pid
   if [ "$base" != "$dir" ]; then
     rm -f "$base"
     rmdir "${base%/*}" 2>/dev/null || true
@@ -347,7 +363,7 @@ kill_jobs() {
 
 # Sets: home (the repository), dir (the cluster's folder), base (dir, or the short name that stands for it).
 find_dir() {
-  home=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+  home=$(cd "$here/../.." && pwd)
   given=$1
   dir=$(realpath -m "${given:-$home/.slurm}")
   base=$dir
@@ -357,10 +373,14 @@ find_dir() {
   export SLURM_CONF=$base/etc/slurm.conf
 }
 
-case ${1:-} in
-  up | down) "$1" "${2:-}" ;;
+case "${1:-} ${2:-}" in
+  "up --link")
+    check_rate "${3:-}"
+    up "${4:-}" "$3"
+    ;;
+  "up "* | "down "*) "$1" "${2:-}" "" ;;
   *)
-    echo "usage: practice_cluster.sh up|down [DIR]" >&2
+    echo "usage: practice_cluster.sh up [--link RATE] [DIR], or practice_cluster.sh down [DIR]" >&2
     exit 2
     ;;
 esac
