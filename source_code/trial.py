@@ -2,6 +2,7 @@
 
   python trial.py                          all of them (three minutes on two cores); a table, and a record in results/runs/
   python trial.py --every 6 --record trial.json
+  python trial.py --simulated              Llama 3's shapes on 8 to 1024 ranks: predicted beside simulated
 
 Each configuration trains for six steps on the CPU, where the meters count to the byte; those with equally many ranks
 share one launch. What is compared: every category that stays between steps, the peak, every collective.
@@ -11,18 +12,24 @@ import contextlib
 import io
 import json
 import os
+import resource
+import subprocess
+import sys
+import time
 from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 import pandas
+import torch
 from labkit import UserError, cells, launch, predict, ranks, records
 from labkit.meters import TRACED_STEPS
 from labkit.options import option, parse
 
 PERSISTENT = ("parameters", "gradients", "optimizer state")
 STEPS = TRACED_STEPS[-1] + 1
+LLAMA = [("llama3-8b", 8), ("llama3-8b", 128), ("llama3-70b", 64), ("llama3-70b", 1024), ("llama3-405b", 512)]
 
 
 def configurations() -> list[dict]:
@@ -79,7 +86,6 @@ def measure(me, tried: list[dict]) -> list[dict]:
 def measure_mnist(me, one: dict) -> dict:
     """A few steps of mnist_fsdp.py's loop on random images: memory does not depend on what they show."""
     import mnist_fsdp
-    import torch
     from labkit.meters import Meter
     from labkit.models import Net
     from labkit.progress import Progress
@@ -153,11 +159,49 @@ def table(rows: list[dict]) -> pandas.DataFrame:
     )
 
 
+def simulate(model: str, count: int) -> dict:
+    """Predicted and simulated peak, bytes, of a Llama 3 shape on so many ranks; what the simulation took."""
+    words = f"--model {model} --ranks {count} --batch 1 --seq 8192 --precision bf16 --recompute full --device cpu"
+    begin = time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "plan.py", *words.split(), "--simulate", "--json"]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, cwd=launch.SOURCE).stdout)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {
+        "model": model,
+        "ranks": count,
+        "predicted": found["peak"],
+        "where": found["where"],
+        "simulated": found["simulated"],
+        "simulated_at": found["simulated_at"],
+        "difference": found["peak"] / found["simulated"] - 1,
+        "seconds": time.perf_counter() - begin,
+        "cpu_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        "peak_rss": after.ru_maxrss * 1024,  # of the largest of them so far
+    }
+
+
+def simulated_table(rows: list[dict]) -> pandas.DataFrame:
+    return pandas.DataFrame(
+        {
+            "model": row["model"],
+            "ranks": row["ranks"],
+            "predicted [GiB]": f"{row['predicted'] / 2**30:.2f}",
+            "simulated [GiB]": f"{row['simulated'] / 2**30:.2f}",
+            "difference": f"{row['difference']:+.3%}",
+            "peak at": row["where"],
+            "took [s]": f"{row['seconds']:.0f}",
+        }
+        for row in rows
+    )
+
+
 @dataclass(frozen=True)
 class Options:
     """The trial. The command line is made from these fields."""
 
     every: int = option(1, "take one configuration in so many")
+    simulated: bool = option(False, "compare with simulations of Llama 3's shapes instead")
     record: str | None = option(None, "where the record goes (default: results/runs/)")
 
     def __post_init__(self):
@@ -170,11 +214,13 @@ def main():
     try:
         path = Path(options.record or launch.RUNS / f"trial-{datetime.now():%Y%m%d-%H%M%S}.json")
         records.check_writable(path)
-        rows = run(configurations()[:: options.every])
+        rows = [simulate(*one) for one in LLAMA] if options.simulated else run(configurations()[:: options.every])
     except UserError as error:
         ranks.leave(str(error))
-    print(table(rows).to_markdown(index=False, disable_numparse=True))
-    path.write_text(json.dumps(rows, indent=1) + "\n")
+    shown = simulated_table(rows) if options.simulated else table(rows)
+    print(shown.to_markdown(index=False, disable_numparse=True))
+    about = {"hardware": records.hardware(torch.device("cpu")), "torch": torch.__version__}
+    records.write(path, about | {"date": f"{datetime.now():%Y-%m-%d}", "rows": rows})
     worst = max(abs(row["difference"]) for row in rows)
     print(f"\n{len(rows)} configurations; the largest difference of a peak is {worst:.3%}; record: {path}")
 

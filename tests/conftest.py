@@ -15,13 +15,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
-def slurm_installed():
-    """Skip where there is no Slurm to start; fail instead where FSDP_LABS_REQUIRE_ALL=1 promises one."""
+def require_all() -> bool:
+    """Whether everything must be tested, as in CI: nothing skipped, no sample taken."""
+    return os.environ.get("FSDP_LABS_REQUIRE_ALL") == "1"
+
+
+@pytest.fixture(scope="session")
+def slurm_installed(require_all):
+    """Skip where there is no Slurm to start; fail instead where everything must be tested."""
     path = os.environ["PATH"] + ":/usr/sbin:/sbin"
     missing = [command for command in ("slurmctld", "slurmd", "munged", "srun") if not shutil.which(command, path=path)]
     if missing:
         reason = f"not installed: {', '.join(missing)}"
-        if os.environ.get("FSDP_LABS_REQUIRE_ALL") == "1":
+        if require_all:
             pytest.fail(f"FSDP_LABS_REQUIRE_ALL=1, but {reason}")
         pytest.skip(reason)
 
