@@ -29,6 +29,7 @@ class Unit:
             if name not in tied
         }
         self.whole = None  # the gathered parameters, while they are there
+        self.part = None  # what is kept of them after forward, where only a part is
 
     def numel(self, trained: bool = False) -> int:
         return sum(parameter.numel for parameter in self._chosen(trained))
@@ -204,8 +205,8 @@ class FullyShard(Sharded):
         if not self.stays_after_forward(unit):
             unit.whole = None
             if self.plan.reshard != "true":  # one part in N stays
-                part = unit.shard(parts=int(self.plan.reshard)) * self.plan.compute_itemsize
-                unit.whole_of_part = self.hold("all-gather", unit, "part kept after forward", part)
+                part = self.gathered_size(unit) // int(self.plan.reshard)
+                unit.part = self.hold("all-gather", unit, "part kept after forward", part)
         if unit is self.root:
             self.arrived = None
 
@@ -218,7 +219,7 @@ class FullyShard(Sharded):
             self.gather_ahead(unit)
             self.copy_out(unit)
             del self.ahead[unit]
-            unit.whole_of_part = None
+            unit.part = None
 
     def after_backward(self, unit):
         unit.whole = None
