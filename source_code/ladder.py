@@ -95,13 +95,13 @@ def run_and_resume(script, **options) -> dict:
 
 
 def predicted_peak(record: dict) -> int | None:
-    """Bytes, by the arithmetic of labkit/predict.py; None where that does not reach yet (GPUs, bf16)."""
-    config = record["config"]
-    if record["device"] != "cpu" or config["precision"] == "bf16" or not record["memory"]:
+    """Bytes, by the arithmetic of labkit/predict.py; None where that does not reach yet (GPUs, bf16 under autocast)."""
+    if record["device"] != "cpu" or not record["memory"]:
         return None
-    itemsize = 8 if config["precision"] == "fp64" else 4
-    where = config["strategy"], config["wrap"], record["ranks"], record["batch_size"], itemsize, config["dropout"]
-    return predict.total(predict.peak(*where)[1])
+    try:
+        return predict.total(predict.plan_of(record).peak()[1])
+    except UserError:
+        return None
 
 
 def memory_table(runs: list[dict]) -> pandas.DataFrame:

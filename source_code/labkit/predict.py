@@ -249,6 +249,9 @@ def plan_of(record: dict) -> Plan:
 
 SHAPES = {layer: list(parameters.values()) for layer, parameters in blueprints.LAYERS.items()}
 
+# Numbers per image: the input, and what the layers put out.
+IMAGE, CONV1, CONV2, POOLED, HIDDEN, CLASSES = 28 * 28, 32 * 26 * 26, 64 * 24 * 24, 64 * 12 * 12, 128, 10
+
 
 def numel(layers) -> int:
     """How many parameters the layers have together."""
