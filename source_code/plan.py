@@ -8,14 +8,15 @@
   python plan.py --model my_model.py:build --ranks 8          your own: see below
 
 The arithmetic is labkit/predict.py's. For the CPU's kernels (--device cpu) it agrees with the meters to within 1 %, as
-trial.py shows; for a GPU's it has not been compared with a GPU yet. Memory is what tensors take: not the CUDA context, nor buffers of the communication library,
-nor what the allocator reserves beyond what is in use.
+trial.py shows; for a GPU's it has not been compared with a GPU yet. Memory is what tensors take: not the CUDA context,
+nor buffers of the communication library, nor what the allocator reserves beyond what is in use.
 
 Your own model: a function without arguments that returns (module, inputs, loss), where loss(module, *inputs) is the
-number to minimise, for the batch of one rank. Its units are the members of its ModuleLists. Its peak is simulated;
-what stays from step to step and what is sent is predicted.
+number to minimise, for the batch of one rank. Its units are the members of its ModuleLists. It trains with AdamW. Its
+peak is simulated, with the kernels of the CPU; what stays from step to step and what is sent is predicted.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -31,6 +32,9 @@ from labkit.shapes import GPT_SHAPES
 
 GIB = 2**30
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp1", "fsdp2")
+SIMULATED = ("single", "fsdp1", "fsdp2")
+KERNELS = {"cuda": "a GPU's kernels", "cpu": "the CPU's kernels"}
+SMALL = 1e-3  # terms below this share of the peak are explained together
 
 
 @dataclass(frozen=True)
@@ -64,12 +68,42 @@ class Options:
 
     def __post_init__(self):
         for name in ("ranks", "node_size", "batch", "seq", "accumulate", "gpu_memory", "flops", "efficiency"):
-            if getattr(self, name) <= 0:
-                raise UserError(f"--{name.replace('_', '-')} must be above 0, but is {getattr(self, name)}")
+            if not getattr(self, name) > 0:
+                raise UserError(f"{flag(name)} must be above 0, but is {getattr(self, name)}")
+        if self.efficiency > 1:
+            raise UserError(f"--efficiency is a share, at most 1, but is {self.efficiency}")
         if self.model not in ("mnist", *GPT_SHAPES) and ":" not in self.model:
             raise UserError(
                 f"--model {self.model} is unknown: take mnist, {', '.join(GPT_SHAPES)}, or FILE.py:function"
             )
+        if self.sweep and (self.simulate or self.explain or self.own):
+            raise UserError("--sweep compares predictions of the course's models: leave --simulate and --explain out")
+        if self.explain and self.own:
+            raise UserError(
+                "--explain shows predicted terms, and the peak of your own model is simulated: leave it out"
+            )
+        if self.simulate and self.strategy not in SIMULATED:
+            raise UserError(f"--strategy {self.strategy} cannot be simulated: take {' or '.join(SIMULATED)}")
+        if self.own:
+            self.check_own()
+
+    @property
+    def own(self) -> bool:
+        """Whether the model is one's own."""
+        return ":" in self.model
+
+    def check_own(self):
+        """UserError where an option asks for what the function of one's own model says itself, or cannot have."""
+        if self.strategy not in SIMULATED:
+            raise UserError(f"--strategy {self.strategy}: your own model is simulated, as {' or '.join(SIMULATED)}")
+        for field in dataclasses.fields(self):
+            fixed = ("batch", "seq", "accumulate", "recompute", "optimizer", "mesh")
+            if field.name in fixed and getattr(self, field.name) != field.default:
+                raise UserError(
+                    f"{flag(field.name)} is for the course's models; your own function decides: leave it out"
+                )
+        if self.precision == "fp64":
+            raise UserError("--precision fp64 is for the course's models: your own function makes its tensors")
 
     @property
     def replicas(self) -> int:
@@ -79,9 +113,15 @@ class Options:
             replicas, shards = (int(part) for part in self.mesh.split("x"))
         except ValueError:
             raise UserError(f"--mesh is REPLICASxSHARDS, such as 2x4, not {self.mesh!r}") from None
-        if replicas * shards != self.ranks or replicas < 1:
+        if replicas < 1 or shards < 1:
+            raise UserError(f"--mesh is REPLICASxSHARDS, both at least 1, not {self.mesh}")
+        if replicas * shards != self.ranks:
             raise UserError(f"--mesh {self.mesh} is for {replicas * shards} ranks, but --ranks is {self.ranks}")
         return replicas
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def blueprint(options: Options) -> blueprints.Blueprint:
@@ -118,13 +158,16 @@ def plan_of(options: Options, network=None) -> predict.Plan:
     )
 
 
-def link_of(text: str, known: dict, latency: float, flag: str) -> cost.Link:
+def link_of(text: str, known: dict, latency: float, name: str) -> cost.Link:
     if text in known:
         return known[text]
     try:
-        return cost.Link(float(text) * 1e9, latency, f"{flag} {text} GB/s")
+        bandwidth = float(text)
     except ValueError:
-        raise UserError(f"{flag} is {', '.join(known)}, or a number of GB/s, not {text!r}") from None
+        bandwidth = 0.0
+    if not bandwidth > 0:
+        raise UserError(f"{name} is {', '.join(known)}, or a number of GB/s above 0, not {text!r}")
+    return cost.Link(bandwidth * 1e9, latency, f"{name} {text} GB/s")
 
 
 def describe(options: Options, plan: predict.Plan) -> dict:
@@ -159,8 +202,10 @@ def as_text(options: Options, found: dict) -> str:
     """A page for people."""
     unit = "images" if options.model == "mnist" else "tokens"
     lines = [
-        f"{options.model}: {found['parameters']:,} parameters, {options.strategy} on {options.ranks} ranks, "
-        f"{options.precision}, recompute {options.recompute}, {options.optimizer}; kernels of the {options.device}",
+        (
+            f"{options.model}: {found['parameters']:,} parameters, {options.strategy} on {options.ranks} ranks, "
+            f"{options.precision}, recompute {options.recompute}, {options.optimizer}; {KERNELS[options.device]}"
+        ),
         "",
         f"peak of a rank      {gib(found['peak']):>14}   at: {found['where']}",
         *(f"  {name:18}{gib(size):>14}" for name, size in found["by_category"].items()),
@@ -175,14 +220,17 @@ def as_text(options: Options, found: dict) -> str:
     times = found["seconds"]
     lines += [
         "",
-        f"compute {times['compute']:.3g} s, communication {times['communication']:.3g} s; a step takes {times['in turn']:.3g} s one after "
-        f"the other, {times['overlapped']:.3g} s overlapped",
-        f"{found['samples_per_second']:,.0f} {unit} a second, all ranks together",
+        (
+            f"compute {times['compute']:.3g} s at {options.efficiency:.0%} of {options.flops / 1e12:g} TFLOP/s, "
+            f"communication {times['communication']:.3g} s"
+        ),
+        f"a step takes {times['in turn']:.3g} s one after the other, {times['overlapped']:.3g} s overlapped",
+        f"{found['samples_per_second']:,.0f} {unit} a second at best, all ranks together",
         "",
         verdict(options, found["room"]),
     ]
     if options.device == "cuda":
-        lines.append("(for the kernels of a GPU, which this arithmetic has not been compared with yet)")
+        lines.append("(predicted for a GPU's kernels, which this arithmetic has not been compared with yet)")
     return "\n".join(lines)
 
 
@@ -193,10 +241,15 @@ def verdict(options: Options, room: float) -> str:
 
 
 def explained(plan: predict.Plan) -> str:
-    """Each term of the peak, the largest first, with its numbers."""
-    lines = []
-    for (category, name), size, text in plan.explain():
-        lines.append(f"{gib(size):>12}  {category:18} {name:44} {text}")
+    """Each term of the peak, the largest first, with its numbers; the small ones together. They add up to the peak."""
+    terms = plan.explain()
+    peak = sum(size for _, size, _ in terms)
+    large = [term for term in terms if term[1] >= SMALL * peak]
+    small = terms[len(large) :]
+    width = max(len(name) for (_, name), _, _ in large)
+    lines = [f"{gib(size):>12}  {category:16} {name:{width}}  {text}" for (category, name), size, text in large]
+    if small:
+        lines.append(f"{gib(sum(size for _, size, _ in small)):>12}  {len(small)} smaller terms")
     return "\n".join(lines)
 
 
@@ -227,31 +280,33 @@ def variants(options: Options) -> list[tuple[str, dict]]:
         (f"{name}, parameters kept", plain | {"strategy": name, "reshard_after_forward": "false"})
         for name in ("fsdp1", "fsdp2")
     ]
-    if options.ranks > options.node_size and options.ranks % options.node_size == 0:
-        nodes = options.ranks // options.node_size
-        found.append(
-            (
-                f"fsdp2, HSDP {nodes}x{options.node_size}",
-                plain | {"strategy": "fsdp2", "mesh": f"{nodes}x{options.node_size}"},
-            )
-        )
-        found.append(
-            (
-                f"fsdp2, one part in {options.node_size} kept",
-                plain | {"strategy": "fsdp2", "reshard_after_forward": str(options.node_size)},
-            )
-        )
+    size = options.node_size
+    if options.ranks > size and options.ranks % size == 0:
+        fsdp2 = plain | {"strategy": "fsdp2"}
+        for replicas in sorted(
+            {options.ranks // size, 2} if options.ranks % (2 * size) == 0 else {options.ranks // size}
+        ):
+            mesh = f"{replicas}x{options.ranks // replicas}"
+            found.append((f"fsdp2, HSDP {mesh}", fsdp2 | {"mesh": mesh}))
+        found.append((f"fsdp2, one part in {size} kept", fsdp2 | {"reshard_after_forward": str(size)}))
     return found
 
 
 def sweep_text(options: Options, rows: list[dict]) -> str:
-    lines = [f"{options.model} on {options.ranks} ranks, {options.gpu_memory:g} GiB each, {options.precision}", ""]
-    lines.append(f"{'strategy':34}{'recompute':12}{'peak':>16}{'samples/s':>12}   ")
+    unit = "images/s" if options.model == "mnist" else "tokens/s"
+    lines = [
+        (
+            f"{options.model} on {options.ranks} ranks, {options.gpu_memory:g} GiB each, {options.precision}; "
+            f"predicted, at {options.efficiency:.0%} of {options.flops / 1e12:g} TFLOP/s"
+        ),
+        "",
+        f"{'strategy':30}{'recompute':11}{'peak':>18}{unit:>11}",
+    ]
     for row in rows:
         peak = f"over {gib(row['at_least'])}" if "at_least" in row else gib(row["peak"])
         speed = f"{row['samples_per_second']:,.0f}" if row["samples_per_second"] else "–"
         fits = "not predicted" if "at_least" in row and row["room"] > 0 else "" if row["room"] >= 0 else "does not fit"
-        lines.append(f"{row['strategy']:34}{row['recompute']:12}{peak:>16}{speed:>12}   {fits}")
+        lines.append(f"{row['strategy']:30}{row['recompute']:11}{peak:>18}{speed:>11}   {fits}".rstrip())
     return "\n".join(lines)
 
 
@@ -260,7 +315,7 @@ def answer(options: Options) -> str:
     if options.sweep:
         rows = sweep(options)
         return json.dumps(rows, indent=1) if options.json else sweep_text(options, rows)
-    own = load(options.model) if ":" in options.model else None
+    own = load(options.model) if options.own else None
     plan = plan_of(options, of_module(options, own) if own else None)
     found = {} if own else describe(options, plan)
     if own or options.simulate:
@@ -285,12 +340,27 @@ def load(text: str):
     if not Path(path).is_file():
         raise UserError(f"--model {text}: there is no file {path}")
     spec = importlib.util.spec_from_file_location("own_model", path)
+    if spec is None:
+        raise UserError(f"--model {text}: {path} is not a file of Python")
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(Path(path).resolve().parent))
-    spec.loader.exec_module(module)
+    with told(f"{path} cannot be imported"):
+        spec.loader.exec_module(module)
     if not callable(getattr(module, name, None)):
         raise UserError(f"--model {text}: {path} has no function {name}")
     return getattr(module, name)
+
+
+@contextlib.contextmanager
+def told(what: str):
+    """Tell an error of the user's own code as a sentence."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{what}: {error}") from error
+    except Exception as error:  # it may raise anything
+        first_line = str(error).partition("\n")[0]
+        raise UserError(f"{what}: {type(error).__name__}: {first_line}") from error
 
 
 def of_module(options: Options, build) -> blueprints.Blueprint:
@@ -298,8 +368,11 @@ def of_module(options: Options, build) -> blueprints.Blueprint:
     import imagine
     import torch
 
-    with torch.device("meta"):
-        module, _, _ = build()
+    with told(f"{options.model} fails"), torch.device("meta"):
+        returned = build()
+        if not (isinstance(returned, tuple) and len(returned) == 3 and isinstance(returned[0], torch.nn.Module)):
+            raise UserError("it must return (module, inputs, loss)")
+    module = returned[0]
     units = imagine.units_of(module)
     taken = {parameter for unit in units for parameter in unit.parameters()}
     groups = [(f"unit {i}", list(unit.parameters()), True) for i, unit in enumerate(units)]
@@ -323,7 +396,8 @@ def simulated(options: Options, own) -> dict:
 
     if own:
         keep = options.reshard_after_forward
-        memory = imagine.network(own, options.ranks, options.strategy, options.precision, keep)
+        with told(f"{options.model} cannot be trained"):
+            memory = imagine.network(own, options.ranks, options.strategy, options.precision, keep)
     elif options.model == "mnist":
         raise UserError("--simulate is for the GPTs and your own models; mnist_fsdp.py measures the MNIST network")
     else:
@@ -348,7 +422,10 @@ def simulated(options: Options, own) -> dict:
 def own_text(options: Options, plan: predict.Plan, found: dict) -> str:
     """A page on a network of one's own: the peak simulated, the rest predicted."""
     lines = [
-        f"{options.model}: {plan.blueprint.numel:,} parameters in {len(plan.units)} units, {options.strategy} on {options.ranks} ranks",
+        (
+            f"{options.model}: {plan.blueprint.numel:,} parameters in {len(plan.units)} units, {options.strategy} on "
+            f"{options.ranks} ranks, {options.precision}, {options.optimizer}; the CPU's kernels"
+        ),
         "",
         f"simulated peak of a rank  {gib(found['simulated']):>14}   at: {found['simulated_at']}",
         *(f"  {name:24}{gib(size):>14}" for name, size in found["simulated_by_category"].items()),

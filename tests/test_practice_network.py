@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from commands import call, run_job
-from labkit import UserError, network
+from labkit import UserError, cost, network, predict
 from test_practice_cluster import BASH, SCRIPT, TEMPLATES, cluster, processes_of
 
 SOURCE = TEMPLATES.parent
@@ -280,22 +280,30 @@ def entry(kind, ranks, size=1.0, count=1):
     return {"kind": kind, "count": count, "bytes": size, "ranks": ranks}
 
 
+def plan(ranks, **config):
+    return predict.plan_of({"script": "gpt_fsdp.py", "config": config, "ranks": ranks})
+
+
 def test_bytes_that_leave_a_node():
     for (kind, ranks), share in CALLS.items():
-        assert network.leaving([entry(kind, ranks, 8e6, 3)], 4, 2) == 3 * 8e6 * share
+        assert cost.leaving([entry(kind, ranks, 8e6, 3)], plan(4), 2, "gloo") == 3 * 8e6 * share
     # a record does not say how many take part, but its configuration does
     hybrid = [{"kind": "all-gather", "count": 2, "bytes": 8.0}, {"kind": "all-reduce", "count": 1, "bytes": 4.0}]
-    assert network.leaving(hybrid, 4, 2, shards=2) == 8.0
-    assert network.leaving(hybrid, 4, 2) == 2 * 6 + 6
-    assert network.leaving(hybrid[1:], 4, 2, shards=1) == 6
-    assert network.leaving([entry("reduce-scatter", 8)], 8, 2, factors=network.RING) == 7 / 8
-    assert network.leaving([entry("all-gather", 2)], 8, 2) == 0  # reshard_after_forward=2
+    assert cost.leaving(hybrid, plan(4, mesh="2x2"), 2) == 8.0
+    assert cost.leaving(hybrid[1:], plan(4, strategy="ddp"), 2) == 6
+    assert cost.leaving(hybrid[:1], plan(4), 2) == 2 * 6
+    assert cost.leaving([entry("reduce-scatter", 8)], plan(8), 4) == 7 / 8
+    assert cost.leaving([entry("all-gather", 2)], plan(8), 4) == 0  # reshard_after_forward=2
+    assert cost.leaving([entry("all-gather", 2)], plan(6), 3) == 1 / 2  # ranks 2 and 3 are on two nodes
 
 
 def test_speeds():
     assert network.bytes_per_second("200mbit") == pytest.approx(25e6 * 8948 / 9014)
     assert network.bytes_per_second("1gbit") == 5 * network.bytes_per_second("200mbit")
     assert network.bytes_per_second("none") == math.inf
+    assert network.saved_up("100mbit") == 66_000 and network.saved_up("1gbit") == 250_000
+    assert network.saved_up("100mbit", pause=1e-3) == pytest.approx(12_500 * 8948 / 9014)
+    assert network.saved_up("none") == 0
 
 
 # The law: the time of a collective is latency + bytes / rate
@@ -380,13 +388,14 @@ def measured(linked, tmp_path_factory):
 def test_time_is_latency_and_bytes_over_rate(measured, rate, kind, ranks):
     found = measured[rate][kind, ranks]
     assert found["link"] == rate
-    predicted = found["latency"] + network.leaving([entry(kind, ranks, SIZE)], 4, 2) / network.bytes_per_second(rate)
+    seconds = cost.leaving([entry(kind, ranks, SIZE)], plan(4), 2, "gloo") / network.bytes_per_second(rate)
+    predicted = found["latency"] + seconds
     assert found["seconds"] == pytest.approx(predicted, rel=0.15)
 
 
 @pytest.mark.parametrize("kind, ranks", [call for call, share in CALLS.items() if share])
 def test_bytes_at_the_interface_are_those_predicted(measured, kind, ranks):
-    predicted = network.leaving([entry(kind, ranks, SIZE, REPEATED)], 4, 2)
+    predicted = cost.leaving([entry(kind, ranks, SIZE, REPEATED)], plan(4), 2, "gloo")
     for rate in measured:
         for sent, received in measured[rate][kind, ranks]["moved"]:
             assert sent == pytest.approx(predicted, rel=0.05)

@@ -28,10 +28,13 @@ class Call:
     quiet: bool = True
 
 
-def on_ranks(function, *arguments, ranks: int, device: str = "cpu", cluster=None, timeout: float = 120) -> list:
+def on_ranks(
+    function, *arguments, ranks: int, nodes: int = 1, device: str = "cpu", cluster=None, timeout: float = 120
+) -> list:
     """[what ``function(me, *arguments)`` returned on rank 0, on rank 1, …]; what the ranks print is printed.
 
-    Tensors come back on the CPU. timeout: seconds. Raises ``launch.RunFailed`` with the first error's text.
+    nodes: over how many the ranks are spread (Slurm only). Tensors come back on the CPU. timeout: seconds. Raises
+    ``launch.RunFailed`` with the first error's text.
     """
     import cloudpickle  # only a notebook needs it
 
@@ -40,7 +43,7 @@ def on_ranks(function, *arguments, ranks: int, device: str = "cpu", cluster=None
     with tempfile.TemporaryDirectory(dir=launch.RUNS, prefix=".call-") as folder:
         (Path(folder) / "function").write_bytes(cloudpickle.dumps((function, arguments)))
         words = ["-m", "labkit.cells", folder, str(ranks), device]
-        printed = launch.follow(launch.started(words, ranks, 1, device, cluster), timeout=timeout)
+        printed = launch.follow(launch.started(words, ranks, nodes, device, cluster), timeout=timeout)
         if printed:
             print(printed)
         return [torch.load(_result(folder, r), map_location="cpu", weights_only=False) for r in range(ranks)]

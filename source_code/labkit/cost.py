@@ -9,7 +9,9 @@ to all-reduce it (chapter 02). Of its edges, one each way crosses the boundary o
 Bandwidths are bytes a second in one direction, latencies seconds. These are bounds: no real network does better.
 """
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 
 from labkit.predict import Plan
 
@@ -34,19 +36,49 @@ NETWORKS = {
 }
 
 
-def spread(collective: dict, plan: Plan, node_size: int) -> dict:
+# How often a backend passes all but one part in n of a tensor along its ring. gloo makes a reduce-scatter from an
+# all-reduce, of which it keeps a part (chapter 02).
+RING = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
+PASSES = {"ring": RING, "gloo": RING | {"reduce-scatter": 2}}
+
+
+def spread(collective: dict, plan: Plan, node_size: int, backend: str = "ring") -> dict:
     """Where one collective of ``plan.traffic()`` sends its bytes, with ``node_size`` ranks on each node.
 
-    Returns {"rank": bytes that a rank sends, "node": bytes that leave a node, "steps": of the ring}. The replicas of
-    a shard are ``plan.shards`` ranks apart; all other groups are ranks in a row.
+    Returns {"rank": bytes that a rank sends, "node": bytes that leave a node, "steps": of the ring}; of unequal nodes,
+    the one that most leave. Ranks are numbered node by node. The ranks of a group are neighbours, but those of an
+    all-reduce of a part of them (the replicas of a shard) lie as far apart as they can. backend: "ring", as NCCL's, or
+    "gloo". A record's traffic does not say how many ranks take part; the plan does, but for reshard_after_forward=N.
     """
-    n = collective["ranks"]
-    passes = 2 if collective["kind"] == "all-reduce" else 1
+    n = collective.get("ranks") or _members(collective["kind"], plan)
+    passes = PASSES[backend][collective["kind"]]
     edge = passes * (n - 1) / n * collective["bytes"]
-    apart = plan.shards if plan.shards_parameters and collective["kind"] == "all-reduce" else 1
-    here = min(n, max(1, node_size // apart))  # members of one group on one node
-    rings = min(node_size, plan.ranks) / here if n > here else 0  # groups that touch this node and another
-    return {"rank": edge, "node": rings * edge, "steps": passes * (n - 1)}
+    apart = plan.ranks // n if collective["kind"] == "all-reduce" else 1
+    return {"rank": edge, "node": _leaving_edges(plan.ranks, n, apart, node_size) * edge, "steps": passes * (n - 1)}
+
+
+def leaving(traffic: list[dict], plan: Plan, node_size: int, backend: str = "ring") -> float:
+    """Bytes that leave a node (as many arrive) in all the collectives of ``traffic``: the plan's, or a record's."""
+    return sum(c["count"] * spread(c, plan, node_size, backend)["node"] for c in traffic)
+
+
+def _members(kind: str, plan: Plan) -> int:
+    if not plan.shards_parameters:
+        return plan.ranks
+    return plan.replicas if kind == "all-reduce" else plan.shards
+
+
+@cache
+def _leaving_edges(ranks: int, n: int, apart: int, node_size: int) -> int:
+    """Of the rings of groups of n ranks, ``apart`` from one another: how many edges leave one node."""
+    if n == 1:
+        return 0
+    edges = Counter()
+    for rank in range(ranks):
+        place = rank // apart % n  # in its group
+        following = rank + apart if place < n - 1 else rank - (n - 1) * apart
+        edges[rank // node_size] += rank // node_size != following // node_size
+    return max(edges.values())
 
 
 def seconds(collective: dict, plan: Plan, node_size: int, link: Link, network: Link) -> float:

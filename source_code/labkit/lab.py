@@ -46,6 +46,7 @@ class Lab(launch.Cluster):
             settings["data"] = self.data
         return launch.run(script, **settings | options)
 
-    def on_ranks(self, function, *arguments, ranks: int | None = None) -> list:
+    def on_ranks(self, function, *arguments, ranks: int | None = None, nodes: int = 1) -> list:
         """[what ``function(me, *arguments)`` returned on rank 0, on rank 1, …] (``cells.on_ranks``)."""
-        return cells.on_ranks(function, *arguments, ranks=ranks or self.ranks, device=self.device, cluster=self)
+        settings = {"ranks": ranks or self.ranks, "nodes": nodes, "device": self.device, "cluster": self}
+        return cells.on_ranks(function, *arguments, **settings)

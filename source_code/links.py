@@ -1,0 +1,186 @@
+"""Train on two nodes over a link of several speeds: step time, communication time, bytes at the interface.
+
+Inside a practice cluster with a network, as root; it changes the link's speed as it goes, and then back:
+
+  make slurm LINK=200mbit && . .slurm/env.sh && cd source_code
+  python links.py                                      five speeds, four strategies, one record each
+  python links.py --rates 200mbit,100mbit --steps 30
+
+A record has the keys of labkit/records.py that apply, and "link", with times in seconds:
+
+  strategy            its name in STRATEGIES
+  rate, node_size     the link's speed, and how many ranks are on each of the two nodes
+  steps               of each timed step: from the end of the one before to its own, of the slowest rank
+  communication       of each step that PyTorch's profiler watched: while a collective crossed the link. One begins when
+                      the last rank calls it, and ends when the last rank has it
+  crossings           how many collectives of a step cross the link
+  latency             of an all-reduce of 256 bytes among all ranks: the shortest
+  sent, received      bytes a step at the interface of each rank's node, the kernel's count
+"""
+
+import os
+import re
+import time
+from dataclasses import asdict, dataclass
+
+from labkit import cells, cost, launch, network, options, predict, records
+from labkit.options import option
+
+STRATEGIES = {
+    "DDP": {"strategy": "ddp"},
+    "FSDP2": {},
+    "FSDP2, kept": {"reshard_after_forward": "false"},
+    "HSDP 2x2": {"mesh": "2x2"},
+}
+SMALL = {"batch_size": 1, "seq_len": 64}  # little to compute, so that the link decides
+RANKS, NODES = 4, 2
+WARM_UP = 2
+REFERENCE = launch.RUNS.parent / "reference"
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to sweep. The command line is made from these fields."""
+
+    rates: str = option("none,1gbit,400mbit,200mbit,100mbit", "speeds of the link, with commas between them")
+    steps: int = option(20, "steps to time; half as many more are watched by the profiler")
+
+
+def sweep(rates: list[str], steps: int, cluster=None):
+    """Yield the record of each speed and strategy. The link has its old speed afterwards."""
+    old = network.link()
+    os.environ["KINETO_LOG_LEVEL"] = "9"  # the profiler would tell each rank that it sees no GPU
+    settings = {"ranks": RANKS, "nodes": NODES, "cluster": cluster or launch.Cluster(launcher="slurm")}
+    try:
+        for rate in rates:
+            network.change_link(rate)
+            of_ranks = cells.on_ranks(measure, steps, timeout=600, **settings)
+            for name in STRATEGIES:
+                yield summary(name, rate, [rank[name] for rank in of_ranks])
+    finally:
+        network.change_link(old)
+
+
+def measure(me, steps: int) -> dict:
+    """{strategy's name: what this rank saw}. Every rank runs it."""
+    import gpt_fsdp  # not above: it imports torch
+
+    latency = shortest_call()
+    return {
+        name: observe(me, gpt_fsdp, gpt_fsdp.Config(**SMALL | given), steps) | {"latency": latency}
+        for name, given in STRATEGIES.items()
+    }
+
+
+def shortest_call() -> float:
+    import torch
+    import torch.distributed as dist
+
+    taken = []
+    for _ in range(60):
+        dist.barrier()
+        begin = time.perf_counter()
+        dist.all_reduce(torch.zeros(64))
+        taken.append(time.perf_counter() - begin)
+    return min(taken)
+
+
+def observe(me, lab, config, steps: int) -> dict:
+    """Train with the lab script's own functions: some steps timed, then some watched."""
+    import torch.distributed as dist
+
+    data = lab.text.load(me.device)
+    model, _ = lab.build(config, me)
+    optimizer = lab.make_optimizer(model, config)
+    batches = lab.training_batches(data.train, config, me, range(WARM_UP + 2 * steps))
+
+    def train() -> float:
+        inputs, targets = next(batches)
+        lab.compute_loss(model, inputs[0], targets[0], config).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.perf_counter()
+
+    def counted() -> dict:
+        dist.barrier()  # what was on its way has arrived
+        return network.interface_bytes()
+
+    for _ in range(WARM_UP):
+        train()
+    before = counted()
+    ends = [time.perf_counter(), *(train() for _ in range(steps))]
+    after = counted()
+    about = records.new(lab.__file__, asdict(config), me, [me.node])
+    about |= {"nodes": NODES, "command": "links.py"}
+    about["data"] = {"name": lab.text.NAME, "train": len(data.train), "test": len(data.validation)}
+    moved = {way: (after[way] - before[way]) / steps for way in ("sent", "received")}
+    watched = [collectives(train) for _ in range((steps + 1) // 2)]
+    return {"about": about, "ends": ends, "watched": watched, **moved}
+
+
+def collectives(step) -> list[tuple]:
+    """[(gloo's name for it, begin, end), …] of a step's collectives in order; seconds of this machine's clock."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step()
+    events = profiler.profiler.kineto_results.events()
+    gloo = [(e.name(), e.start_ns() / 1e9, e.end_ns() / 1e9) for e in events if e.name().startswith("gloo:")]
+    return sorted(gloo, key=lambda event: event[1])
+
+
+def summary(name: str, rate: str, of_ranks: list[dict]) -> dict:
+    """The record of one strategy at one speed. of_ranks: what ``measure`` returned for it on each rank."""
+    first = of_ranks[0]
+    plan = predict.plan_of(first["about"])
+    node_size = RANKS // NODES
+    crossing = sum(c["count"] for c in plan.traffic() if cost.spread(c, plan, node_size)["node"])
+    taken = [[b - a for a, b in zip(r["ends"], r["ends"][1:], strict=False)] for r in of_ranks]
+    link = {
+        "strategy": name,
+        "rate": rate,
+        "node_size": node_size,
+        "steps": [max(of_step) for of_step in zip(*taken, strict=True)],
+        "communication": [
+            busy(of_step, plan, crossing) for of_step in zip(*(r["watched"] for r in of_ranks), strict=True)
+        ],
+        "crossings": crossing,
+        "latency": max(r["latency"] for r in of_ranks),
+        **{way: [r[way] for r in of_ranks] for way in ("sent", "received")},
+    }
+    return first["about"] | {"batch_size": SMALL["batch_size"], "link": link}
+
+
+def busy(of_ranks: tuple, plan, crossing: int) -> float:
+    """Seconds of a step in which a collective crossed the link. of_ranks: the ``collectives`` of each rank."""
+    groups = [of_ranks]
+    if plan.replicas > 1:
+        # gloo makes a reduce-scatter from an all-reduce, within a node; the last reduction of a unit crosses.
+        reductions = [[event for event in events if "gather" not in event[0]] for events in of_ranks]
+        each = len(reductions[0]) // crossing
+        groups = [[events[each - 1 :: each] for events in reductions[i :: plan.shards]] for i in range(plan.shards)]
+    calls = [call for group in groups for call in zip(*group, strict=True)]  # a call: what each rank saw of it
+    spans = sorted((max(begin for _, begin, _ in call), max(end for *_, end in call)) for call in calls)
+    total = until = 0.0
+    for begin, end in spans:  # what is on its way at once is counted once
+        total, until = total + max(0.0, end - max(begin, until)), max(until, end)
+    return total
+
+
+def recorded() -> list[dict]:
+    """The records that come with the course."""
+    return [records.load(path) for path in sorted(REFERENCE.glob("links-*/*.json"))]
+
+
+def main(config):
+    for record in sweep(config.rates.split(","), config.steps):
+        link = record["link"]
+        words = (record["hardware"], f"{link['strategy']} {link['rate']}")
+        folder, file = (re.sub(r"\W+", "-", text.lower()) for text in words)
+        records.write(REFERENCE / f"links-{folder}" / f"{file}.json", record)
+        shown = f"{1e3 * min(link['steps']):6.0f} ms a step, {link['sent'][0] / 1e6:6.2f} MB left the first node"
+        print(f"{link['rate']:>8}  {link['strategy']:12}{shown}", flush=True)
+
+
+if __name__ == "__main__":
+    main(options.parse(Config, __doc__))

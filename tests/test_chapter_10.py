@@ -1,0 +1,128 @@
+"""Chapter 10: its verdicts fail on a wrong mesh, its exercises judge fairly, and real steps on a real link obey its law."""
+
+import json
+import sys
+
+import links
+import pytest
+from commands import call
+from labkit import cost, network, predict
+from labkit.exercises import chapter_10, check
+from test_practice_network import linked, networks_allowed  # noqa: F401  (fixtures)
+
+from notebooks import FOLDER, run_broken
+
+SOURCE = FOLDER.parent / "source_code"
+
+
+def test_the_bytes_that_leave_a_node_tell_a_swapped_mesh():
+    swap = {'"HSDP 2x2": grid(2, 2)}': '"HSDP 2x2": [[0, 2], [1, 3]]}'}
+    failed = [line for line in run_broken("10", swap, skip=("where_am_i", "lab.run(")) if line.startswith("FAIL")]
+    assert len(failed) == 1 and "HSDP 2x2: what leaves a node" in failed[0]
+
+
+# What leaves a node, by labkit.cost
+
+
+def plan(ranks, **config):
+    return predict.plan_of({"script": "gpt_fsdp.py", "config": config, "ranks": ranks})
+
+
+@pytest.mark.parametrize("nodes, size", [(2, 2), (2, 8), (4, 2), (16, 8)])
+def test_a_node_sends_what_the_formulas_say(nodes, size):
+    ranks, parameters = nodes * size, plan(1).blueprint.numel * 4
+    share = (ranks - 1) / ranks
+    hybrid, ddp = plan(ranks, mesh=f"{nodes}x{size}"), plan(ranks, strategy="ddp")
+    assert cost.leaving(ddp.traffic(), ddp, size) == pytest.approx(2 * share * parameters)
+    # a part of each parameter is padded so that all ranks have as many rows: at most by 3 % here
+    assert cost.leaving(hybrid.traffic(), hybrid, size) == pytest.approx(2 * (nodes - 1) / nodes * parameters, rel=0.03)
+    kept = plan(ranks, reshard_after_forward="false")
+    assert cost.leaving(kept.traffic(), kept, size) == pytest.approx(2 * share * parameters, rel=0.6)
+    assert cost.leaving(kept.traffic(), kept, size, "gloo") == pytest.approx(
+        1.5 * cost.leaving(kept.traffic(), kept, size)
+    )
+
+
+def test_records_come_with_the_course():
+    found = {(record["link"]["strategy"], record["link"]["rate"]) for record in links.recorded()}
+    assert found == {(name, rate) for name in links.STRATEGIES for rate in links.Config().rates.split(",")}
+
+
+def test_time_on_the_link_is_counted_once():
+    def seen(*spans):
+        return [("gloo:all_reduce", begin, end) for begin, end in spans]
+
+    whole = plan(2, strategy="ddp")
+    # rank 1 comes late to the first call; the second overlaps it; the third is apart
+    assert links.busy((seen((0, 5), (3, 7), (10, 11)), seen((2, 5), (3, 7), (10, 11))), whole, 3) == 6
+    # HSDP: the first reduction of each two is within a node; ranks 0 and 2 are done before 1 and 3 begin
+    early, late = seen((0, 1), (1, 3), (6, 7), (7, 8)), seen((0, 4), (4, 6), (6, 8), (8, 9))
+    gathers = [("gloo:all_gather", 0, 100)]
+    of_ranks = (gathers + early, gathers + late, gathers + early, gathers + late)
+    assert links.busy(of_ranks, plan(4, mesh="2x2"), 2) == 2 + 2 + 1 + 1
+
+
+# Exercises
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda r, s: chapter_10.reference_groups(r, s)[::-1], "the two are swapped"),
+        (lambda r, s: ([list(range(i, r, r // s)) for i in range(r // s)], [list(range(r))]), "[0, 2] is no shard"),
+        (lambda r, s: (chapter_10.reference_groups(r, s)[0], [list(range(r))]), "is no replicate group"),
+        (lambda r, s: (chapter_10.reference_groups(r, s)[0][:1], []), "every rank is in one shard group"),
+        (lambda r, s: chapter_10.reference_groups(r, s)[0][0], "return two lists of groups"),
+        (lambda r, s: ..., "not answered yet"),
+    ],
+)
+def test_wrong_groups_hear_why(wrong, said, capsys):
+    check("10.2", wrong)
+    assert said in capsys.readouterr().out
+
+
+# On a real link
+
+
+RATES = ("200mbit", "100mbit")
+
+
+@pytest.fixture(scope="module")
+def swept(linked):  # noqa: F811
+    """{(strategy, speed): record} of steps of gpt_fsdp.py at two speeds of the link."""
+    code = f"import json, links; print(json.dumps(list(links.sweep({RATES!r}, steps=12))))"
+    run = call(sys.executable, "-c", code, env=linked, cwd=SOURCE, timeout=300)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    return {(record["link"]["strategy"], record["link"]["rate"]): record for record in found}
+
+
+def leaving(record):
+    made = predict.plan_of(record)
+    return cost.leaving(made.traffic(), made, record["link"]["node_size"], "gloo")
+
+
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("strategy", links.STRATEGIES)
+def test_communication_takes_latency_and_bytes_over_bandwidth(swept, strategy, rate):
+    record = swept[strategy, rate]
+    latency = min(each["link"]["latency"] for each in swept.values())
+    predicted = record["link"]["crossings"] * latency + leaving(record) / network.bytes_per_second(rate)
+    # the shortest: a machine that is busy with something else only adds time
+    assert min(record["link"]["communication"]) == pytest.approx(predicted, rel=0.15)
+
+
+@pytest.mark.parametrize("strategy", links.STRATEGIES)
+def test_bytes_of_a_step_at_the_interface(swept, strategy):
+    for rate in RATES:
+        link = swept[strategy, rate]["link"]
+        for moved in (*link["sent"], *link["received"]):
+            assert moved == pytest.approx(leaving(swept[strategy, rate]), rel=0.05)
+
+
+def test_the_notebook_runs_on_two_hosts(linked):  # noqa: F811
+    env = linked | {"FSDP_LABS_LAUNCHER": "slurm", "FSDP_LABS_PARTITION": "gpu"}
+    (name,) = FOLDER.glob("10_*.ipynb")
+    words = (sys.executable, "-m", "pytest", "--nbval-lax", "-q", "-p", "no:cacheprovider", name)
+    run = call(*words, env=env, cwd=FOLDER.parent, timeout=400)
+    assert run.returncode == 0, run.stdout[-4000:]

@@ -1,0 +1,558 @@
+"""The transformer lab's parts: how it starts, what it sends and keeps, its record, its checkpoints, its refusals."""
+
+import dataclasses
+import os
+import shlex
+import shutil
+import sys
+
+import cloudpickle
+import gpt_fsdp
+import pytest
+import torch
+import torch.distributed as dist
+from commands import call
+from labkit import UserError, cells, checkpoints, launch, meters, models, options, ranks, records, text
+from labkit.trace import local
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import FlopCounterMode
+
+HERE = launch.Cluster(launcher="local")
+PYTHON = shlex.quote(sys.executable)
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks cannot import this file
+
+
+def on_ranks(function, *arguments, count):
+    return cells.on_ranks(function, *arguments, ranks=count, cluster=HERE, timeout=200)
+
+
+def run(**given):
+    return launch.run(
+        "gpt_fsdp.py", cluster=HERE, quiet=True, on_progress=lambda *_: None, timeout=200, **{"ranks": 2} | given
+    )
+
+
+def plain(config):
+    """The model without the meta device and without any strategy, with its first values."""
+    model = models.GPT(config.shape).to(config.dtype)
+    if config.lora:
+        models.add_adapters(model, config.lora)
+    gpt_fsdp.initialise(model, config.seed)
+    return model
+
+
+# Starting
+
+STARTS = {
+    "ddp": {"strategy": "ddp"},
+    "fsdp1": {"strategy": "fsdp1"},
+    "fsdp1 tied": {"strategy": "fsdp1", "tied": True},
+    "fsdp1 frozen base": {"strategy": "fsdp1", "lora": 2},
+    "fsdp2": {},
+    "fsdp2 tied": {"tied": True},
+    "fsdp2 frozen base": {"lora": 2},  # fewer rows in an adapter than there are ranks
+    "fsdp2 kept": {"reshard_after_forward": "false", "cpu_offload": True, "prefetch": 2},
+    "fsdp2 float64, recomputed": {"precision": "fp64", "recompute": "full"},
+    "fsdp2 2x2": {"mesh": "2x2"},
+    "fsdp1 2x2": {"mesh": "2x2", "strategy": "fsdp1"},
+}
+
+
+def started(me, names):
+    """{name: (whole values, placements, shapes of this rank's parts)} of the model as each configuration starts."""
+    found = {}
+    for name in names:
+        model, _ = gpt_fsdp.build(gpt_fsdp.Config(**STARTS[name]), me)
+        state = get_model_state_dict(model)  # FSDP's as DTensors; DDP's is whole
+        whole = {n: value.full_tensor() if isinstance(value, DTensor) else value for n, value in state.items()}
+        placements = {n: str(getattr(p, "placements", None)) for n, p in model.named_parameters()}
+        parts = {n: tuple(local(p).shape) for n, p in model.named_parameters()}
+        found[name] = whole, placements, parts
+    return found
+
+
+@pytest.fixture(scope="module")
+def starts():
+    """{(name, ranks): what ``started`` found on each rank}; 3 ranks cut the model's rows unevenly."""
+    found = {}
+    for count in (4, 3):
+        names = [name for name in STARTS if count == 4 or "2x2" not in name]
+        every = on_ranks(started, names, count=count)
+        found |= {(name, count): [of_rank[name] for of_rank in every] for name in names}
+    return found
+
+
+@pytest.mark.parametrize(("name", "count"), [(n, c) for c in (4, 3) for n in STARTS if c == 4 or "2x2" not in n])
+def test_first_values_are_the_same_bitwise(name, count, starts):
+    """With and without the meta device, for every strategy, on any number of ranks."""
+    expected = plain(gpt_fsdp.Config(**STARTS[name])).state_dict()
+    values, _, _ = starts[name, count][0]
+    assert values.keys() == expected.keys()
+    assert all(torch.equal(values[parameter], expected[parameter]) for parameter in expected)
+
+
+@pytest.mark.parametrize("count", [4, 3])
+@pytest.mark.parametrize("name", [name for name in STARTS if name.startswith("fsdp2")])
+def test_every_parameter_is_placed_as_its_strategy_says(name, count, starts):
+    if count == 3 and "2x2" in name:
+        count = 4  # a mesh of 3 ranks is none
+    placed = "(Replicate(), Shard(dim=0))" if "2x2" in name else "(Shard(dim=0),)"
+    shards = 2 if "2x2" in name else count
+    whole = {n: p.shape for n, p in plain(gpt_fsdp.Config(**STARTS[name])).named_parameters()}
+    for rank, (_, placements, parts) in enumerate(starts[name, count]):
+        assert set(placements.values()) == {placed}
+        for parameter, shape in whole.items():
+            rows = [len(part) for part in torch.empty(shape[0]).chunk(shards)] + [0] * shards
+            assert parts[parameter] == (rows[rank % shards], *shape[1:])
+
+
+@pytest.fixture
+def world_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield ranks.Rank(0, 0, 1, "here", torch.device("cpu"), "gloo")
+    dist.destroy_process_group()
+
+
+def test_what_is_not_sharded_is_noticed(world_of_one, monkeypatch):
+    real = gpt_fsdp.fully_shard
+    monkeypatch.setattr(gpt_fsdp, "fully_shard", lambda m, **k: real(m, **k) if isinstance(m, models.Block) else m)
+    with pytest.raises(RuntimeError, match=r"embedding.weight is not placed as \(Shard\(dim=0\),\), but whole"):
+        gpt_fsdp.build(gpt_fsdp.Config(), world_of_one)
+
+
+def test_what_is_not_initialised_is_noticed(world_of_one):
+    """A layer of a kind that ``first_values`` does not know, or any other way of leaving one out."""
+    model = models.GPT(gpt_fsdp.Config().shape)
+    gpt_fsdp.initialise(model, 1)
+    model.blocks[2].scale = nn.Parameter(torch.ones(3))
+    with pytest.raises(RuntimeError, match=r"no first value was given to blocks\.2\.scale"):
+        gpt_fsdp.initialise(model, 1)
+
+
+def test_first_values_are_what_they_should_be():
+    values = dict(plain(gpt_fsdp.Config(lora=2)).named_parameters())
+    for name, value in values.items():
+        if "norm" in name or name.endswith(".up"):
+            assert torch.all(value == ("norm" in name)), name
+        else:
+            assert value.std().item() == pytest.approx(0.02, rel=0.15), name
+    assert not torch.equal(values["blocks.0.attention.key.weight"], values["blocks.1.attention.key.weight"])
+    other = dict(plain(gpt_fsdp.Config(seed=2)).named_parameters())
+    assert not torch.equal(values["head.weight"], other["head.weight"])
+    # Adapters change no name, and no value, of what they adapt.
+    assert torch.equal(values["head.weight"], dict(plain(gpt_fsdp.Config()).named_parameters())["head.weight"])
+
+
+def test_adapters_begin_as_the_frozen_model():
+    adapted, base = plain(gpt_fsdp.Config(lora=2)), plain(gpt_fsdp.Config())
+    tokens = torch.arange(32)[None]
+    assert torch.equal(adapted(tokens), base(tokens))
+    adapted(tokens).sum().backward()
+    trained = {name for name, p in adapted.named_parameters() if p.grad is not None}
+    sides = {f"{layer}.{side}" for layer in ("query", "value") for side in ("down", "up")}
+    assert trained == {f"blocks.{i}.attention.{side}" for i in range(4) for side in sides}
+
+
+# The text
+
+
+def test_text_is_in_two_parts_and_a_target_is_the_next_byte():
+    data = text.load(torch.device("cpu"))
+    assert len(data.validation) == pytest.approx(len(data.train) / 9, rel=1e-4)
+    assert b"assert" in bytes(data.train.tolist())
+    inputs, targets = text.sequences(data.train, torch.tensor([[0, 7]]), 5)
+    assert inputs.shape == targets.shape == (1, 2, 5)
+    assert torch.equal(inputs[0, 1], data.train[7:12].long())
+    assert torch.equal(targets[0, 1], data.train[8:13].long())
+
+
+def test_a_step_draws_the_same_sequences_for_any_number_of_readers():
+    tokens = torch.zeros(1000, dtype=torch.uint8)
+    eight, four = (text.starts(tokens, 100, count, seed=1, step=3) for count in (8, 4))
+    assert torch.equal(eight[:4], four)
+    assert not torch.equal(text.starts(tokens, 100, 8, seed=1, step=4), eight)
+    assert max(text.starts(tokens, 998, 50, seed=1, step=0)) == 1  # the last sequence ends with the text
+
+
+# What is sent, and what is kept
+
+SENT = {
+    "ddp": {"strategy": "ddp"},
+    "fsdp1": {"strategy": "fsdp1"},
+    "fsdp1 kept": {"strategy": "fsdp1", "reshard_after_forward": "false"},
+    "freed": {},
+    "kept": {"reshard_after_forward": "false"},
+    "by pairs": {"reshard_after_forward": "2"},
+    "2x2": {"mesh": "2x2"},
+    "every": {"accumulate": 4},
+    "last": {"accumulate": 4, "sync": "last"},
+    "ddp every": {"accumulate": 4, "strategy": "ddp"},
+    "ddp last": {"accumulate": 4, "sync": "last", "strategy": "ddp"},
+    "fsdp1 last": {"accumulate": 4, "sync": "last", "strategy": "fsdp1"},
+    "full": {"recompute": "full"},
+    "selective": {"recompute": "selective"},
+    "prefetch": {"prefetch": 3},
+    "frozen": {"lora": 4},
+    "bf16": {"precision": "bf16"},
+    "offloaded": {"cpu_offload": True},
+}
+
+
+def measured(me):
+    found = {}
+    for name, given in SENT.items():
+        config = gpt_fsdp.Config(max_steps=meters.TRACED_STEPS[-1] + 1, batch_size=2, seq_len=64, **given)
+        found[name] = gpt_fsdp.train(config, me)
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_four():
+    return on_ranks(measured, count=4)[0]
+
+
+BLOCKS, ROOT = 4 * 196_864, 2 * 256 * 128 + 128  # parameters of tiny's units
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("ddp", {"all-reduce": BLOCKS + ROOT}),
+        ("ddp every", {"all-reduce": 4 * (BLOCKS + ROOT)}),
+        ("ddp last", {"all-reduce": BLOCKS + ROOT}),
+        ("fsdp1 kept", {"all-gather": BLOCKS + ROOT, "reduce-scatter": BLOCKS + ROOT}),
+        ("freed", {"all-gather": 2 * BLOCKS + ROOT, "reduce-scatter": BLOCKS + ROOT}),
+        ("kept", {"all-gather": BLOCKS + ROOT, "reduce-scatter": BLOCKS + ROOT}),
+        ("by pairs", {"all-gather": 2 * BLOCKS + ROOT, "reduce-scatter": BLOCKS + ROOT}),
+        ("2x2", {"all-gather": 2 * BLOCKS + ROOT, "reduce-scatter": BLOCKS + ROOT, "all-reduce": (BLOCKS + ROOT) / 2}),
+        ("every", {"all-gather": 4 * (2 * BLOCKS + ROOT), "reduce-scatter": 4 * (BLOCKS + ROOT)}),
+        ("last", {"all-gather": 4 * (2 * BLOCKS + ROOT), "reduce-scatter": BLOCKS + ROOT}),
+        ("full", {"all-gather": 2 * BLOCKS + ROOT, "reduce-scatter": BLOCKS + ROOT}),
+        ("prefetch", {"all-gather": 2 * BLOCKS + ROOT, "reduce-scatter": BLOCKS + ROOT}),
+        ("bf16", {"all-gather": BLOCKS + ROOT / 2, "reduce-scatter": BLOCKS + ROOT}),
+    ],
+)
+def test_numbers_sent_in_a_step(name, expected, on_four):
+    """In fp32 numbers: bf16 gathers half as many bytes, and reduces in fp32."""
+    sent = dict.fromkeys(expected, 0)
+    for entry in on_four[name]["traffic"]:
+        sent[entry["kind"]] += entry["count"] * entry["bytes"] / 4
+    assert sent == pytest.approx(expected, rel=1e-3)
+
+
+def at_peak(result):
+    return result["memory"]["peak"]
+
+
+def test_what_recomputing_keeps(on_four):
+    none, selective, full = (at_peak(on_four[name])["activations"] for name in ("freed", "selective", "full"))
+    assert full < selective < none
+
+
+def test_what_prefetching_keeps(on_four):
+    assert at_peak(on_four["prefetch"])["all-gather"] > at_peak(on_four["freed"])["all-gather"]
+
+
+def test_what_keeping_gathered_parameters_keeps(on_four):
+    """All of them, when the last block has arrived in a buffer and been copied out of it."""
+    assert at_peak(on_four["kept"])["all-gather"] == pytest.approx(4 * (BLOCKS + ROOT + BLOCKS / 4), rel=0.01)
+    assert at_peak(on_four["freed"])["all-gather"] == pytest.approx(4 * (2 * BLOCKS / 4 + ROOT), rel=0.01)
+    # Halves of the blocks but the last two, beside what "freed" has
+    pairs = at_peak(on_four["by pairs"])["all-gather"] - at_peak(on_four["freed"])["all-gather"]
+    assert pairs == pytest.approx(4 * BLOCKS / 4 / 2 * 3, rel=0.01)
+    assert at_peak(on_four["by pairs"])["activations"] == at_peak(on_four["freed"])["activations"]
+
+
+def test_what_a_frozen_base_saves(on_four):
+    frozen, trained = (on_four[name]["memory"]["start"] for name in ("frozen", "freed"))
+    assert frozen["parameters"] > trained["parameters"]
+    assert frozen["optimizer state"] < trained["optimizer state"] / 50
+    for name, result in on_four.items():
+        assert len(result["memory"]["peak_by_rank"]) == 4, name
+
+
+# A run and its record
+
+
+@pytest.fixture(scope="module")
+def record():
+    return run(max_steps=40, clip=1.0)
+
+
+def test_it_learns(record):
+    losses = record["losses"]
+    assert losses[0] == pytest.approx(torch.tensor(256.0).log().item(), rel=0.02)  # nothing known yet
+    assert losses[-1] < 0.65 * losses[0]
+    assert record["validation_loss"] == pytest.approx(losses[-1], rel=0.1)
+
+
+def test_record_says_what_was_measured(record):
+    assert record["script"] == "gpt_fsdp.py"
+    assert record["data"] == {
+        "name": "pydoc-topics",
+        "train": pytest.approx(420_000, rel=0.1),
+        "test": pytest.approx(46_600, rel=0.1),
+    }
+    assert (record["batch_size"], record["units"], record["first_step"], len(record["losses"])) == (8, 5, 0, 40)
+    assert record["tokens_per_second"] == pytest.approx(record["time"]["samples_per_second"] * 128)
+    # Samples are sequences: 8 on each of 2 ranks in the time of a step.
+    assert record["time"]["samples_per_second"] == pytest.approx(16 / record["time"]["step"]["median"], rel=0.5)
+    speed = record["model_flops_utilisation"]
+    assert speed["peak_of"].startswith("measured matmul ceiling of ")
+    assert speed["peak_flops"] > 1e9
+    used = record["tokens_per_second"] * speed["flops_per_token"] / 2
+    assert speed["value"] == pytest.approx(used / speed["peak_flops"])
+    assert 0.02 < speed["value"] < 1
+    assert record["memory"]["peak"]["activations"] > 0
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_flops_are_those_that_pytorch_counts(tied):
+    model, length = plain(gpt_fsdp.Config(tied=tied)), 32
+    counter = FlopCounterMode(display=False)
+    with counter:
+        model(torch.zeros(2, length, dtype=torch.long)).sum().backward()
+    norms = sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    of_matrices = models.flops_per_token(model, 0) - 6 * norms
+    assert counter.get_flop_counts()["Global"][torch.ops.aten.mm] == of_matrices * 2 * length
+    attention = models.flops_per_token(model, length) - models.flops_per_token(model, 0)
+    assert attention == 12 * 4 * 128 * length
+
+
+def test_flops_of_a_frozen_base_lack_its_gradients():
+    frozen, trained = (models.flops_per_token(plain(gpt_fsdp.Config(lora=r)), 0) for r in (1, None))
+    assert frozen == pytest.approx(trained * 4 / 6, rel=0.01)
+
+
+def test_run_too_short_to_measure():
+    short = run(max_steps=2)
+    assert short["memory"] is None
+    assert short["tokens_per_second"] is None
+    assert short["model_flops_utilisation"]["value"] is None
+
+
+def test_compiled_blocks_compute_the_same_or_say_what_is_missing():
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        with pytest.raises(launch.RunFailed, match="--compile needs a C"):
+            run(compile=True)
+        return
+    compiled, eager = (run(max_steps=12, recompute="selective", compile=c) for c in (True, False))
+    assert compiled["losses"] == pytest.approx(eager["losses"], rel=1e-4)
+    assert compiled["traffic"] == eager["traffic"]
+    assert compiled["memory"] is None  # a compiled step cannot be watched storage by storage
+    assert compiled["time"]["step"]["steps"] == 5
+
+
+# Checkpoints
+
+SAVED = {
+    "ddp": {"strategy": "ddp"},
+    "fsdp1": {"strategy": "fsdp1", "tied": True},
+    "fsdp1 frozen base": {"strategy": "fsdp1", "lora": 2},
+    "fsdp2": {"recompute": "full"},
+    "fsdp2 tied": {"tied": True, "optimizer": "momentum"},
+    "fsdp2 frozen base": {"lora": 2},
+}
+WHOLE, SAVED_AT = 9, 6
+
+
+def saved_config(name, me, **given):
+    return gpt_fsdp.Config(seq_len=32, batch_size=8 // me.world_size, precision="fp64", **SAVED[name], **given)
+
+
+def train_and_save(me, folder):
+    """The losses of uninterrupted runs, and, of others, checkpoints after steps 3 and 6."""
+    losses = {}
+    for name in SAVED:
+        losses[name] = gpt_fsdp.train(saved_config(name, me, max_steps=WHOLE), me)["losses"]
+        kept = {"checkpoint": f"{folder}/{name}", "checkpoint_every": 3, "max_steps": SAVED_AT}
+        gpt_fsdp.train(saved_config(name, me, **kept), me)
+    return losses
+
+
+def resume_all(me, folder):
+    results = {}
+    for name in SAVED:
+        config = saved_config(name, me, checkpoint=f"{folder}/{name}", resume=True, max_steps=WHOLE)
+        results[name] = gpt_fsdp.train(config, me)
+    return results
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for name in SAVED:
+        (folder / name).mkdir()
+    whole = on_ranks(train_and_save, folder, count=4)[0]
+    written = {name: sorted(p.name for p in (folder / name).iterdir()) for name in SAVED}
+    return whole, written, on_ranks(resume_all, folder, count=2)[0]
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_resumed_run_follows_the_uninterrupted_one(name, resumed):
+    """Saved by 4 ranks, continued by 2."""
+    whole, written, results = resumed
+    assert written[name] == ["step-000003", "step-000006"]
+    assert results[name]["first_step"] == SAVED_AT
+    assert results[name]["losses"] == pytest.approx(whole[name][SAVED_AT:], rel=1e-10)
+
+
+# Every way of starting it
+
+LAB = "gpt_fsdp.py --mesh 2x2 --precision fp64 --seq-len 32 --batch-size 2 --max-steps 6"
+WAYS = {
+    "torchrun": f"{PYTHON} -m torch.distributed.run --standalone --nproc-per-node 4 {LAB}",
+    "srun, one task": f"srun -p gpu -N 1 --gres=gpu:4 python {LAB}",
+    "srun, a task a rank": f"srun -p gpu -N 2 --ntasks-per-node=2 --gpus-per-task=1 python {LAB}",
+}
+
+
+@pytest.fixture(scope="module")
+def losses_of_four():
+    return run(ranks=4, mesh="2x2", precision="fp64", seq_len=32, batch_size=2, max_steps=6)["losses"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_computes_the_same(way, losses_of_four, tmp_path, request):
+    env = request.getfixturevalue("slurm") if "srun" in way else os.environ
+    path = tmp_path / "run.json"
+    done = call("bash", "-c", f"{WAYS[way]} --record {path}", env=env, cwd=launch.SOURCE, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert records.load(path)["ranks"] == 4
+    assert records.load(path)["losses"] == pytest.approx(losses_of_four, rel=1e-10)
+
+
+# What a user gets wrong
+
+BAD = {
+    "--strategy zero": "argument --strategy: invalid choice: 'zero'",
+    "--preset huge": "argument --preset: invalid choice: 'huge'",
+    "--strategy ddp --mesh 1x2": "--mesh is FSDP's; with --strategy ddp leave it out",
+    "--strategy single --cpu-offload": "--cpu-offload is FSDP's",
+    "--strategy ddp --reshard-after-forward true": "--reshard-after-forward is FSDP's",
+    "--strategy fsdp1 --prefetch 2": "--prefetch is FSDP2's",
+    "--strategy fsdp1 --reshard-after-forward 2": "--reshard-after-forward N is FSDP2's",
+    "--strategy fsdp1 --mesh 1x2 --reshard-after-forward false": "FSDP1 on a --mesh frees parameters after forward",
+    "--reshard-after-forward maybe": "--reshard-after-forward is true, false or a number from 2 on, not 'maybe'",
+    "--reshard-after-forward 1": "a number from 2 on, not '1'",
+    "--mesh 2by4": "--mesh is REPLICASxSHARDS, such as 2x4, not '2by4'",
+    "--mesh 0x4": "not '0x4'",
+    "--strategy single --ranks 2": "--strategy single is one rank",
+    "--resume": "--resume needs --checkpoint DIR",
+    "--checkpoint-every 5": "--checkpoint-every needs --checkpoint DIR",
+    "--accumulate 0": "--accumulate must be at least 1, but is 0",
+    "--lora 0": "--lora must be at least 1, but is 0",
+    "--prefetch -1": "--prefetch must be at least 0, but is -1",
+    "--clip 0": "--clip must be a number above 0, but is 0.0",
+    "--lr nan": "--lr must be a number above 0, but is nan",
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_one_sentence_before_anything_starts(words, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpt_fsdp.py"])
+    with pytest.raises(SystemExit) as exit_:
+        options.parse(gpt_fsdp.Config, "", words.split())
+    assert exit_.value.code == 2
+    printed = capsys.readouterr()
+    assert BAD[words] in printed.err
+    assert printed.err.startswith("gpt_fsdp.py: ")
+    assert len(printed.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--mesh 2x4", "--mesh 2x4 is for 8 ranks, but 2 were started"),
+        ("--ranks 3 --reshard-after-forward 2", "--reshard-after-forward 2 does not divide the 3 ranks of a model"),
+        ("--ranks 4 --mesh 2x2 --reshard-after-forward 4", "does not divide the 2 ranks of a model"),
+        ("--strategy fsdp1 --cpu-offload", "FSDP1's --cpu-offload needs a GPU"),
+        ("--strategy single --seq-len 100000", "--seq-len 100000 is longer than the validation text of"),
+        ("--strategy single --record {tmp}", "the record cannot be written to"),
+        ("--preset llama3-405b --lora 8", "--preset llama3-405b with --strategy fsdp2 keeps 75"),
+    ],
+)
+def test_one_sentence_from_the_ranks(words, sentence, tmp_path):
+    done = call(sys.executable, "gpt_fsdp.py", *words.format(tmp=tmp_path).split(), cwd=launch.SOURCE, timeout=60)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert done.stderr.startswith("gpt_fsdp.py: ")
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "needed"),
+    [
+        ({"strategy": "single"}, 16),  # parameters, gradients, two moments
+        ({"strategy": "ddp"}, 20),  # and the buckets
+        ({"strategy": "single", "precision": "fp64", "optimizer": "momentum"}, 24),
+        ({"strategy": "single", "optimizer": "sgd"}, 8),
+        ({"strategy": "fsdp1"}, 4),
+        ({"strategy": "fsdp2"}, 4),
+        ({"strategy": "fsdp2", "mesh": "2x2"}, 8),
+    ],
+)
+def test_bytes_a_parameter_that_must_fit(given, needed, monkeypatch, world_of_one):
+    me = dataclasses.replace(world_of_one, world_size=1 if given["strategy"] == "single" else 4)
+    config = gpt_fsdp.Config(**given)
+    model = plain(config)
+    size = needed * sum(p.numel() for p in model.parameters())
+    monkeypatch.setattr(meters, "free_memory_of_a_rank", lambda *_: size)
+    gpt_fsdp.refuse_if_too_big(model, config, me)
+    monkeypatch.setattr(meters, "free_memory_of_a_rank", lambda *_: size - 1)
+    with pytest.raises(UserError, match="--preset tiny with .* take a smaller preset or more ranks"):
+        gpt_fsdp.refuse_if_too_big(model, config, me)
+
+
+def test_ranks_of_a_node_share_its_memory(world_of_one, monkeypatch):
+    def everyone(every, mine):
+        every[:] = [("a", 600.0), ("a", 600.0), ("a", 500.0), ("b", 120.0)]
+
+    monkeypatch.setattr(meters.dist, "all_gather_object", everyone)
+    assert meters.free_memory_of_a_rank(world_of_one, torch.device("cpu")) == 120.0
+
+
+def test_device_without_bf16(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla T4")
+    me = ranks.Rank(0, 0, 1, "here", torch.device("cuda", 0), "nccl")
+    with pytest.raises(UserError, match="Tesla T4 does not compute in bf16: use --precision fp32"):
+        gpt_fsdp.check(gpt_fsdp.Config(precision="bf16"), me)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sentence"),
+    [
+        ({"width": 100, "heads": 8}, "a width of 100 cannot be shared evenly by 8 heads"),
+        ({"width": 24, "heads": 8, "kv_heads": 8}, "a head of 3 numbers is odd"),
+        ({"kv_heads": 3}, "4 heads of queries cannot share 3 of keys and values evenly"),
+    ],
+)
+def test_shapes_that_cannot_be(sizes, sentence):
+    with pytest.raises(UserError, match=sentence):
+        dataclasses.replace(models.GPT_SHAPES["tiny"], **sizes)
+
+
+def test_nothing_left_to_train_and_a_damaged_checkpoint(tmp_path):
+    lab = [sys.executable, "gpt_fsdp.py", "--strategy", "single", "--max-steps", "2", "--checkpoint", tmp_path]
+    assert call(*lab, cwd=launch.SOURCE, timeout=60).returncode == 0
+    again = call(*lab, "--resume", cwd=launch.SOURCE, timeout=60)
+    assert again.returncode == 2
+    assert "nothing left to train: the checkpoint is at step 2; raise --max-steps above it" in again.stderr
+    saved = checkpoints.latest(tmp_path)
+    for part in saved.glob("*.distcp"):
+        part.write_bytes(part.read_bytes()[:100])
+    damaged = call(*lab, "--resume", cwd=launch.SOURCE, timeout=60)
+    assert damaged.returncode == 2
+    assert f"the checkpoint {saved} cannot be read" in damaged.stderr
+
+
+def test_help_is_a_page_a_learner_can_read(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        options.parse(gpt_fsdp.Config, gpt_fsdp.__doc__, ["--help"])
+    assert exit_.value.code == 0
+    page = capsys.readouterr().out
+    assert "python gpt_fsdp.py --ranks 4 --mesh 2x2" in page
+    assert "--tied, --no-tied" in page

@@ -1,0 +1,123 @@
+"""The transformer lab computes the same training however it is shared: the losses of 4 ranks are those of one process.
+
+Within 1e-9 in float64 for every way of sharing, recomputing and accumulating; within 1e-4 in fp32 for a handful.
+A configuration takes a few seconds, and starting four ranks takes as long: so all of them run one after the other
+in the same ranks.
+"""
+
+import json
+import sys
+
+import cloudpickle
+import gpt_fsdp
+import pytest
+from labkit import cells, launch
+
+HERE = launch.Cluster(launcher="local")
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks cannot import this file
+STEPS, SEQUENCES, RANKS = 20, 16, 4
+LORA = {"lora": 4, "lr": 0.02}
+CLIPPED = {"clip": 0.4}  # below most of the norms that occur
+FOUR = {"accumulate": 4}
+LAST = FOUR | {"sync": "last"}
+FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
+TIED = {"tied": True}
+DDP, FSDP1, FSDP2 = ({"strategy": strategy} for strategy in ("ddp", "fsdp1", "fsdp2"))
+KEEP = {"reshard_after_forward": "false"}
+PAIRS = {"reshard_after_forward": "2"}
+HYBRID = {"mesh": "2x2"}
+
+FP64 = {
+    "ddp": DDP,
+    "ddp, tied, accumulate 4 with the last's sum, clipped": DDP | TIED | LAST | CLIPPED,
+    "ddp, recompute full, frozen base": DDP | FULL | LORA,
+    "ddp, recompute selective": DDP | SELECTIVE,
+    "fsdp1": FSDP1,
+    "fsdp1, tied, recompute full": FSDP1 | TIED | FULL,
+    "fsdp1, kept after forward, recompute selective": FSDP1 | KEEP | SELECTIVE,
+    "fsdp1, kept after forward, accumulate 4 with the last's sum": FSDP1 | KEEP | LAST,
+    "fsdp1, frozen base": FSDP1 | LORA,
+    "fsdp1, 2x2, tied": FSDP1 | HYBRID | TIED,
+    "fsdp2": FSDP2,
+    "fsdp2, tied, recompute full, accumulate 4": FSDP2 | TIED | FULL | FOUR,
+    "fsdp2, accumulate 4 with the last's sum, clipped": FSDP2 | LAST | CLIPPED,
+    "fsdp2, frozen base, recompute selective": FSDP2 | LORA | SELECTIVE,
+    "fsdp2, frozen base, kept after forward, accumulate 4 with the last's sum": FSDP2 | LORA | KEEP | LAST,
+    "fsdp2, kept after forward": FSDP2 | KEEP,
+    "fsdp2, kept after forward, tied, recompute full": FSDP2 | KEEP | TIED | FULL,
+    "fsdp2, kept by pairs": FSDP2 | PAIRS,
+    "fsdp2, kept by pairs, tied, recompute selective": FSDP2 | PAIRS | TIED | SELECTIVE,
+    "fsdp2, 2x2": FSDP2 | HYBRID,
+    "fsdp2, 2x2, tied, recompute full, clipped": FSDP2 | HYBRID | TIED | FULL | CLIPPED,
+    "fsdp2, 2x2, accumulate 4 with the last's sum": FSDP2 | HYBRID | LAST,
+    "fsdp2, 2x2, frozen base, kept by pairs": FSDP2 | HYBRID | LORA | PAIRS,
+    "fsdp2, prefetch 2": FSDP2 | {"prefetch": 2},
+    "fsdp2, offloaded, clipped": FSDP2 | {"cpu_offload": True} | CLIPPED,
+    "fsdp2, adamw-fused": FSDP2 | {"optimizer": "adamw-fused"},
+    "fsdp2, adamw-for-loop": FSDP2 | {"optimizer": "adamw-for-loop"},
+    "fsdp2, momentum": FSDP2 | {"optimizer": "momentum", "lr": 0.1},
+    "fsdp2, sgd, tied": FSDP2 | {"optimizer": "sgd", "lr": 0.1} | TIED,
+}
+FP32 = {
+    name: FP64[name]
+    for name in (
+        "ddp",
+        "fsdp1",
+        "fsdp2",
+        "fsdp2, 2x2",
+        "fsdp2, frozen base, recompute selective",
+        "fsdp2, kept after forward, tied, recompute full",
+        "fsdp1, kept after forward, accumulate 4 with the last's sum",
+    )
+}
+CASES = [("fp64", name) for name in FP64] + [("fp32", name) for name in FP32]
+# One process: what recomputes or accumulates must be the plain loop too.
+ALONE = {
+    "single, recompute full": FULL,
+    "single, recompute selective": SELECTIVE,
+    "single, accumulate 4": FOUR,
+    "single, accumulate 4 with the last's sum, frozen base, tied": LAST | LORA | TIED,
+}
+SAME_LOSSES = ("tied", "clip", "lora", "lr", "optimizer", "precision")  # a reference is a plain run with these
+
+
+def reference_of(options: dict) -> str:
+    kept = {name: options[name] for name in SAME_LOSSES if name in options}
+    if kept.get("optimizer", "").startswith("adamw"):
+        del kept["optimizer"]  # its implementations compute the same
+    return json.dumps(kept, sort_keys=True)
+
+
+def jobs(ranks: int) -> dict[str, dict]:
+    """What the program does on that many ranks: {key: options}."""
+    cases = {str((precision, name)): FP64[name] | {"precision": precision} for precision, name in CASES}
+    alone = {str(("fp64", name)): options | {"precision": "fp64"} for name, options in ALONE.items()}
+    if ranks > 1:
+        return cases
+    return alone | {key: json.loads(key) for key in map(reference_of, (cases | alone).values())}
+
+
+def train_all(me):
+    """{key: the losses of the steps, then the validation loss} of every job, one after the other."""
+    losses = {}
+    for key, options in jobs(me.world_size).items():
+        batch = SEQUENCES // me.world_size // options.get("accumulate", 1)
+        options = {"strategy": "single", "max_steps": STEPS, "seq_len": 32, "batch_size": batch} | options
+        result = gpt_fsdp.train(gpt_fsdp.Config(**options), me)
+        losses[key] = [*result["losses"], result["validation_loss"]]
+    return losses
+
+
+@pytest.fixture(scope="module")
+def losses():
+    alone, shared = (cells.on_ranks(train_all, ranks=ranks, cluster=HERE, timeout=900)[0] for ranks in (1, RANKS))
+    return alone | shared
+
+
+@pytest.mark.parametrize(("precision", "name"), [*CASES, *(("fp64", name) for name in ALONE)])
+def test_losses_are_those_of_one_process(precision, name, losses):
+    options = (FP64 | ALONE)[name] | {"precision": precision}
+    reference = losses[reference_of(options)]
+    assert len(reference) == STEPS + 1
+    assert reference[STEPS - 1] < reference[0]
+    assert losses[str((precision, name))] == pytest.approx(reference, rel=1e-9 if precision == "fp64" else 1e-4)

@@ -1,0 +1,240 @@
+"""plan.py as people use it: what it prints, how long it takes, and what it says to bad input."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+
+import plan
+import pytest
+from commands import call
+from labkit import launch, options, predict
+
+ISSUE = "--model llama3-8b --ranks 8 --strategy fsdp2 --seq 8192 --batch 1 --precision bf16 --recompute full --gpu-memory 80"
+TINY = "--model tiny --ranks 4 --batch 2 --seq 64 --precision fp32 --recompute none --device cpu"
+
+
+def asked(words: str) -> plan.Options:
+    return options.parse(plan.Options, "", words.split())
+
+
+def answer(words: str) -> str:
+    return plan.answer(asked(words))
+
+
+def found(words: str) -> dict:
+    return json.loads(answer(f"{words} --json"))
+
+
+def command(*words: str) -> subprocess.CompletedProcess:
+    return call(sys.executable, "plan.py", *words, cwd=launch.SOURCE, timeout=120)
+
+
+def test_the_command_answers_at_once():
+    begin = time.perf_counter()
+    run = command(*ISSUE.split())
+    assert time.perf_counter() - begin < 3  # a quarter of a second, where nothing else runs
+    assert run.returncode == 0 and not run.stderr
+    for words in ("8,030,261,248 parameters", "peak of a rank", "at: backward of the loss", "a second at best"):
+        assert words in run.stdout, words
+    assert "fits in 80 GiB, with 52.95 GiB to spare" in run.stdout
+    assert "not been compared with" in run.stdout  # a GPU's kernels: no GPU has run this
+
+
+def test_planning_imports_no_torch():
+    program = """
+import sys, plan
+for changes in ({}, {"sweep": True}, {"explain": True}, {"json": True}, {"model": "mnist", "precision": "fp32"}):
+    plan.answer(plan.Options(**changes))
+assert "torch" not in sys.modules
+"""
+    run = call(sys.executable, "-c", program, cwd=launch.SOURCE, timeout=60)
+    assert run.returncode == 0, run.stderr
+
+
+def test_the_page_says_what_was_found():
+    page, facts = answer(ISSUE), found(ISSUE)
+    for name, size in facts["by_category"].items():
+        assert re.search(rf"^  {name} +{re.escape(plan.gib(size))}$", page, re.MULTILINE), name
+    assert sum(facts["by_category"].values()) == facts["peak"] == 80 * 2**30 - facts["room"]
+    assert sum(facts["persistent"].values()) == pytest.approx(3 * 4 * facts["parameters"] / 8, rel=1e-3)
+    assert f"communication {facts['seconds']['communication']:.3g} s" in page
+    for c in facts["traffic"]:
+        assert f"{c['count']:4} × {c['kind']}" in page
+
+
+def test_it_says_by_how_much_it_does_not_fit():
+    room = found(f"{ISSUE} --gpu-memory 20")["room"]
+    assert f"does not fit in 20 GiB: {plan.gib(-room)} too much" in answer(f"{ISSUE} --gpu-memory 20")
+
+
+@pytest.mark.parametrize("words", [ISSUE, TINY, "--model mnist --ranks 2 --precision fp32", "--model 1b --mesh 2x4"])
+def test_explained_terms_add_up_to_the_peak(words):
+    planned = plan.plan_of(asked(words))
+    lines = plan.explained(planned).splitlines()
+    shown = [(float(number.replace(",", "")), unit) for number, unit in (line.split()[:2] for line in lines)]
+    peak = predict.total(planned.peak()[1])
+    assert sum(n * {"GiB": 2**30, "MiB": 2**20}[unit] for n, unit in shown) == pytest.approx(peak, rel=2e-3)
+    small = [line for line in lines if "smaller term" in line]
+    terms = re.findall(r"(\d+) smaller terms", "".join(small))
+    assert len(lines) - len(small) + sum(map(int, terms)) == len(planned.explain())
+
+
+def test_explained_numbers_multiply_to_the_terms_size():
+    for (_, name), size, text in plan.plan_of(asked(ISSUE)).explain():
+        factors = [int(number.replace(",", "")) for number in re.findall(r"[\d,]+", text)]
+        product = 1
+        for factor in factors:
+            product *= factor
+        assert product == size, (name, text)
+
+
+def test_the_sweep_is_sorted_and_whole():
+    rows = found("--model llama3-70b --ranks 64 --sweep")
+    fits = [row["room"] >= 0 for row in rows]
+    assert fits == sorted(fits, reverse=True) and any(fits) and not all(fits)
+    speeds = [row["samples_per_second"] for row in rows if row["room"] >= 0]
+    assert speeds == sorted(speeds, reverse=True)
+    assert {row["recompute"] for row in rows} == {"none", "selective", "full"}
+    names = {row["strategy"] for row in rows}
+    assert {"ddp", "zero1", "zero2", "fsdp1", "fsdp2", "fsdp2, HSDP 8x8", "fsdp2, HSDP 2x32"} <= names
+    text = answer("--model llama3-70b --ranks 64 --sweep")
+    assert len(text.splitlines()) == len(rows) + 3
+    assert text.count("does not fit") == fits.count(False)
+
+
+def test_a_row_of_the_sweep_is_that_plan():
+    row = next(row for row in found(f"{TINY} --sweep") if (row["strategy"], row["recompute"]) == ("fsdp2", "full"))
+    assert row["peak"] == found(TINY.replace("--recompute none", "--recompute full"))["peak"]
+
+
+def test_a_slower_network_costs_time_and_no_memory():
+    near, far = found("--ranks 16"), found("--ranks 16 --network 1")
+    assert far["peak"] == near["peak"]
+    assert far["seconds"]["communication"] > 5 * near["seconds"]["communication"]
+
+
+@pytest.mark.parametrize("extra", ["", "--strategy fsdp1 --reshard-after-forward false", "--precision bf16 --mesh 2x2"])
+def test_simulated_beside_predicted(extra):
+    run = command(*TINY.split(), *extra.split(), "--simulate", "--json")
+    facts = json.loads(run.stdout)
+    assert facts["simulated"] == pytest.approx(facts["peak"], rel=0.02)
+    assert sum(facts["simulated_by_category"].values()) == facts["simulated"]
+
+
+OWN = """
+import torch
+from torch import nn
+
+def build():
+    layers = nn.ModuleList(nn.Linear(96, 96) for _ in range(3))
+    layers.forward = lambda x: layers[2](layers[1](layers[0](x)))
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = layers
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+    return Net(), (torch.zeros(7, 96),), lambda module, x: module(x).mean()
+
+def a_number():
+    return 3
+
+def too_little():
+    return nn.Linear(2, 2), ()
+
+def odd_heads():
+    from labkit.models import GPT, GPTShape
+    return GPT(GPTShape(layers=1, width=30, heads=4, kv_heads=4, hidden=8)), (), None
+
+def broken():
+    return nn.Linear(2, 2), (torch.zeros(1, 3),), lambda module, x: module(x).sum()
+
+nothing = None
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "torn.py").write_text("def build(:")
+    (tmp_path / "text.txt").write_text("build")
+    return tmp_path
+
+
+def test_a_model_of_ones_own(own):
+    run = command("--model", f"{own}/own.py:build", "--ranks", "4", "--precision", "fp32")
+    assert run.returncode == 0, run.stderr
+    parameters = 3 * (96 * 96 + 96)
+    assert f"{parameters:,} parameters in 4 units" in run.stdout
+    persistent = 3 * 4 * parameters / 4 + 4 * 6
+    assert f"predicted, between steps  {plan.gib(int(persistent)):>14}" in run.stdout
+    facts = json.loads(
+        command("--model", f"{own}/own.py:build", "--ranks", "4", "--precision", "fp32", "--json").stdout
+    )
+    kept = ("parameters", "optimizer state")
+    assert sum(facts["simulated_by_category"][name] for name in kept) == persistent
+
+
+def test_a_model_that_cannot_be_trained_is_one_sentence(own):
+    run = command("--model", f"{own}/own.py:broken", "--precision", "fp32")
+    assert run.returncode == 2 and run.stdout == ""
+    assert "own.py:broken cannot be trained: RuntimeError: " in run.stderr
+    assert len(run.stderr.splitlines()) == 1
+
+
+BAD = {
+    "--model gpt9": "--model gpt9 is unknown: take mnist, tiny",
+    "--model no.py:build": "there is no file no.py",
+    "--model {own}/own.py:other": "own.py has no function other",
+    "--model {own}/own.py:nothing": "own.py has no function nothing",
+    "--model {own}/own.py:a_number": "it must return (module, inputs, loss)",
+    "--model {own}/own.py:too_little": "it must return (module, inputs, loss)",
+    "--model {own}/own.py:odd_heads": "a width of 30 cannot be shared evenly by 4 heads",
+    "--model {own}/torn.py:build": "torn.py cannot be imported: SyntaxError",
+    "--model {own}/text.txt:build": "is not a file of Python",
+    "--model {own}/own.py:build --batch 4": "--batch is for the course's models",
+    "--model {own}/own.py:build --strategy ddp": "--strategy ddp: your own model is simulated",
+    "--model {own}/own.py:build --sweep": "--sweep compares predictions",
+    "--model {own}/own.py:build --explain": "--explain shows predicted terms",
+    "--ranks 0": "--ranks must be above 0, but is 0",
+    "--batch -1": "--batch must be above 0, but is -1",
+    "--seq 0": "--seq must be above 0",
+    "--gpu-memory -80": "--gpu-memory must be above 0",
+    "--gpu-memory nan": "--gpu-memory must be above 0",
+    "--efficiency 40": "--efficiency is a share, at most 1",
+    "--ranks eight": "argument --ranks: invalid int value: 'eight'",
+    "--strategy zero4": "argument --strategy: invalid choice: 'zero4'",
+    "--mesh 2x8": "--mesh 2x8 is for 16 ranks, but --ranks is 8",
+    "--mesh two": "--mesh is REPLICASxSHARDS, such as 2x4, not 'two'",
+    "--mesh -2x-4": "both at least 1",
+    "--strategy ddp --precision fp32 --mesh 2x4": "--mesh and --reshard-after-forward are FSDP's",
+    "--strategy zero1 --precision fp32 --reshard-after-forward false": "are FSDP's",
+    "--reshard-after-forward maybe": "is true, false or a number of ranks, not 'maybe'",
+    "--reshard-after-forward 3": "does not divide the ranks",
+    "--strategy fsdp1 --reshard-after-forward 2": "is FSDP2's",
+    "--strategy single --precision fp32": "--strategy single is one rank: give --ranks 1",
+    "--strategy ddp": "the memory of bf16 under autocast is not predicted",
+    "--link copper": "--link is nvlink, pcie, or a number of GB/s above 0, not 'copper'",
+    "--network -3": "--network is infiniband, ethernet, or a number of GB/s above 0",
+    "--model mnist --precision fp32 --simulate": "--simulate is for the GPTs and your own models",
+    "--strategy ddp --precision fp32 --simulate": "--strategy ddp cannot be simulated",
+    "--sweep --simulate": "leave --simulate and --explain out",
+    "--nothing": "unrecognized arguments: --nothing",
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_bad_input_is_one_sentence(words, own, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["plan.py", *words.format(own=own).split()])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as exit_:
+        plan.main()
+    assert exit_.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("plan.py: ") and len(printed.err.splitlines()) == 1
+    assert BAD[words] in printed.err
