@@ -112,6 +112,8 @@ class Config:
             raise UserError("--reshard-after-forward N is FSDP2's; FSDP1 knows true and false")
         if self.strategy == "fsdp1" and self.mesh and not self.reshard:
             raise UserError("FSDP1 on a --mesh frees parameters after forward: leave --reshard-after-forward out")
+        if self.strategy == "fsdp1" and self.clip and self.precision == "fp64":
+            raise UserError("FSDP1 computes the norm that --clip needs in fp32: leave --precision fp64 out")
         if self.mesh and not re.fullmatch(r"[1-9]\d*x[1-9]\d*", self.mesh):
             raise UserError(f"--mesh is REPLICASxSHARDS, such as 2x4, not {self.mesh!r}")
         if self.strategy == "single" and self.ranks not in (None, 1):

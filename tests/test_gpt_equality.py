@@ -69,7 +69,7 @@ FP32 = {
         "fsdp2, kept after forward, tied, recompute full",
         "fsdp1, kept after forward, accumulate 4 with the last's sum",
     )
-}
+} | {"fsdp1, clipped": FSDP1 | CLIPPED}  # not in float64: FSDP1 computes the norm in fp32
 CASES = [("fp64", name) for name in FP64] + [("fp32", name) for name in FP32]
 # One process: what recomputes or accumulates must be the plain loop too.
 ALONE = {
@@ -90,7 +90,7 @@ def reference_of(options: dict) -> str:
 
 def jobs(ranks: int) -> dict[str, dict]:
     """What the program does on that many ranks: {key: options}."""
-    cases = {str((precision, name)): FP64[name] | {"precision": precision} for precision, name in CASES}
+    cases = {str((precision, name)): (FP64 | FP32)[name] | {"precision": precision} for precision, name in CASES}
     alone = {str(("fp64", name)): options | {"precision": "fp64"} for name, options in ALONE.items()}
     if ranks > 1:
         return cases
@@ -116,7 +116,7 @@ def losses():
 
 @pytest.mark.parametrize(("precision", "name"), [*CASES, *(("fp64", name) for name in ALONE)])
 def test_losses_are_those_of_one_process(precision, name, losses):
-    options = (FP64 | ALONE)[name] | {"precision": precision}
+    options = (FP64 | FP32 | ALONE)[name] | {"precision": precision}
     reference = losses[reference_of(options)]
     assert len(reference) == STEPS + 1
     assert reference[STEPS - 1] < reference[0]
