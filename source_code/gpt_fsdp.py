@@ -35,11 +35,12 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from labkit import UserError, checkpoints, meters, models, ranks, records, text
+from labkit import UserError, blueprints, checkpoints, meters, models, predict, ranks, records, text
 from labkit.meters import Meter
 from labkit.models import GPT, Block
 from labkit.options import option, parse
 from labkit.progress import Progress
+from labkit.shapes import GPT_SHAPES, GPTShape
 from labkit.trace import local
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -63,7 +64,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 class Config:
     """One run. The command line is made from these fields."""
 
-    preset: Literal[tuple(models.GPT_SHAPES)] = option("tiny", "size of the model")
+    preset: Literal[tuple(GPT_SHAPES)] = option("tiny", "size of the model")
     tied: bool | None = option(None, "one weight for embedding and head (default: as the preset says)")
     strategy: Literal["single", "ddp", "fsdp1", "fsdp2"] = option("fsdp2", "one process, or how the ranks share")
     max_steps: int = option(20, "steps to train, those of the run being resumed included")
@@ -131,8 +132,8 @@ class Config:
                 raise UserError(f"{flag(name)} must be a number above 0, but is {value}")
 
     @property
-    def shape(self) -> models.GPTShape:
-        shape = models.GPT_SHAPES[self.preset]
+    def shape(self) -> GPTShape:
+        shape = GPT_SHAPES[self.preset]
         return shape if self.tied is None else dataclasses.replace(shape, tied=self.tied)
 
     @property
@@ -171,8 +172,8 @@ def build(config, me):
         model = GPT(config.shape).to(config.dtype)
         if config.lora:
             models.add_adapters(model, config.lora)
-    refuse_if_too_big(model, config, me)
-    flops = models.flops_per_token(model, config.seq_len)
+    refuse_if_too_big(config, me)
+    flops = blueprints.flops_per_token(config.shape, config.seq_len, config.lora)
     for block in model.blocks:
         change_forward(block, config)
     return parallelize(model, config, me), flops
@@ -277,19 +278,22 @@ def initialise(model, seed):
         raise RuntimeError(f"no first value was given to {', '.join(forgotten)}")
 
 
-def refuse_if_too_big(model, config, me):
-    """UserError, on every rank, if what a rank keeps from step to step is more than the memory there is for it."""
-    _, shards = config.grid(me.world_size)
-    share = config.dtype.itemsize / shards
-    parameters = share * sum(p.numel() for p in model.parameters())
-    trained = share * sum(p.numel() for p in model.parameters() if p.requires_grad)
-    states = {"sgd": 0, "momentum": 1}.get(config.optimizer, 2)
-    needed = parameters + trained * (1 + states + (config.strategy == "ddp"))  # DDP has gradients in buckets, too
+def refuse_if_too_big(config, me):
+    """UserError, on every rank, if the planner's peak (or what it knows of it) is more than the memory there is."""
+    run = {"script": "gpt_fsdp.py", "ranks": me.world_size, "device": me.device.type}
+    try:
+        plan = predict.plan_of(run | {"config": dataclasses.asdict(config)})
+        terms = plan.persistent() if config.cpu_offload else plan.peak()[1]
+    except UserError:  # not predicted: but what stays from step to step is
+        known = dataclasses.replace(config, precision="fp32", sync="every", lora=None)
+        terms = predict.plan_of(run | {"config": dataclasses.asdict(known)}).persistent() if not config.lora else {}
+    needed = predict.total(terms)
     free = meters.free_memory_of_a_rank(me, torch.device("cpu") if config.cpu_offload else me.device)
     if needed > free:
         raise UserError(
-            f"--preset {config.preset} with --strategy {config.strategy} keeps {needed / 2**30:.1f} GiB on each of "
-            f"{me.world_size} ranks, and {free / 2**30:.1f} GiB are free: take a smaller preset or more ranks"
+            f"--preset {config.preset} with --strategy {config.strategy} needs {needed / 2**30:.1f} GiB on each of "
+            f"{me.world_size} ranks, and {free / 2**30:.1f} GiB are free: take a smaller preset or more ranks "
+            "(plan.py says what takes them)"
         )
 
 

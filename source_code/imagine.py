@@ -6,6 +6,7 @@ Used by plan.py --simulate and notebook 11; labkit/simulate.py does the work, on
 import torch
 from labkit import UserError, models, simulate
 from labkit.ranks import Rank
+from labkit.shapes import GPTShape
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import (
 import gpt_fsdp
 
 
-def gpt(ranks: int, shape: models.GPTShape | None = None, **options) -> dict:
+def gpt(ranks: int, shape: GPTShape | None = None, **options) -> dict:
     """A step with the options of gpt_fsdp.py, on rank 0 of ``ranks``: what ``simulate.step`` returns.
 
     shape: another than the preset's. Joins the world at the first call; a process can be in one only.

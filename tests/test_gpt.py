@@ -12,7 +12,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import call
-from labkit import UserError, cells, checkpoints, launch, meters, models, options, ranks, records, text
+from labkit import (
+    UserError,
+    blueprints,
+    cells,
+    checkpoints,
+    launch,
+    meters,
+    models,
+    options,
+    predict,
+    ranks,
+    records,
+    text,
+)
+from labkit.shapes import GPT_SHAPES
 from labkit.trace import local
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -310,19 +324,20 @@ def test_record_says_what_was_measured(record):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_flops_are_those_that_pytorch_counts(tied):
-    model, length = plain(gpt_fsdp.Config(tied=tied)), 32
+    config, length = gpt_fsdp.Config(tied=tied), 32
+    model, shape = plain(config), config.shape
     counter = FlopCounterMode(display=False)
     with counter:
         model(torch.zeros(2, length, dtype=torch.long)).sum().backward()
     norms = sum(p.numel() for p in model.parameters() if p.ndim == 1)
-    of_matrices = models.flops_per_token(model, 0) - 6 * norms
+    of_matrices = blueprints.flops_per_token(shape, 0) - 6 * norms
     assert counter.get_flop_counts()["Global"][torch.ops.aten.mm] == of_matrices * 2 * length
-    attention = models.flops_per_token(model, length) - models.flops_per_token(model, 0)
+    attention = blueprints.flops_per_token(shape, length) - blueprints.flops_per_token(shape, 0)
     assert attention == 12 * 4 * 128 * length
 
 
 def test_flops_of_a_frozen_base_lack_its_gradients():
-    frozen, trained = (models.flops_per_token(plain(gpt_fsdp.Config(lora=r)), 0) for r in (1, None))
+    frozen, trained = (blueprints.flops_per_token(GPT_SHAPES["tiny"], 0, r) for r in (1, None))
     assert frozen == pytest.approx(trained * 4 / 6, rel=0.01)
 
 
@@ -484,27 +499,28 @@ def test_one_sentence_from_the_ranks(words, sentence, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "needed"),
-    [
-        ({"strategy": "single"}, 16),  # parameters, gradients, two moments
-        ({"strategy": "ddp"}, 20),  # and the buckets
-        ({"strategy": "single", "precision": "fp64", "optimizer": "momentum"}, 24),
-        ({"strategy": "single", "optimizer": "sgd"}, 8),
-        ({"strategy": "fsdp1"}, 4),
-        ({"strategy": "fsdp2"}, 4),
-        ({"strategy": "fsdp2", "mesh": "2x2"}, 8),
-    ],
+    "given",
+    [{"strategy": "single"}, {"strategy": "ddp"}, {"strategy": "fsdp2", "mesh": "2x2"}, {"recompute": "full"}],
+    ids=str,
 )
-def test_bytes_a_parameter_that_must_fit(given, needed, monkeypatch, world_of_one):
-    me = dataclasses.replace(world_of_one, world_size=1 if given["strategy"] == "single" else 4)
-    config = gpt_fsdp.Config(**given)
-    model = plain(config)
-    size = needed * sum(p.numel() for p in model.parameters())
-    monkeypatch.setattr(meters, "free_memory_of_a_rank", lambda *_: size)
-    gpt_fsdp.refuse_if_too_big(model, config, me)
-    monkeypatch.setattr(meters, "free_memory_of_a_rank", lambda *_: size - 1)
-    with pytest.raises(UserError, match="--preset tiny with .* take a smaller preset or more ranks"):
-        gpt_fsdp.refuse_if_too_big(model, config, me)
+def test_refused_with_the_planners_figure(given, monkeypatch, world_of_one):
+    me = dataclasses.replace(world_of_one, world_size=1 if given.get("strategy") == "single" else 4)
+    config = gpt_fsdp.Config(preset="small", **given)
+    plan = predict.plan_of({"script": "gpt_fsdp.py", "ranks": me.world_size, "config": {"preset": "small"} | given})
+    needed = predict.total(plan.peak()[1])
+    monkeypatch.setattr(meters, "free_memory_of_a_rank", lambda *_: needed)
+    gpt_fsdp.refuse_if_too_big(config, me)
+    monkeypatch.setattr(meters, "free_memory_of_a_rank", lambda *_: needed - 1)
+    with pytest.raises(UserError, match=f"needs {needed / 2**30:.1f} GiB on each of {me.world_size} ranks"):
+        gpt_fsdp.refuse_if_too_big(config, me)
+
+
+def test_refused_for_what_stays_where_the_peak_is_not_predicted(monkeypatch, world_of_one):
+    me = dataclasses.replace(world_of_one, world_size=4)
+    kept = 16 * sum(p.numel() for p in plain(gpt_fsdp.Config()).parameters())  # with two moments and DDP's buckets
+    monkeypatch.setattr(meters, "free_memory_of_a_rank", lambda *_: kept - 1)
+    with pytest.raises(UserError, match="take a smaller preset or more ranks"):
+        gpt_fsdp.refuse_if_too_big(gpt_fsdp.Config(strategy="ddp", precision="bf16"), me)
 
 
 def test_ranks_of_a_node_share_its_memory(world_of_one, monkeypatch):
@@ -533,7 +549,7 @@ def test_device_without_bf16(monkeypatch):
 )
 def test_shapes_that_cannot_be(sizes, sentence):
     with pytest.raises(UserError, match=sentence):
-        dataclasses.replace(models.GPT_SHAPES["tiny"], **sizes)
+        dataclasses.replace(GPT_SHAPES["tiny"], **sizes)
 
 
 def test_nothing_left_to_train_and_a_damaged_checkpoint(tmp_path):

@@ -5,9 +5,7 @@ The whole trial (58 configurations, real ranks) runs in CI, and a sample of it e
 """
 
 import json
-import subprocess
 import sys
-import time
 
 import pytest
 import trial

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from labkit.shapes import GPT_SHAPES as GPT_SHAPES
-from labkit.shapes import GPTShape
+from labkit.shapes import GPT_SHAPES, GPTShape  # noqa: F401  who builds a GPT wants its sizes from here, too
 
 
 class Net(nn.Module):
@@ -184,21 +183,6 @@ def first_values(model: nn.Module, seed: int):
             elif isinstance(module, (nn.Linear, nn.Embedding)):
                 generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {module_name}.{name}".encode()))
                 yield parameter, torch.empty(shape).normal_(std=0.02, generator=generator)
-
-
-def flops_per_token(model: GPT, length: int) -> float:
-    """Floating-point operations that training on one token takes, by the count of PaLM (arXiv:2204.02311, appendix B).
-
-    For each parameter that multiplies (all but the embedding, which is looked up) 2 in forward, 2 for the gradient
-    of the input, and 2 for its own gradient if it is trained; 12 × layers × width × length for attention. What is
-    computed again to save memory does not count: it is no use to the model.
-    """
-    parameters = dict(model.named_parameters())
-    if not model.shape.tied:
-        del parameters["embedding.weight"]
-    multiplied = sum(p.numel() for p in parameters.values())
-    trained = sum(p.numel() for p in parameters.values() if p.requires_grad)
-    return 4 * multiplied + 2 * trained + 12 * model.shape.layers * model.shape.width * length
 
 
 def rotary(length: int, width: int, like) -> tuple[torch.Tensor, torch.Tensor]:

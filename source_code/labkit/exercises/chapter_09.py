@@ -9,11 +9,11 @@ from torch.distributed.tensor import DTensor
 
 from labkit import blueprints, models, predict
 from labkit.exercises import Do, Predict
-from labkit.shapes import GPT_SHAPES
+from labkit.shapes import GPT_SHAPES, GPTShape
 
 GIB = 2**30
 RANKS = 4
-SHAPE = models.GPTShape(layers=3, width=16, heads=2, kv_heads=2, hidden=32, vocabulary=32)
+SHAPE = GPTShape(layers=3, width=16, heads=2, kv_heads=2, hidden=32, vocabulary=32)
 
 
 def _traffic(**options):
