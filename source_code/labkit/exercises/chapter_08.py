@@ -4,7 +4,8 @@ import torch
 
 from labkit import predict
 from labkit.exercises import Do, Predict, unanswered
-from labkit.models import Block, GPTShape, rotary
+from labkit.models import Block, rotary
+from labkit.shapes import GPTShape
 
 MIB = 2**20
 

@@ -81,7 +81,7 @@ answer = 100 * 1.28 / (8 * 0.20)
         answer=BATCH * LENGTH / (FIXED + EACH * BATCH),
         unit="tokens/s",
         slips={
-            "that is batch 8's rate, as if the step grew fourfold; its fixed part does not grow": BATCH * LENGTH / (LARGE[1] * 4),
+            "that is batch 8's rate, as if the step grew fourfold; its fixed part stays": LENGTH * LARGE[0] / LARGE[1],
             "you scaled the 30 ms of batch 2: its fixed part does not grow": BATCH * LENGTH / (SMALL[1] * 16),
             "that is the ceiling 1/b: the fixed part is still there at batch 32": LENGTH / EACH,
             "that counts sequences; each has 128 tokens": BATCH / (FIXED + EACH * BATCH),
