@@ -35,7 +35,7 @@ def test_reference_ladder_keeps_the_readmes_promises(reference):
 
 
 @pytest.mark.parametrize(
-    "path", sorted((launch.SOURCE / "results" / "reference").rglob("*.json")), ids=lambda p: p.stem
+    "path", sorted((launch.SOURCE / "results" / "reference").glob("*/*.json")), ids=lambda p: p.stem
 )
 def test_committed_records_are_readable_and_name_no_machine_path(path):
     record = records.load(path)

@@ -205,6 +205,6 @@ def _profiler(folder: str):
     except OSError as error:
         raise UserError(f"traces cannot be written to {folder} ({error.strerror}): name another --profile") from None
     handler = tensorboard_trace_handler(folder, worker_name=f"rank{dist.get_rank()}")
-    profiler = profile(schedule=schedule(**PROFILED), on_trace_ready=handler)
+    profiler = profile(schedule=schedule(**PROFILED, repeat=1), on_trace_ready=handler)
     profiler.start()
     return profiler
