@@ -20,10 +20,11 @@ A record has the keys of labkit/records.py that apply, and "link", with times in
 
 import os
 import re
+import sys
 import time
 from dataclasses import asdict, dataclass
 
-from labkit import cells, cost, launch, network, options, predict, records
+from labkit import UserError, cells, cost, launch, network, options, predict, records
 from labkit.options import option
 
 STRATEGIES = {
@@ -58,7 +59,8 @@ def sweep(rates: list[str], steps: int, cluster=None):
             for name in STRATEGIES:
                 yield summary(name, rate, [rank[name] for rank in of_ranks])
     finally:
-        network.change_link(old)
+        if old:
+            network.change_link(old)
 
 
 def measure(me, steps: int) -> dict:
@@ -183,4 +185,7 @@ def main(config):
 
 
 if __name__ == "__main__":
-    main(options.parse(Config, __doc__))
+    try:
+        main(options.parse(Config, __doc__))
+    except UserError as error:
+        sys.exit(f"links.py: {error}")

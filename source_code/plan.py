@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import logging
 import sys
 from dataclasses import dataclass
 from itertools import product
@@ -396,6 +397,8 @@ def simulated(options: Options, own) -> dict:
 
     if own:
         keep = options.reshard_after_forward
+        # Its error is told as a sentence; PyTorch would log it too, with a page of where it came from.
+        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
         with told(f"{options.model} cannot be trained"):
             memory = imagine.network(own, options.ranks, options.strategy, options.precision, keep)
     elif options.model == "mnist":

@@ -1,6 +1,7 @@
 """Chapter 10: its verdicts fail on a wrong mesh, its exercises judge fairly, and real steps on a real link obey its law."""
 
 import json
+import os
 import sys
 
 import links
@@ -90,7 +91,7 @@ RATES = ("200mbit", "100mbit")
 @pytest.fixture(scope="module")
 def swept(linked):  # noqa: F811
     """{(strategy, speed): record} of steps of gpt_fsdp.py at two speeds of the link."""
-    code = f"import json, links; print(json.dumps(list(links.sweep({RATES!r}, steps=12))))"
+    code = f"import json, links; print(json.dumps(list(links.sweep({RATES!r}, steps=8))))"
     run = call(sys.executable, "-c", code, env=linked, cwd=SOURCE, timeout=300)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
@@ -126,3 +127,9 @@ def test_the_notebook_runs_on_two_hosts(linked):  # noqa: F811
     words = (sys.executable, "-m", "pytest", "--nbval-lax", "-q", "-p", "no:cacheprovider", name)
     run = call(*words, env=env, cwd=FOLDER.parent, timeout=400)
     assert run.returncode == 0, run.stdout[-4000:]
+
+
+def test_a_sweep_where_there_is_no_link():
+    env = {name: value for name, value in os.environ.items() if name != network.VARIABLE}
+    run = call(sys.executable, "links.py", env=env, cwd=SOURCE)
+    assert run.returncode == 1 and run.stderr.count("\n") == 1 and "there is no link to change" in run.stderr

@@ -33,27 +33,27 @@ def across(rows: dict[str, tuple[float, float]], guesses: dict, title: str, unde
 
 
 def sweep(steps: dict, predicted: dict, ratios: dict, title: str, under: str):
-    """Step time against the link's speed, and the communication time measured over predicted.
+    """Step time against the time that the link needs for a megabyte, and the communication time measured over predicted.
 
-    steps, predicted: {name: {speed: seconds}}; ratios: {name: {speed: measured / predicted}}. Speeds from slow to fast.
+    steps, predicted: {name: {Mbit/s: seconds}}; ratios: {name: {Mbit/s: measured / predicted}}.
     """
-    figure, (time, ratio) = plt.subplots(1, 2, figsize=(12.5, 5), layout="constrained", width_ratios=[3, 2])
+    figure, (time, ratio) = plt.subplots(1, 2, figsize=(12.5, 5.2), layout="constrained", width_ratios=[3, 2])
     speeds = list(next(iter(steps.values())))
+    place = {speed: 8e3 / speed for speed in speeds}  # ms a megabyte: a straight line
     for name, (colour, line, mark) in STYLES.items():
-        places = range(len(speeds))
-        time.plot(places, [1e3 * steps[name][s] for s in speeds], mark, color=colour, markersize=8, label=name)
+        time.plot([place[s] for s in speeds], [1e3 * steps[name][s] for s in speeds], mark, color=colour, label=name)
         law = [1e3 * predicted[name][s] for s in speeds]
-        time.plot(places, law, line, color=colour, linewidth=1.3)
-        time.plot(
-            places, law, mark, markersize=13, markerfacecolor="none", markeredgecolor="black", markeredgewidth=0.9
-        )
-        shaped = [place for place in places if speeds[place] in ratios[name]]
+        time.plot([place[s] for s in speeds], law, line, color=colour, linewidth=1.3)
+        outline = {"markersize": 12, "markerfacecolor": "none", "markeredgecolor": "black", "markeredgewidth": 0.9}
+        time.plot([place[s] for s in speeds], law, mark, **outline)
+        shaped = [speed for speed in speeds if speed in ratios[name]]
         ratio.plot(
-            shaped, [ratios[name][speeds[p]] for p in shaped], mark + line, color=colour, markersize=8, linewidth=1
+            [place[s] for s in shaped], [ratios[name][s] for s in shaped], mark + line, color=colour, linewidth=1
         )
-    for axes in (time, ratio):
-        axes.set_xticks(range(len(speeds)), speeds)
-        axes.set_xlabel("speed of the link [Mbit/s]")
+    for axes, shown in ((time, speeds), (ratio, shaped)):
+        named = [f"{place[s]:.0f}\n({f'{s} Mbit/s' if s == min(speeds) else s if place[s] else '∞'})" for s in shown]
+        axes.set_xticks([place[s] for s in shown], named)
+        axes.set_xlabel("time the link needs for a megabyte [ms] (its speed)")
     time.set(ylabel="step time [ms]", ylim=(0, None))
     ratio.axhline(1, color="black", linestyle="--", linewidth=1)
     ratio.axhspan(0.85, 1.15, color="#EEEEEE", zorder=0)

@@ -40,7 +40,7 @@ def ways(rows: list[tuple], title: str, under: str, unit=(2**20, "MiB"), limit=N
                 bar = axes.barh(y, width, left=left, height=0.82 * pitch, **look(way, COLOURS[category]))
                 handles.setdefault(category, bar) if way == present[0] else None
                 left += width
-            axes.text(left, y, f" {left:,.1f}", va="center", fontsize=11)
+            axes.text(left, y, f" {left:,.{2 if name == 'GiB' else 1}f}", va="center", fontsize=11)
             longest = max(longest, left)
     for label, guess in (guesses or {}).items():
         if guess is not None:
@@ -75,7 +75,7 @@ def places(moments: dict, title: str, under: str):
                 bottom += height
     totals = [size / GIB for size, _ in moments.values()]
     top = max(range(len(totals)), key=lambda i: totals[i])
-    axes.text(top, totals[top], f"{totals[top]:.1f}", ha="center", va="bottom", fontweight="bold")
+    axes.text(top, totals[top], f"{totals[top]:.2f}", ha="center", va="bottom", fontweight="bold")
     axes.set_xticks(range(len(moments)), list(moments), rotation=60, ha="right", rotation_mode="anchor", fontsize=11)
     axes.set(ylabel="highest moment [GiB]", ylim=(0, 1.12 * max(totals)), xlim=(-0.6, len(totals) - 0.4))
     headline(figure, title, f"{under}; outlined: predicted")
