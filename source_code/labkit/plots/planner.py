@@ -40,7 +40,13 @@ def ways(rows: list[tuple], title: str, under: str, unit=(2**20, "MiB"), limit=N
                 bar = axes.barh(y, width, left=left, height=0.82 * pitch, **look(way, COLOURS[category]))
                 handles.setdefault(category, bar) if way == present[0] else None
                 left += width
-            axes.text(left, y, f" {left:,.{2 if name == 'GiB' else 1}f}", va="center", fontsize=11)
+            number = f"{left:,.{2 if name == 'GiB' else 1}f}"
+            paper = {
+                "facecolor": "white",
+                "edgecolor": "none",
+                "pad": 1,
+            }  # the number stays legible on the limit's line
+            axes.annotate(number, (left, y), (5, 0), textcoords="offset points", va="center", fontsize=11, bbox=paper)
             longest = max(longest, left)
     for label, guess in (guesses or {}).items():
         if guess is not None:
