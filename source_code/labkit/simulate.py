@@ -7,12 +7,17 @@
 What comes out is *simulated*, never measured: FSDP, autograd and the optimizer ran, and allocated nothing.
 DDP cannot be simulated: its reducer looks inside the tensors.
 
-Private PyTorch used here, and only here: ``FakeTensorMode`` and its switch, and the process group of the kind "fake".
+Private PyTorch used here, and only here: ``FakeTensorMode`` and its switch, the process group of the kind "fake",
+and how FSDP2 cuts a parameter.
 """
+
+import contextlib
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -53,9 +58,29 @@ def step(setup) -> dict:
     }
 
 
+@contextlib.contextmanager
 def ranks_are_real():
     """A context in which new tensors are real: a device mesh has its ranks in a tensor, and must read them."""
-    return unset_fake_temporarily()
+    with unset_fake_temporarily(), mock.patch.object(_fsdp_param, "_chunk_with_empty", _Parts):
+        yield
+
+
+class _Parts:
+    """A tensor's parts, one a rank, each cut when it is asked for.
+
+    FSDP2 cuts every parameter into as many tensors as there are ranks and keeps one. For a thousand ranks, making
+    tensors that are only thrown away took most of a simulation's time.
+    """
+
+    def __init__(self, tensor, count: int, dim: int):
+        self.tensor, self.count, self.dim = tensor, count, dim
+
+    def __getitem__(self, rank: int):
+        length = self.tensor.size(self.dim)
+        size = -(-length // self.count)
+        if rank * size >= length:
+            return self.tensor.new_empty(0)
+        return self.tensor.narrow(self.dim, rank * size, min(size, length - rank * size))
 
 
 class _Counters(TorchDispatchMode):
