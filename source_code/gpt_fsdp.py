@@ -27,7 +27,7 @@ import shutil
 import sys
 import time
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -279,14 +279,13 @@ def initialise(model, seed):
 
 
 def refuse_if_too_big(config, me):
-    """UserError, on every rank, if the planner's peak (or what it knows of it) is more than the memory there is."""
+    """UserError, on every rank, if the planner's peak is more than the memory there is."""
     run = {"script": "gpt_fsdp.py", "ranks": me.world_size, "device": me.device.type}
-    try:
-        plan = predict.plan_of(run | {"config": dataclasses.asdict(config)})
-        terms = plan.persistent() if config.cpu_offload else plan.peak()[1]
-    except UserError:  # not predicted: but what stays from step to step is
-        known = dataclasses.replace(config, precision="fp32", sync="every", lora=None)
-        terms = predict.plan_of(run | {"config": dataclasses.asdict(known)}).persistent() if not config.lora else {}
+    plan = predict.plan_of(run | {"config": dataclasses.asdict(config)})
+    terms = plan.persistent()  # what lies in the CPU's memory, if that is asked for
+    if not config.cpu_offload:
+        with suppress(UserError):  # where the peak is not predicted, what stays from step to step must do
+            _, terms = plan.peak()
     needed = predict.total(terms)
     free = meters.free_memory_of_a_rank(me, torch.device("cpu") if config.cpu_offload else me.device)
     if needed > free:

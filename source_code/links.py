@@ -20,11 +20,10 @@ A record has the keys of labkit/records.py that apply, and "link", with times in
 
 import os
 import re
-import sys
 import time
 from dataclasses import asdict, dataclass
 
-from labkit import UserError, cells, cost, launch, network, options, predict, records
+from labkit import UserError, cells, cost, launch, network, options, predict, ranks, records
 from labkit.options import option
 
 STRATEGIES = {
@@ -188,4 +187,4 @@ if __name__ == "__main__":
     try:
         main(options.parse(Config, __doc__))
     except UserError as error:
-        sys.exit(f"links.py: {error}")
+        ranks.leave(str(error))

@@ -260,12 +260,12 @@ def sweep(options: Options) -> list[dict]:
     for (name, changes), recompute in product(variants(options), ("none", "selective", "full")):
         tried = dataclasses.replace(options, recompute=recompute, **changes)
         row = {"strategy": name, "recompute": recompute}
+        plan = plan_of(tried)
         try:
-            found = describe(tried, plan_of(tried))
+            found = describe(tried, plan)
             row |= {"peak": found["peak"], "room": found["room"], "samples_per_second": found["samples_per_second"]}
         except UserError:  # bf16 under autocast: but what stays between steps is known, and gradients come on top
-            least = dataclasses.replace(tried, precision="fp32")
-            kept = sum(plan_of(least).persistent().values()) + 4 * blueprint(least).numel
+            kept = predict.total(plan.persistent()) + plan.itemsize * plan.blueprint.numel
             row |= {"at_least": kept, "room": options.gpu_memory * GIB - kept, "samples_per_second": 0.0}
         rows.append(row)
     return sorted(rows, key=lambda row: (row["room"] < 0, "at_least" in row, -row["samples_per_second"], -row["room"]))

@@ -38,7 +38,8 @@ def test_a_node_sends_what_the_formulas_say(nodes, size):
     # a part of each parameter is padded so that all ranks have as many rows: at most by 3 % here
     assert cost.leaving(hybrid.traffic(), hybrid, size) == pytest.approx(2 * (nodes - 1) / nodes * parameters, rel=0.03)
     kept = plan(ranks, reshard_after_forward="false")
-    assert cost.leaving(kept.traffic(), kept, size) == pytest.approx(2 * share * parameters, rel=0.6)
+    whole = sum(c["count"] * c["bytes"] for c in kept.traffic())  # gathered once, reduced once
+    assert cost.leaving(kept.traffic(), kept, size) == pytest.approx(share * whole)
     assert cost.leaving(kept.traffic(), kept, size, "gloo") == pytest.approx(
         1.5 * cost.leaving(kept.traffic(), kept, size)
     )
@@ -132,4 +133,4 @@ def test_the_notebook_runs_on_two_hosts(linked):  # noqa: F811
 def test_a_sweep_where_there_is_no_link():
     env = {name: value for name, value in os.environ.items() if name != network.VARIABLE}
     run = call(sys.executable, "links.py", env=env, cwd=SOURCE)
-    assert run.returncode == 1 and run.stderr.count("\n") == 1 and "there is no link to change" in run.stderr
+    assert run.returncode == 2 and run.stderr.count("\n") == 1 and "there is no link to change" in run.stderr

@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from labkit.models import GPT, GPT_SHAPES, GPTShape, rotary, rotated
+from labkit.models import GPT, rotary, rotated
+from labkit.shapes import GPT_SHAPES, GPTShape
 
 TINY = GPT_SHAPES["tiny"]
 

@@ -149,7 +149,8 @@ def too_little():
     return nn.Linear(2, 2), ()
 
 def odd_heads():
-    from labkit.models import GPT, GPTShape
+    from labkit.models import GPT
+    from labkit.shapes import GPTShape
     return GPT(GPTShape(layers=1, width=30, heads=4, kv_heads=4, hidden=8)), (), None
 
 def broken():

@@ -140,7 +140,8 @@ def test_without_optimizer_state_the_first_step_needs_less():
 def test_what_is_not_predicted_says_so():
     for options in ({"strategy": "ddp", "precision": "bf16"}, {"strategy": "fsdp1", "lora": 4}):
         with pytest.raises(UserError, match="not predicted"):
-            plan(**options)
+            plan(**options).peak()
+        assert plan(**options).persistent() and plan(**options).traffic()
 
 
 def test_a_prediction_takes_less_than_50_ms_and_imports_no_torch():

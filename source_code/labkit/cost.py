@@ -91,19 +91,19 @@ def seconds(collective: dict, plan: Plan, node_size: int, link: Link, network: L
 def step_time(plan: Plan, node_size: int, link: Link, network: Link, flops: float) -> dict:
     """{"compute", "communication", "in turn", "overlapped"}: seconds of a step. flops: a second, that a rank attains.
 
-    Overlapped, the longer of the two hides the other, but for what nothing can hide: the first gather and the last
-    reduction, of the root.
+    Overlapped, the longer of the two hides the other, but for one collective of the average length: at a step's end
+    nothing is left to compute that could hide the last reduction.
     """
-    network_work = plan.blueprint
-    compute = plan.micro_batches * network_work.samples * (network_work.flops + network_work.recomputed_flops) / flops
+    work = plan.blueprint
+    compute = plan.micro_batches * work.samples * (work.flops + work.recomputed_flops) / flops
     times = [(seconds(c, plan, node_size, link, network), c["count"]) for c in plan.traffic()]
     communication = sum(one * count for one, count in times)
-    exposed = communication / sum(count for _, count in times) if times else 0.0
+    last = communication / sum(count for _, count in times) if times else 0.0
     return {
         "compute": compute,
         "communication": communication,
         "in turn": compute + communication,
-        "overlapped": max(compute, communication) + min(exposed, compute),
+        "overlapped": max(compute, communication) + min(last, compute),
     }
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from labkit.shapes import GPT_SHAPES, GPTShape  # noqa: F401  who builds a GPT wants its sizes from here, too
+from labkit.shapes import GPTShape
 
 
 class Net(nn.Module):

@@ -51,7 +51,8 @@ class Plan:
     prefetch: int = 0  # FSDP2: so many units are gathered ahead; 0 leaves it to FSDP2
     on_gpu: bool = False  # a GPU's kernels; the arithmetic has been checked on the CPU only
 
-    def __post_init__(self):
+    def check_predicted(self):
+        """UserError where the arithmetic of a step's memory does not reach. What persists and is sent is known always."""
         if self.precision == "bf16" and not self.shards_parameters:
             raise UserError("the memory of bf16 under autocast is not predicted: take fp32, or FSDP")
         if self.precision == "bf16" and self.micro_batches > 1 and self.sync == "last":
@@ -116,8 +117,9 @@ class Plan:
     def timeline(self, first: bool = False) -> dict[str, tuple[int, dict]]:
         """The highest moment of each place of a step: {place: (bytes, {(category, name): bytes})}, in order.
 
-        first: the step in which the optimizer makes its state.
+        first: the step in which the optimizer makes its state. UserError: see ``check_predicted``.
         """
+        self.check_predicted()
         return Step(self, first).run()
 
     def peak(self, first: bool = False) -> tuple[str, dict]:
@@ -128,6 +130,7 @@ class Plan:
 
     def explain(self) -> list[tuple]:
         """The terms of the peak, the largest first: [((category, name), bytes, its numbers as text), …]."""
+        self.check_predicted()
         step = Step(self, first=False)
         moments = step.run()
         where = max(reversed(moments), key=lambda place: moments[place][0])
@@ -147,7 +150,28 @@ class Plan:
 
         bytes: of the whole tensor, as labkit/trace.py counts. ranks: how many take part in one.
         """
-        return _traffic(self)
+        times = Counter()
+        reductions = self.micro_batches if self.sync == "every" else 1
+        if self.strategy == "ddp":
+            for size in buckets(self):
+                times["all-reduce", size, self.ranks] += reductions
+        for number, unit in enumerate(self.make_units()):
+            if self.strategy in ("zero1", "zero2"):  # the optimizer's parts of the parameters are put together again
+                size = unit.shard(trained=True, parts=self.ranks) * self.ranks * self.itemsize
+                times["reduce-scatter", size, self.ranks] += reductions
+                times["all-gather", size, self.ranks] += 1
+            if not self.shards_parameters:
+                continue
+            gathered = unit.shard() * self.shards * self.compute_itemsize
+            times["all-gather", gathered, self.shards] += self.micro_batches
+            if number and self.reshard != "false":  # the root stays from forward to backward
+                among = self.shards if self.reshard == "true" else int(self.reshard)
+                times["all-gather", gathered, among] += self.micro_batches
+            part = unit.shard(trained=True) * self.itemsize
+            times["reduce-scatter", part * self.shards, self.shards] += reductions
+            if self.replicas > 1:
+                times["all-reduce", part, self.replicas] += reductions
+        return [{"kind": k, "count": n, "bytes": b, "ranks": r} for (k, b, r), n in sorted(times.items()) if n and b]
 
 
 def by_category(terms: dict) -> dict[str, int]:
@@ -160,36 +184,6 @@ def by_category(terms: dict) -> dict[str, int]:
 
 def total(terms: dict) -> int:
     return sum(terms.values())
-
-
-def _traffic(plan: Plan) -> list[dict]:
-    times = Counter()
-    reductions = plan.micro_batches if plan.sync == "every" else 1
-    if plan.strategy == "ddp":
-        for size in buckets(plan):
-            times["all-reduce", size, plan.ranks] += reductions
-    if plan.strategy in ("zero1", "zero2"):  # the optimizer's parts of the parameters are put together again
-        for unit in plan.make_units():
-            size = unit.shard(trained=True, parts=plan.ranks) * plan.ranks * plan.itemsize
-            times["reduce-scatter", size, plan.ranks] += reductions
-            times["all-gather", size, plan.ranks] += 1
-    if not plan.shards_parameters:
-        return _listed(times)
-    for number, unit in enumerate(plan.make_units()):
-        gathered = unit.shard() * plan.shards * plan.compute_itemsize
-        times["all-gather", gathered, plan.shards] += plan.micro_batches
-        if number and plan.reshard != "false":  # the root stays from forward to backward
-            among = plan.shards if plan.reshard == "true" else int(plan.reshard)
-            times["all-gather", gathered, among] += plan.micro_batches
-        part = unit.shard(trained=True) * plan.itemsize
-        times["reduce-scatter", part * plan.shards, plan.shards] += reductions
-        if plan.replicas > 1:
-            times["all-reduce", part, plan.replicas] += reductions
-    return _listed(times)
-
-
-def _listed(times: Counter) -> list[dict]:
-    return [{"kind": k, "count": n, "bytes": b, "ranks": r} for (k, b, r), n in sorted(times.items()) if n and b]
 
 
 def buckets(plan: Plan) -> list[int]:
@@ -207,8 +201,7 @@ def buckets(plan: Plan) -> list[int]:
 def plan_of(record: dict) -> Plan:
     """The plan of a run of mnist_fsdp.py or gpt_fsdp.py, from its record (labkit/records.py), or from a dict with
 
-    "script", "config" (the options that are not at their defaults will do), "ranks" and "device". UserError where
-    the arithmetic does not reach.
+    "script", "config" (the options that are not at their defaults will do), "ranks" and "device".
     """
     script, config, ranks = record["script"], record["config"], record["ranks"]
     common = {

@@ -1,7 +1,8 @@
 """What each strategy adds to a step's memory: when a unit's parameters are gathered and freed, and its gradients reduced.
 
 ``Replicated`` (one process, DDP, ZeRO-1), ``ReducedByUnit`` (ZeRO-2), ``FlatParameter`` (FSDP1, ZeRO-3) and
-``FullyShard`` (FSDP2) are called around each unit's forward and backward, where PyTorch calls its own hooks. Sizes only (labkit/tape.py). Imports no torch.
+``FullyShard`` (FSDP2) are called around each unit's forward and backward, where PyTorch calls its own hooks. Sizes
+only (labkit/tape.py). Imports no torch.
 
 Sources: torch/distributed/fsdp/_runtime_utils.py and _flat_param.py (FSDP1), torch/distributed/fsdp/_fully_shard/
 (FSDP2), and traces of real steps.
@@ -99,8 +100,7 @@ class Sharded(Replicated):
         index = self.units.index(unit) or len(self.units)  # in backward the last unit follows the root
         ahead = self.plan.prefetch if self.plan.prefetch and unit is not self.root else 1
         for following in self.units[max(1, index - ahead) : index][::-1]:
-            if following.whole is None:
-                self.gather_ahead(following)
+            self.gather_ahead(following)
 
     def reduced(self, unit):
         """This rank's part of a unit's gradient: new, or added to what is there."""

@@ -36,7 +36,11 @@ class Step:
     def run(self) -> dict:
         plan, tape = self.plan, self.tape
         terms = plan.persistent().items()
-        held = [tape.hold(*term, size, plan.itemsize) for term, size in terms if not (self.first and term[0] == "optimizer state")]
+        held = [
+            tape.hold(*term, size, plan.itemsize)
+            for term, size in terms
+            if not (self.first and term[0] == "optimizer state")
+        ]
         self.held = [tape.given("losses of the step before", 1, plan.itemsize, plan.micro_batches)]
         self.batch = plan.blueprint.batch(tape, plan.micro_batches)
         # The third micro-batch does what the second did.

@@ -70,11 +70,11 @@ class Do:
 
 
 def _find(number: str):
-    known = {}
-    for path in sorted(Path(__file__).parent.glob("chapter_*.py")):
-        known |= import_module(f"labkit.exercises.{path.stem}").EXERCISES
+    chapters = [path.stem for path in sorted(Path(__file__).parent.glob("chapter_*.py"))]
+    chapter = f"chapter_{number[:2]}"
+    known = import_module(f"labkit.exercises.{chapter}").EXERCISES if chapter in chapters else {}
     if number not in known:
-        raise UserError(f"there is no exercise {number!r}: there are {', '.join(known)}")
+        raise UserError(f"there is no exercise {number!r}: there are {', '.join(known) or ', '.join(chapters)}")
     return known[number]
 
 
