@@ -156,7 +156,7 @@ def test_make_passes_the_link_on():
         ("slurm", "LINK=200mbit"): "up --link 200mbit",
         ("slurm-down",): "down",
     }.items():
-        shown = call("make", "-n", *words, cwd=SOURCE.parent)
+        shown = call("make", "--no-print-directory", "-n", *words, cwd=SOURCE.parent)
         assert shlex.split(shown.stdout) == ["source_code/slurm/practice_cluster.sh", *command.split()]
 
 

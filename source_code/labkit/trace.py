@@ -13,6 +13,7 @@ Private PyTorch used here, and only here: ``torch._C._current_graph_task_id`` (a
 names of c10d's operators, and the replacing of ``UntypedStorage.resize_`` by which FSDP frees parameters.
 """
 
+import os
 import weakref
 from collections import Counter
 
@@ -109,6 +110,9 @@ class StepTrace(TorchDispatchMode):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if any(issubclass(t, torch.distributed.tensor.DTensor) for t in types):
             return NotImplemented  # let DTensor turn it into operators on local tensors; we see those
+        # gloo's threads hold a collective's buffers a moment longer than the work takes, and need the interpreter to
+        # let go of them. Without this a step's peak has, as often as not, a buffer in it that nobody uses.
+        os.sched_yield()
         self._operator = name = operator._schema.name
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         result = operator(*args, **(kwargs or {}))
