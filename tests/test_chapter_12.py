@@ -2,10 +2,11 @@
 
 import pytest
 from labkit.exercises import check
+from labkit.plots import speed
 
 from notebooks import run_broken
 
-SHORT = {"ranks=2, max_steps=18)": "ranks=2, max_steps=9)", "variants, 20, ranks=2": "variants, 2, ranks=2"}
+SHORT = {"ranks=2, max_steps=18)": "ranks=2, max_steps=9)", "variants, 12, ranks=2": "variants, 2, ranks=2"}
 TRACE = "in the trace of a step"  # part of a claim, and of its cell
 
 
@@ -31,6 +32,16 @@ def test_gathers_are_not_called_early_by_themselves():
     lines = run_broken("12", SHORT | unasked, until="gathers called early")
     (line,) = failed(lines)
     assert "gathering ahead, gathers called early" in line
+
+
+def test_every_lane_is_drawn_to_its_end(monkeypatch):
+    def step(seconds):
+        return {"begin": 5.0, "end": 5.0 + seconds, "operators": [(5.0, 5.0 + seconds)], "collectives": []}
+
+    drawn = []
+    monkeypatch.setattr(speed, "show", drawn.append)
+    speed.lanes({"shorter": [step(0.1), step(0.2)], "longer": [step(0.3)]}, "", "")
+    assert [panel.get_xlim() for panel in drawn[0].axes] == [pytest.approx((0, 300))] * 2
 
 
 def length(intervals):
