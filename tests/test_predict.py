@@ -66,8 +66,8 @@ def test_the_trial_tries_what_it_should():
         {"ranks": 64, "recompute": "full", "precision": "bf16"},
         {"ranks": 128, "reshard_after_forward": "8"},
         {"ranks": 6, "strategy": "fsdp1", "recompute": "selective"},
-        {"ranks": 6, "mesh": "2x3", "accumulate": 3, "sync": "last"},
-        {"ranks": 5, "lora": 4, "tied": True},
+        {"ranks": 6, "mesh": "2x3", "accumulate": 3, "sync": "last", "seq_len": 64},
+        {"ranks": 5, "lora": 4, "tied": True, "seq_len": 64},
     ],
     ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()),
 )

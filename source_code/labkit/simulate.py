@@ -8,7 +8,7 @@ What comes out is *simulated*, never measured: FSDP, autograd and the optimizer 
 DDP cannot be simulated: its reducer looks inside the tensors.
 
 Private PyTorch used here, and only here: ``FakeTensorMode`` and its switch, the process group of the kind "fake",
-and how FSDP2 cuts a parameter.
+how FSDP2 cuts a parameter, and how DTensor decides whether to use its cache.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor import _dispatch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,7 +40,10 @@ def step(setup) -> dict:
     Returns what a record has under "memory" and "traffic": {"peak": {category: bytes}, "peak_phase",
     "peak_operator", "start", "timeline", "traffic": [{"kind", "count", "bytes"}, …]}.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), _Counters():
+    # The first step fills DTensor's cache of what its operators return, as it does in a real run. On tensors without
+    # memory DTensor would think that it is being compiled, and work it out each time, on whole parameters.
+    cached = mock.patch.object(_dispatch, "_are_we_tracing", return_value=False)
+    with FakeTensorMode(allow_non_fake_inputs=True), _Counters(), cached:
         model, optimizer, batch, train = setup()
         train(*batch)  # makes the optimizer's state
         trace = StepTrace(model, optimizer, torch.device("meta"))  # where fake tensors have their storage
