@@ -27,7 +27,7 @@ import shutil
 import sys
 import time
 import warnings
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -281,12 +281,12 @@ def initialise(model, seed):
 def refuse_if_too_big(config, me):
     """UserError, on every rank, if the planner's peak is more than the memory there is."""
     run = {"script": "gpt_fsdp.py", "ranks": me.world_size, "device": me.device.type}
-    plan = predict.plan_of(run | {"config": dataclasses.asdict(config)})
-    terms = plan.persistent()  # what lies in the CPU's memory, if that is asked for
-    if not config.cpu_offload:
-        with suppress(UserError):  # where the peak is not predicted, what stays from step to step must do
-            _, terms = plan.peak()
-    needed = predict.total(terms)
+    try:
+        plan = predict.plan_of(run | {"config": dataclasses.asdict(config)})
+    except UserError:  # not predicted: nothing to go by
+        return
+    # With offload, what persists lies in the CPU's memory.
+    needed = predict.total(plan.persistent() if config.cpu_offload else plan.peak()[1])
     free = meters.free_memory_of_a_rank(me, torch.device("cpu") if config.cpu_offload else me.device)
     if needed > free:
         raise UserError(

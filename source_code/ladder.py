@@ -95,13 +95,10 @@ def run_and_resume(script, **options) -> dict:
 
 
 def predicted_peak(record: dict) -> int | None:
-    """Bytes, by the arithmetic of labkit/predict.py; None where that does not reach yet (GPUs, bf16 under autocast)."""
+    """Bytes, by the arithmetic of labkit/predict.py; None on a GPU, with which that has not been compared yet."""
     if record["device"] != "cpu" or not record["memory"]:
         return None
-    try:
-        return predict.total(predict.plan_of(record).peak()[1])
-    except UserError:
-        return None
+    return predict.total(predict.plan_of(record).peak()[1])
 
 
 def memory_table(runs: list[dict]) -> pandas.DataFrame:

@@ -127,7 +127,7 @@ def flag(name: str) -> str:
 
 def blueprint(options: Options) -> blueprints.Blueprint:
     if options.model == "mnist":
-        return blueprints.mnist(options.batch, 8 if options.precision == "fp64" else 4, min_num_params=20000)
+        return blueprints.mnist(options.batch, min_num_params=20000)
     return blueprints.gpt(GPT_SHAPES[options.model], options.batch, options.seq, options.recompute)
 
 
@@ -259,16 +259,10 @@ def sweep(options: Options) -> list[dict]:
     rows = []
     for (name, changes), recompute in product(variants(options), ("none", "selective", "full")):
         tried = dataclasses.replace(options, recompute=recompute, **changes)
-        row = {"strategy": name, "recompute": recompute}
-        plan = plan_of(tried)
-        try:
-            found = describe(tried, plan)
-            row |= {"peak": found["peak"], "room": found["room"], "samples_per_second": found["samples_per_second"]}
-        except UserError:  # bf16 under autocast: but what stays between steps is known, and gradients come on top
-            kept = predict.total(plan.persistent()) + plan.itemsize * plan.blueprint.numel
-            row |= {"at_least": kept, "room": options.gpu_memory * GIB - kept, "samples_per_second": 0.0}
-        rows.append(row)
-    return sorted(rows, key=lambda row: (row["room"] < 0, "at_least" in row, -row["samples_per_second"], -row["room"]))
+        found = describe(tried, plan_of(tried))
+        known = {key: found[key] for key in ("peak", "room", "samples_per_second")}
+        rows.append({"strategy": name, "recompute": recompute} | known)
+    return sorted(rows, key=lambda row: (row["room"] < 0, -row["samples_per_second"], -row["room"]))
 
 
 def variants(options: Options) -> list[tuple[str, dict]]:
@@ -304,10 +298,9 @@ def sweep_text(options: Options, rows: list[dict]) -> str:
         f"{'strategy':30}{'recompute':11}{'peak':>18}{unit:>11}",
     ]
     for row in rows:
-        peak = f"over {gib(row['at_least'])}" if "at_least" in row else gib(row["peak"])
-        speed = f"{row['samples_per_second']:,.0f}" if row["samples_per_second"] else "–"
-        fits = "not predicted" if "at_least" in row and row["room"] > 0 else "" if row["room"] >= 0 else "does not fit"
-        lines.append(f"{row['strategy']:30}{row['recompute']:11}{peak:>18}{speed:>11}   {fits}".rstrip())
+        fits = "" if row["room"] >= 0 else "does not fit"
+        numbers = f"{gib(row['peak']):>18}{row['samples_per_second']:>11,.0f}"
+        lines.append(f"{row['strategy']:30}{row['recompute']:11}{numbers}   {fits}".rstrip())
     return "\n".join(lines)
 
 

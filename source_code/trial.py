@@ -56,6 +56,14 @@ def configurations() -> list[dict]:
     found += [gpt(2, strategy=strategy, accumulate=3, sync="last") for strategy in ("ddp", "fsdp1", "fsdp2")]
     found += [gpt(2, strategy="fsdp2", accumulate=2), gpt(4, strategy="fsdp2", prefetch=2)]
     found += [gpt(3, strategy="fsdp2", tied=True), gpt(2, strategy="fsdp1", precision="bf16")]
+    for recompute in ("none", "full", "selective"):  # by autocast; AdamW's own peak would be higher than what it does
+        found += [gpt(1, strategy="single", recompute=recompute, precision="bf16", optimizer="sgd", tied=True)]
+        found += [gpt(2, strategy="ddp", recompute=recompute, precision="bf16", optimizer="sgd")]
+    found += [gpt(2, strategy="ddp", precision="bf16", lora=4, batch_size=9)]
+    for strategy in ("ddp", "fsdp1", "fsdp2"):
+        found += [gpt(2, strategy=strategy, precision="bf16", accumulate=3, sync="last")]
+        found += [mnist(3, strategy=strategy, precision="bf16")]
+    found += [mnist(2, strategy="fsdp2", precision="bf16", wrap="size"), mnist(1, strategy="single", precision="bf16")]
     return found
 
 

@@ -87,7 +87,7 @@ def test_terms_of_fsdp2_by_size_by_hand():
 def test_float64_doubles_all_but_counters_labels_and_indices():
     peaks = {p: measure("fsdp2", "size", 2, 8, precision=p)["memory"]["peak"] for p in ("fp32", "fp64")}
     assert peaks["fp64"]["parameters"] == 2 * peaks["fp32"]["parameters"]
-    _, predicted = predict.peak("fsdp2", "size", 2, 8, itemsize=8)
+    _, predicted = predict.peak("fsdp2", "size", 2, 8, precision="fp64")
     assert sum(peaks["fp64"].values()) == pytest.approx(predict.total(predicted), rel=0.01)
 
 

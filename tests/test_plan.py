@@ -220,7 +220,6 @@ BAD = {
     "--reshard-after-forward 3": "does not divide the ranks",
     "--strategy fsdp1 --reshard-after-forward 2": "is FSDP2's",
     "--strategy single --precision fp32": "--strategy single is one rank: give --ranks 1",
-    "--strategy ddp": "the memory of bf16 under autocast is not predicted",
     "--link copper": "--link is nvlink, pcie, or a number of GB/s above 0, not 'copper'",
     "--network -3": "--network is infiniband, ethernet, or a number of GB/s above 0",
     "--model mnist --precision fp32 --simulate": "--simulate is for the GPTs and your own models",

@@ -1,6 +1,6 @@
 """Predicted, simulated, measured: three ways to the same peak, and none of them knows the others.
 
-The whole trial (58 configurations, real ranks) runs in CI, and a sample of it elsewhere; simulated worlds of 64 and
+The whole trial (dozens of configurations, real ranks) runs in CI, and a sample of it elsewhere; simulated worlds of 64 and
 128 ranks stand for those that no test could start. The committed records hold both.
 """
 
@@ -102,7 +102,12 @@ def test_the_committed_simulations_of_llama_3_are_predicted():
     [
         (strategy, options)
         for strategy in ("single", "ddp", "zero1", "zero2", "zero3", "fsdp1", "fsdp2")
-        for options in ({}, {"micro_batches": 3}, {"sync": "last", "micro_batches": 2})
+        for options in (
+            {},
+            {"micro_batches": 3},
+            {"sync": "last", "micro_batches": 2},
+            {"precision": "bf16", "optimizer": "sgd"},
+        )
     ]
     + [("fsdp1", {"reshard": "false"}), ("fsdp2", {"reshard": "false"}), ("fsdp2", {"prefetch": 2})],
 )
@@ -110,9 +115,9 @@ def test_leaving_out_the_middle_of_a_long_row_changes_nothing(monkeypatch, strat
     shape = GPTShape(layers=12, width=32, heads=4, kv_heads=2, hidden=96)
     ranks = 1 if strategy == "single" else 4
     long = predict.Plan(blueprints.gpt(shape, 2, 16, "full"), strategy, ranks, **options)
-    shortened = long.peak()
+    shortened = long.peak(), long.timeline()["backward of the loss"]
     monkeypatch.setattr("labkit.steps.WALKED", 100)
-    assert long.peak() == shortened
+    assert (long.peak(), long.timeline()["backward of the loss"]) == shortened
 
 
 def test_nothing_is_left_over_after_a_step():
@@ -138,10 +143,8 @@ def test_without_optimizer_state_the_first_step_needs_less():
 
 
 def test_what_is_not_predicted_says_so():
-    for options in ({"strategy": "ddp", "precision": "bf16"}, {"strategy": "fsdp1", "lora": 4}):
-        with pytest.raises(UserError, match="not predicted"):
-            plan(**options).peak()
-        assert plan(**options).persistent() and plan(**options).traffic()
+    with pytest.raises(UserError, match="not predicted"):
+        plan(strategy="fsdp1", lora=4)
 
 
 def test_a_prediction_takes_less_than_50_ms_and_imports_no_torch():

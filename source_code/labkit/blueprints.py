@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 
+from labkit.autograd import Parameter, Tensor
 from labkit.shapes import GPTShape
-from labkit.tape import INT64, Parameter, Tape, Tensor
+from labkit.tape import INT64, Tape
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +38,7 @@ class Blueprint:
 
     name: str
     modules: tuple[Module, ...]
-    batch: Callable[[Tape, int], tuple[Tensor, Tensor]]  # makes so many micro-batches at once: (input, targets)
+    batch: Callable[[Tape, int, int], tuple[Tensor, Tensor]]  # (input, targets) of micro-batches, bytes a number
     loss: Callable[[Tape, Tensor, Tensor, int], Tensor]  # of output, targets, bytes a number
     samples: int  # images or tokens in a micro-batch on a rank
     flops: float  # of forward and backward of one sample, without recomputation
@@ -63,7 +64,7 @@ LAYERS = {
 IMAGE, POOLED = 28 * 28, 64 * 12 * 12  # numbers an image
 
 
-def mnist(batch: int = 64, itemsize: int = 4, dropout: bool = True, min_num_params: int | None = None) -> Blueprint:
+def mnist(batch: int = 64, dropout: bool = True, min_num_params: int | None = None) -> Blueprint:
     """batch: images on each rank. min_num_params: layers with at least as many parameters are units of their own."""
 
     def layer(name, forward):
@@ -78,7 +79,7 @@ def mnist(batch: int = 64, itemsize: int = 4, dropout: bool = True, min_num_para
         x = tape.relu(x, "relu3")
         return tape.dropout(x, "dropout2") if dropout else x
 
-    def make_batch(tape, times):
+    def make_batch(tape, times, itemsize):
         return tape.given("images", batch * IMAGE, itemsize, times), tape.given("labels", batch, INT64, times)
 
     modules = (
@@ -96,7 +97,7 @@ def mnist(batch: int = 64, itemsize: int = 4, dropout: bool = True, min_num_para
         "MNIST net",
         modules,
         make_batch,
-        lambda tape, x, targets, _: tape.nll_loss(x, targets),
+        lambda tape, x, targets, itemsize: tape.nll_loss(tape.to(x, itemsize), targets),
         batch,
         0.0,
         holds_output=True,
@@ -132,7 +133,7 @@ def gpt(shape: GPTShape, batch: int, length: int, recompute: str = "none", lora:
     def head(tape, x, p):
         return tape.linear(tape.rms_norm(x, p["norm.weight"]), p["head.weight"])
 
-    def make_batch(tape, times):
+    def make_batch(tape, times, _):
         return tape.given("tokens", tokens, INT64, times), tape.given("targets", tokens, INT64, times)
 
     def loss(tape, logits, targets, itemsize):
@@ -207,7 +208,6 @@ def _attention(tape, x, p, rows):
     rotated_query, rotated_key = tape.rotate(query, "query"), tape.rotate(key, "key")
     del query, key
     mixed = tape.attention(rotated_query, rotated_key, value, rows)
-    del rotated_query, rotated_key, value
     return tape.linear(mixed, p["output.weight"])
 
 

@@ -37,28 +37,21 @@ FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes after which DDP closes its fir
 
 @dataclass(frozen=True)
 class Plan:
-    """A network, and how it is trained."""
+    """A network, and how it is trained. UserError where the arithmetic does not reach."""
 
     blueprint: Blueprint
     strategy: str = "fsdp2"  # single, ddp, zero1, zero2, zero3, fsdp1 or fsdp2
     ranks: int = 1
     replicas: int = 1  # HSDP: the model is there so many times, each time shared by ranks / replicas
     reshard: str = "true"  # FSDP, after forward: free what was gathered ("true"), keep it, or keep one part in N
-    precision: str = "fp32"  # fp32, fp64, or bf16: gathered parameters and activations, under FSDP
+    precision: str = "fp32"  # fp32, fp64, or bf16: gathered parameters and activations; without FSDP, by autocast
     optimizer: str = "adamw"  # a key of STATES
     micro_batches: int = 1  # in a step
     sync: str = "every"  # after which micro-batch the gradients are reduced: every, or last
     prefetch: int = 0  # FSDP2: so many units are gathered ahead; 0 leaves it to FSDP2
     on_gpu: bool = False  # a GPU's kernels; the arithmetic has been checked on the CPU only
 
-    def check_predicted(self):
-        """UserError where the arithmetic of a step's memory does not reach. What persists and is sent is known always."""
-        if self.precision == "bf16" and not self.shards_parameters:
-            raise UserError("the memory of bf16 under autocast is not predicted: take fp32, or FSDP")
-        if self.precision == "bf16" and self.micro_batches > 1 and self.sync == "last":
-            raise UserError(
-                "gradients in bf16 that wait for the last micro-batch are not predicted: take fp32, or sync every"
-            )
+    def __post_init__(self):
         if self.flat and any(module.frozen for module in self.blueprint.modules):
             raise UserError("frozen parameters in FSDP1's flat tensors are not predicted: take FSDP2")
 
@@ -88,8 +81,13 @@ class Plan:
 
     @property
     def compute_itemsize(self) -> int:
-        """Bytes a number of gathered parameters and activations."""
-        return 2 if self.precision == "bf16" else self.itemsize
+        """Bytes a number of the parameters that a module computes with."""
+        return 2 if self.precision == "bf16" and not self.autocast else self.itemsize
+
+    @property
+    def autocast(self) -> bool:
+        """Whether autocast casts to bf16, operator by operator. FSDP casts by a policy of its own."""
+        return self.precision == "bf16" and not self.shards_parameters
 
     @cached_property
     def units(self) -> list[list]:
@@ -117,9 +115,8 @@ class Plan:
     def timeline(self, first: bool = False) -> dict[str, tuple[int, dict]]:
         """The highest moment of each place of a step: {place: (bytes, {(category, name): bytes})}, in order.
 
-        first: the step in which the optimizer makes its state. UserError: see ``check_predicted``.
+        first: the step in which the optimizer makes its state.
         """
-        self.check_predicted()
         return Step(self, first).run()
 
     def peak(self, first: bool = False) -> tuple[str, dict]:
@@ -130,7 +127,6 @@ class Plan:
 
     def explain(self) -> list[tuple]:
         """The terms of the peak, the largest first: [((category, name), bytes, its numbers as text), …]."""
-        self.check_predicted()
         step = Step(self, first=False)
         moments = step.run()
         where = max(reversed(moments), key=lambda place: moments[place][0])
@@ -190,7 +186,11 @@ def buckets(plan: Plan) -> list[int]:
     """The sizes of DDP's all-reduces, in bytes. A bucket is closed when it has reached its limit."""
     sizes, filled, limit = [], 0, FIRST_BUCKET
     for module in reversed(plan.blueprint.modules):
-        for parameter in reversed(Unit([module], plan.blueprint.tied, 1, False, plan.itemsize).tensors(trained=True)):
+        arriving = Unit([module], plan.blueprint.tied, 1, False, plan.itemsize).tensors(trained=True)
+        # A bias's gradient is there before its weight's, but not through autocast's casts.
+        if not (plan.autocast and any(name.endswith("bias") for name in module.parameters)):
+            arriving.reverse()
+        for parameter in arriving:
             filled += parameter * plan.itemsize
             if filled >= limit:
                 sizes.append(filled)
@@ -201,7 +201,8 @@ def buckets(plan: Plan) -> list[int]:
 def plan_of(record: dict) -> Plan:
     """The plan of a run of mnist_fsdp.py or gpt_fsdp.py, from its record (labkit/records.py), or from a dict with
 
-    "script", "config" (the options that are not at their defaults will do), "ranks" and "device".
+    "script", "config" (the options that are not at their defaults will do), "ranks" and "device". UserError where
+    the arithmetic does not reach.
     """
     script, config, ranks = record["script"], record["config"], record["ranks"]
     common = {
@@ -210,11 +211,10 @@ def plan_of(record: dict) -> Plan:
         "precision": config.get("precision", "fp32"),
         "on_gpu": record.get("device") == "cuda",
     }
-    itemsize = 8 if common["precision"] == "fp64" else 4
     if script == "mnist_fsdp.py":
         names = ("wrap", "dropout", "min_num_params", "sharding")
         given = {name: config[name] for name in names if name in config}
-        return of_mnist(common["strategy"], ranks=ranks, batch=record["batch_size"], itemsize=itemsize, **given)
+        return of_mnist(batch=record["batch_size"], **common, **given)
     shape = GPT_SHAPES[config.get("preset", "tiny")]
     if config.get("tied") is not None:
         shape = replace(shape, tied=config["tied"])
@@ -263,26 +263,23 @@ def shard(strategy: str, layers, ranks: int) -> int:
     return Unit(modules, {}, ranks, strategy == "fsdp1", itemsize=4).shard() if modules else 0
 
 
-def of_mnist(strategy, wrap="unit", ranks=1, batch=64, itemsize=4, dropout=True, min_num_params=20000, sharding="full"):
+def of_mnist(
+    strategy, wrap="unit", ranks=1, batch=64, dropout=True, min_num_params=20000, sharding="full", **options
+) -> Plan:
     """The plan of a run of mnist_fsdp.py.
 
-    batch: images on each rank. itemsize: bytes a number, 4 for fp32 and 8 for fp64. sharding: "grad-op" keeps
-    gathered parameters from forward to backward.
+    batch: images on each rank. sharding: "grad-op" keeps gathered parameters from forward to backward. options:
+    ``Plan``'s.
     """
-    network = blueprints.mnist(batch, itemsize, dropout, min_num_params if wrap == "size" else None)
-    return Plan(
-        network,
-        strategy,
-        ranks,
-        reshard="true" if sharding == "full" else "false",
-        precision="fp64" if itemsize == 8 else "fp32",
-        optimizer="adadelta",
-    )
+    network = blueprints.mnist(batch, dropout, min_num_params if wrap == "size" else None)
+    reshard = "true" if sharding == "full" else "false"
+    return Plan(network, strategy, ranks, reshard=reshard, optimizer="adadelta", **options)
 
 
-def persistent(strategy: str, wrap: str, ranks: int, itemsize: int = 4, min_num_params: int = 20000) -> dict:
+def persistent(strategy: str, wrap: str, ranks: int, min_num_params: int = 20000, precision: str = "fp32") -> dict:
     """What a rank holds from step to step: {"parameters", "optimizer state", "all-reduce buckets"}."""
-    return by_category(of_mnist(strategy, wrap, ranks, 1, itemsize, min_num_params=min_num_params).persistent())
+    plan = of_mnist(strategy, wrap, ranks, 1, min_num_params=min_num_params, precision=precision)
+    return by_category(plan.persistent())
 
 
 def moments(*args, **options) -> dict[str, dict]:

@@ -2,7 +2,7 @@
 
 ``Replicated`` (one process, DDP, ZeRO-1), ``ReducedByUnit`` (ZeRO-2), ``FlatParameter`` (FSDP1, ZeRO-3) and
 ``FullyShard`` (FSDP2) are called around each unit's forward and backward, where PyTorch calls its own hooks. Sizes
-only (labkit/tape.py). Imports no torch.
+only (labkit/autograd.py). Imports no torch.
 
 Sources: torch/distributed/fsdp/_runtime_utils.py and _flat_param.py (FSDP1), torch/distributed/fsdp/_fully_shard/
 (FSDP2), and traces of real steps.
@@ -10,7 +10,7 @@ Sources: torch/distributed/fsdp/_runtime_utils.py and _flat_param.py (FSDP1), to
 
 from math import ceil, prod
 
-from labkit.tape import Parameter, Tape
+from labkit.autograd import Autograd, Parameter
 
 
 class Unit:
@@ -56,7 +56,7 @@ class Replicated:
 
     gradients_as = "gradients"
 
-    def __init__(self, plan, tape: Tape, units: list[Unit]):
+    def __init__(self, plan, tape: Autograd, units: list[Unit]):
         self.plan, self.tape, self.units, self.root = plan, tape, units, units[0]
         self.syncs = True  # whether this micro-batch's gradients are reduced
         self.gradients = {}  # what stays of a gradient until the optimizer: parameter or unit → storage
@@ -151,21 +151,18 @@ class FlatParameter(Sharded):
         packed = self.hold("reduce-scatter", unit, "packed gradients", size * self.plan.compute_itemsize)
         for parameter in unit.parameters.values():
             parameter.gradient = None
-        waiting = self.gradients.get((unit, "whole"))
-        if waiting:
-            packed = waiting  # added in place
         unit.whole = None
         if not self.syncs:
-            self.gradients[unit, "whole"] = packed
+            self.gradients.setdefault((unit, "whole"), packed)
             return
-        held = [packed]
+        held = [packed]  # has been added to the one that waited, and is still there
         if self.mixed:
             held.append(self.hold("reduce-scatter", unit, "packed gradients, in fp32", size * self.plan.itemsize))
         if unit.shard(trained=True) * unit.parts != size:
             padded = unit.shard(trained=True) * unit.parts * self.plan.itemsize
             held.append(self.hold("reduce-scatter", unit, "packed gradients, padded", padded))
-        self.gradients.pop((unit, "whole"), None)
         self.reduced(unit)
+        self.gradients.pop((unit, "whole"), None)
 
 
 class FullyShard(Sharded):
@@ -178,8 +175,13 @@ class FullyShard(Sharded):
         self.packed = None  # the last unit's packed gradients
 
     def when_whole(self, parameter):
-        if parameter in self.gradients and not self.mixed:
-            parameter.gradient = None  # added to the one that waits, where it is
+        """Without synchronisation, whole gradients wait, in fp32 at least, and those to come are added in place."""
+        if not self.syncs and parameter not in self.gradients:
+            name, size = f"gradient of {parameter.name}, waiting", parameter.numel * self.plan.itemsize
+            waiting = self.tape.hold("reduce-scatter", name, size, self.plan.itemsize) if self.mixed else None
+            self.gradients[parameter] = waiting or parameter.gradient
+        if parameter in self.gradients:
+            parameter.gradient = None
 
     def arrive(self, unit):
         size = unit.shard() * self.plan.compute_itemsize
@@ -224,15 +226,11 @@ class FullyShard(Sharded):
     def after_backward(self, unit):
         unit.whole = None
         if not self.syncs:
-            self.wait_whole(unit)
             return
         size = unit.shard(trained=True) * unit.parts * self.plan.itemsize
         if not size:
             return
         self.packed = None
-        for parameter in unit.parameters.values():
-            if parameter in self.gradients:
-                parameter.gradient = None  # has been added to the one that waited
         self.packed = self.hold("reduce-scatter", unit, "packed gradients", size)
         for parameter in unit.parameters.values():
             parameter.gradient = None
@@ -240,17 +238,6 @@ class FullyShard(Sharded):
         self.reduced(unit)
         if unit is self.root:
             self.packed = None
-
-    def wait_whole(self, unit):
-        """Without synchronisation, whole gradients wait for the micro-batches to come."""
-        for parameter in unit.parameters.values():
-            if parameter.trained:
-                gradient, parameter.gradient = parameter.gradient, None
-                if self.mixed and parameter not in self.gradients:
-                    gradient = self.hold(
-                        "reduce-scatter", unit, "gradients waiting", parameter.numel * self.plan.itemsize
-                    )
-                self.gradients.setdefault(parameter, gradient)
 
 
 RULES = {

@@ -23,7 +23,7 @@ class Step:
 
     def __init__(self, plan, first: bool):
         self.plan, self.first = plan, first
-        self.tape = Tape(fused=plan.on_gpu)
+        self.tape = Tape(fused=plan.on_gpu, autocast=2 if plan.autocast else None)
         self.units = plan.make_units()
         self.skipped = _middle(plan.blueprint.modules)
         pairs = zip(self.units, plan.units, strict=True)
@@ -42,7 +42,7 @@ class Step:
             if not (self.first and term[0] == "optimizer state")
         ]
         self.held = [tape.given("losses of the step before", 1, plan.itemsize, plan.micro_batches)]
-        self.batch = plan.blueprint.batch(tape, plan.micro_batches)
+        self.batch = plan.blueprint.batch(tape, plan.micro_batches, plan.itemsize)
         # The third micro-batch does what the second did.
         walked = min(plan.micro_batches, 3)
         for number in range(walked):
@@ -63,6 +63,7 @@ class Step:
         rules.before_forward(root)
         tape.when_backward_passes(lambda: rules.after_backward(root))
         flowing = [self.batch[0]]  # the tensor between two modules, in a list so that no name here keeps it alive
+        self.left_out = {}  # what the skipped modules leave behind in forward
         self.entered, after = [], []  # what was alive when each module's backward began, and after its forward
         for module in self.plan.blueprint.modules:
             if module not in self.skipped:
@@ -71,6 +72,7 @@ class Step:
             elif module is self.skipped[0]:
                 self.leave_out(grown=after[-1] - after[-2])
         rules.after_forward(root)
+        self.leave_autocast()
         tape.when_backward_passes(lambda: self.enter("backward", root))
         tape.go_to("loss")
         output = flowing.pop()
@@ -99,13 +101,20 @@ class Step:
             lambda: self.enter(f"backward of {module.name}", unit if apart else None, module.kind)
         )
 
+    def leave_autocast(self):
+        """Its casts go, but for those that backward needs. So do the skipped modules', where those of the others do."""
+        self.tape.casts = {}
+        for term, storage in list(self.left_out.items()):
+            if self.tape.live[term] == storage.size:
+                del self.left_out[term]
+
     def leave_out(self, grown: Counter):
         """Do for all the skipped modules at once what the one before them did: in forward, and later in backward."""
         tape, count = self.tape, len(self.skipped)
-        kept = [tape.hold(*term, size * count) for term, size in grown.items()]
+        self.left_out = {term: tape.hold(*term, size * count) for term, size in grown.items()}
 
         def backward():
-            kept.clear()
+            self.left_out.clear()
             gradients = self.entered[-1] - self.entered[-2]
             self.held += [tape.hold(*term, size * count) for term, size in gradients.items()]
 

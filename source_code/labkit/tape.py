@@ -1,255 +1,47 @@
-"""Autograd on sizes: a network's operators, run on tensors that have a size and a name, and nothing else.
+"""The operators of the course's networks, on sizes (labkit/autograd.py): what each makes, keeps, and does in backward.
 
-To predict peak memory one must know what is alive at each moment, and most of that autograd decides: which tensors
-an operator saves for its backward, when they go, how many gradients are there at once. This file says it for each
-operator of the course's networks, as PyTorch does it; ``Tape`` adds it up. Imports no torch.
+They agree with PyTorch on the CPU to within a few numbers. Imports no torch.
 
-A tensor lives as long as something refers to it. Python's own reference counting does that bookkeeping, here as in
-PyTorch; so a blueprint (labkit/blueprints.py) lets go of its names where the real network does.
-
-Sources: PyTorch's derivatives.yaml (what is saved), torch.utils.checkpoint (what recomputation keeps), and traces
-of real steps (labkit/trace.py), with which this agrees on the CPU to within a few numbers.
+Sources: PyTorch's derivatives.yaml (what is saved), autocast's lists of operators (what is cast), and traces of real
+steps (labkit/trace.py).
 """
 
-from collections import Counter
-from contextlib import suppress
-from math import prod
+from functools import partial
+
+from labkit.autograd import Autograd, Parameter, Saved, Storage, Tensor
 
 INT64, FP32 = 8, 4
 
 
-class Storage:
-    """Bytes that are alive as long as this object is."""
+class Cast(Tensor):
+    """A parameter in autocast's number format. Its backward casts the gradient back, for the parameter."""
 
-    __slots__ = ("size", "tape", "term")
+    __slots__ = ("name", "shape", "trained")
 
-    def __init__(self, tape, category: str, name: str, size: int):
-        self.tape, self.term, self.size = tape, (category, name), size
-        tape.change(self.term, size)
-
-    def __del__(self):
-        self.tape.change(self.term, -self.size)
+    def __init__(self, parameter: Parameter, storage: Storage, itemsize: int):
+        super().__init__(storage, parameter.numel, itemsize)
+        self.name, self.shape, self.trained = parameter.name, parameter.shape, parameter.trained
 
 
-class Tensor:
-    """What operators take and make. A view is the same Tensor: nothing is copied, so nothing is counted.
+class Tape(Autograd):
+    """Each operator makes its result and says what its backward needs, makes, and in which order.
 
-    node: the operator whose backward wants its gradient; None if nobody wants it.
+    They remember their inputs' nodes and sizes, never the inputs: what autograd does not save must go. A result that
+    depends on nothing trained gets no backward, and nothing is saved for it.
     """
 
-    __slots__ = ("itemsize", "node", "numel", "storage")
+    def __init__(self, fused: bool = False, autocast: int | None = None):
+        """fused: a GPU's kernels, where a norm and its backward are one operator each.
 
-    def __init__(self, storage: Storage, numel: int, itemsize: int):
-        self.storage, self.numel, self.itemsize, self.node = storage, numel, itemsize, None
+        autocast: bytes a number in which autocast multiplies matrices; None: there is no autocast.
+        """
+        super().__init__()
+        self.fused, self.autocast = fused, autocast
+        self.casts = {}  # parameter → its Cast: autocast keeps those of trained parameters until it is left
 
-
-class Parameter:
-    """A leaf: backward leaves its gradient here, whole."""
-
-    def __init__(self, name: str, shape: tuple, itemsize: int, trained: bool = True):
-        self.name, self.shape, self.itemsize, self.trained = name, shape, itemsize, trained
-        self.numel = prod(shape)
-        self.uses = 0  # by how many operators: each will send a part of the gradient
-        self.parts = 0  # so many have come
-        self.gradient = None
-
-
-class Node:
-    """One operator's backward. run(gradient) → [(receiver, gradient), …]; ``saved`` goes when it has run."""
-
-    __slots__ = ("gradient", "run", "saved")
-
-    def __init__(self, run, saved=()):
-        self.run, self.saved, self.gradient = run, saved, None
-
-
-class Saved:
-    """A tensor that autograd keeps, or, under recomputation, the place where it will be put back."""
-
-    __slots__ = ("frame", "storage")
-
-    def __init__(self, storage, frame=None):
-        self.storage, self.frame = storage, frame
-
-
-class Recomputed:
-    """What recomputation knows of one call: the places to fill, and what the selective kind kept."""
-
-    def __init__(self, again, selective: bool):
-        self.again, self.selective = again, selective
-        self.places, self.filled, self.kept, self.running = [], 0, [], False
-
-
-class AllPutBack(Exception):
-    """Recomputation stops as soon as the last saved tensor is there again."""
-
-
-def _drop(node: Node):
-    """Let go of what an operator has saved; in a function, so that no name of the caller keeps the last of it."""
-    for saved in node.saved:
-        saved.storage = None
-    node.saved = ()
-
-
-WANTED = object()  # stands for an operator, where all that counts is that there is one
-
-
-class Tape:
-    """Knows what is alive, by (category, name), and the highest moment of each place of the step.
-
-    ``moments``: {place: (bytes, {(category, name): bytes})}; a place is like "backward of block 3". Of equal moments
-    the last.
-    """
-
-    def __init__(self, fused: bool = False):
-        self.fused = fused  # a GPU's kernels: a norm and its backward are one operator each
-        self.live, self.total = Counter(), 0
-        self.place, self.moments = "start", {}
-        self.each = {}  # term → (numbers, bytes a number) of one tensor of that name
-        self.nodes = []
-        self.made_as = "activations"  # the category of new tensors: "temporary" inside backward
-        self.gradients_as = "gradients"  # the category of parameters' gradients before they are reduced
-        self.when_whole = lambda parameter: None  # called when a parameter's gradient has all its parts
-        self.module = ""  # put before names
-        self.frame = None  # the call under recomputation that is running
-
-    # What is alive
-
-    def change(self, term: tuple[str, str], size: int):
-        self.live[term] += size
-        self.total += size
-        if size > 0 and self.total >= self.moments.get(self.place, (0,))[0]:
-            self._keep_moment()
-
-    def _keep_moment(self):
-        self.moments[self.place] = (self.total, {term: size for term, size in self.live.items() if size})
-
-    def go_to(self, place: str):
-        """Name what is computed from here on. The moment at which it begins is one of its moments."""
-        self.place = place
-        if self.total >= self.moments.get(place, (0,))[0]:
-            self._keep_moment()
-
-    def hold(self, category: str, name: str, size: int, itemsize: int = 1) -> Storage:
-        self.each.setdefault((category, name), (size // itemsize, itemsize))
-        return Storage(self, category, name, size)
-
-    def make(self, name: str, numel: int, itemsize: int, category: str | None = None) -> Tensor:
-        storage = Storage(self, category or self.made_as, self.module + name, numel * itemsize)
-        self.each[storage.term] = numel, itemsize
-        return Tensor(storage, numel, itemsize)
-
-    def like(self, tensor, name: str) -> Tensor:
-        return self.make(name, tensor.numel, tensor.itemsize)
-
-    def given(self, name: str, numel: int, itemsize: int, times: int = 1) -> Tensor:
-        """A tensor of the batch, or a constant that the network makes: it needs no gradient. ``times``: of them."""
-        return Tensor(self.hold("activations", name, times * numel * itemsize, itemsize), numel, itemsize)
-
-    def gradient_of(self, parameter: Parameter) -> Tensor:
-        return self.make(
-            f"gradient of {parameter.name}", parameter.numel, parameter.itemsize, category=self.gradients_as
-        )
-
-    # Autograd
-
-    def save(self, *tensors: Tensor) -> list[Saved]:
-        """Keep tensors for backward. Under recomputation: note their places, or put them back."""
-        frame = self.frame
-        if frame is None:
-            return [Saved(tensor.storage) for tensor in tensors]
-        if not frame.running:
-            places = [Saved(None, frame) for _ in tensors]
-            frame.places += places
-            return places
-        for tensor in tensors:
-            frame.places[frame.filled].storage = tensor.storage
-            frame.filled += 1
-        if tensors and frame.filled == len(frame.places):
-            raise AllPutBack
-        return []
-
-    def record(self, out: Tensor, run, saved=()) -> Tensor:
-        if self.frame and self.frame.running:  # the operators of the first time are still there to run
-            out.node = WANTED
-        else:
-            out.node = Node(run, saved)
-            self.nodes.append(out.node)
-        return out
-
-    def kept(self, compute) -> list[Tensor]:
-        """The results of a matrix multiplication or of attention: selective recomputation keeps them."""
-        frame = self.frame
-        if frame is None or not frame.selective:
-            return compute()
-        if frame.running:
-            return frame.kept.pop(0)
-        results = compute()
-        frame.kept.append([Tensor(result.storage, result.numel, result.itemsize) for result in results])
-        return results
-
-    def recomputed(self, function, x: Tensor, selective: bool = False) -> Tensor:
-        """``function(x)``, its saved tensors dropped and computed once more when backward asks for them."""
-        frame = self.frame = Recomputed(None, selective)
-        out = function(x)
-        frame.again = function, Tensor(x.storage, x.numel, x.itemsize), x.node is not None
-        self.frame = None
-        return out
-
-    def _put_back(self, frame: Recomputed):
-        made_as, module = self.made_as, self.module
-        self.made_as, self.frame, frame.running = "activations", frame, True
-        function, x, wanted = frame.again
-        x.node = WANTED if wanted else None
-        with suppress(AllPutBack):
-            function(x)
-        frame.places = []  # the frame keeps the call's input until the last of its saved tensors has gone
-        self.made_as, self.module, self.frame = made_as, module, None
-
-    def send(self, receiver, gradient: Tensor):
-        """A gradient arrives. A second one for the same tensor is added to the first, in a third."""
-        if receiver.gradient is not None:
-            storage = gradient.storage
-            total = self.hold(storage.term[0], "sum of " + storage.term[1], storage.size, gradient.itemsize)
-            gradient = Tensor(total, gradient.numel, gradient.itemsize)
-        receiver.gradient = gradient
-        if isinstance(receiver, Parameter):
-            receiver.parts += 1
-            if receiver.parts == receiver.uses:
-                receiver.parts = receiver.uses = 0
-                self.when_whole(receiver)
-
-    def backward(self, loss: Tensor):
-        """Run the operators' backwards, the last first."""
-        one = loss.node.gradient = self.like(loss, "gradient of loss")  # its caller holds it until all is done
-        self.made_as = "temporary"
-        while self.nodes:
-            node = self.nodes.pop()
-            if any(saved.storage is None for saved in node.saved):
-                self._put_back(next(saved.frame for saved in node.saved if saved.frame))
-            gradient, node.gradient = node.gradient, None
-            sent = node.run(gradient) or []
-            del gradient
-            _drop(node)
-            while sent:
-                receiver, gradient = sent.pop(0)
-                if receiver is not None:
-                    self.send(receiver, gradient)
-                del gradient, receiver
-        self.made_as = "activations"
-        del one
-
-    def when_backward_passes(self, action):
-        """Call ``action`` when backward comes by this point: between two modules."""
-        self.nodes.append(Node(lambda _: action()))
-
-    def until_backward(self, tensor: Tensor):
-        """Some operator saves this constant, which nothing else holds."""
-        self.nodes.append(Node(lambda _: None, self.save(tensor)))
-
-    # Operators. Each makes its result and says what its backward needs, makes, and in which order.
-    # They remember their inputs' nodes and sizes, never the inputs: what autograd does not save must go.
-    # A result that depends on nothing trained gets no backward, and nothing is saved for it.
+    def put_back(self, frame):
+        super().put_back(frame)
+        self.casts = {}  # recomputation has an autocast of its own
 
     def to(self, x: Tensor, itemsize: int, name: str = "cast") -> Tensor:
         """Another number format; nothing happens where it is the same."""
@@ -269,12 +61,43 @@ class Tape:
         out = self.make("embedding", tokens.numel * weight.shape[1], weight.itemsize)
         if not weight.trained:
             return out
-        weight.uses += 1
+        self.use(weight)
         return self.record(out, lambda _: [(weight, self.gradient_of(weight))], self.save(tokens))
+
+    def cast(self, parameter: Parameter | None) -> Parameter | Cast | None:
+        """A parameter as an operator gets it that autocast gives a narrower format; itself without autocast."""
+        if parameter is None or not self.autocast:
+            return parameter
+        if parameter not in self.casts:
+            name = f"{parameter.name} in bf16"
+            out = Cast(parameter, self.make(name, parameter.numel, self.autocast).storage, self.autocast)
+            if not parameter.trained:
+                return out
+            self.use(parameter)
+            self.casts[parameter] = self.record(out, lambda _: [(parameter, self.gradient_of(parameter))])
+        return self.casts[parameter]
+
+    def _in_one_format(self, x: Tensor, weight: Parameter, bias: Parameter | None):
+        """What a product multiplies: autocast casts all three, the last first; FSDP has cast the parameters."""
+        bias, weight = self.cast(bias), self.cast(weight)
+        return self.to(x, weight.itemsize), weight, bias
+
+    def _leaf(self, weight: Parameter | Cast) -> tuple:
+        """(who receives a weight's gradient, a function that makes it)"""
+        if isinstance(weight, Cast):
+            return weight.node, partial(self.make, f"gradient of {weight.name}", weight.numel, weight.itemsize)
+        self.use(weight)
+        return weight, partial(self.gradient_of, weight)
+
+    def _save_factors(self, x: Tensor, weight) -> list[Saved]:
+        """Each factor of a product is kept for the other's gradient. A Parameter is there anyway."""
+        kept_weight = [weight] if isinstance(weight, Cast) and x.node else []
+        return self.save(*([x] if weight.trained else []), *kept_weight)
 
     def linear(self, x: Tensor, weight: Parameter, bias: Parameter | None = None) -> Tensor:
         """x @ weight.T + bias, for weight of shape (out, in)."""
-        saved = self.save(x) if weight.trained else []
+        x, weight, bias = self._in_one_format(x, weight, bias)
+        saved = self._save_factors(x, weight)
         outs, ins = weight.shape
         rows, itemsize = x.numel // ins, x.itemsize
         out = self.kept(lambda: [self.make(weight.name, rows * outs, itemsize)])[0]
@@ -282,31 +105,38 @@ class Tape:
 
     def convolution(self, x: Tensor, weight: Parameter, bias: Parameter, places: int) -> Tensor:
         """places: images × positions of the output."""
-        saved = self.save(x)
+        x, weight, bias = self._in_one_format(x, weight, bias)
+        saved = self._save_factors(x, weight)
         return self._weighed(x, self.make(weight.name, places * weight.shape[0], x.itemsize), weight, bias, saved)
 
-    def _weighed(self, x, out, weight: Parameter, bias: Parameter | None, saved) -> Tensor:
+    def _weighed(self, x, out, weight: Parameter | Cast, bias: Parameter | Cast | None, saved) -> Tensor:
         """Backward of a layer with a weight: the gradients of weight, bias and input."""
         node, numel, itemsize = x.node, x.numel, x.itemsize
-        leaves = [leaf for leaf in (weight, bias) if leaf and leaf.trained]
+        leaves = [self._leaf(leaf) for leaf in (weight, bias) if leaf and leaf.trained]
         if not leaves and node is None:
             return out
-        if self.frame is None or not self.frame.running:
-            for leaf in leaves:
-                leaf.uses += 1
+        of_input = f"gradient of {weight.name}'s input"
 
         def run(_):
-            made = [(leaf, self.gradient_of(leaf)) for leaf in leaves]
+            made = [(receiver, make()) for receiver, make in leaves]
             if node:
-                made.append((node, self.make(f"gradient of {weight.name}'s input", numel, itemsize)))
+                made.append((node, self.make(of_input, numel, itemsize)))
             return made
 
         return self.record(out, run, saved)
 
     def add(self, x: Tensor, y: Tensor, name: str = "sum") -> Tensor:
-        nodes = [node for node in (x.node, y.node) if node]
-        out = self.like(x, name)
-        return self.record(out, lambda gradient: [(node, gradient) for node in nodes]) if nodes else out
+        """Of two number formats the result has the wider; each input's gradient is in its own."""
+        inputs = [(tensor.node, tensor.numel, tensor.itemsize) for tensor in (x, y) if tensor.node]
+        out = self.make(name, x.numel, max(x.itemsize, y.itemsize))
+
+        def run(gradient):
+            return [
+                (node, gradient if itemsize == gradient.itemsize else self.make(f"gradient of {name}", numel, itemsize))
+                for node, numel, itemsize in inputs
+            ]
+
+        return self.record(out, run) if inputs else out
 
     def multiply(self, x: Tensor, y: Tensor, name: str = "product") -> Tensor:
         nodes, numel, itemsize = [node for node in (x.node, y.node) if node], x.numel, x.itemsize
@@ -339,6 +169,7 @@ class Tape:
         return self._passing_on(x, self.like(x, name), f"gradient of {name}", saved)
 
     def log_softmax(self, x: Tensor) -> Tensor:
+        x = self.to(x, FP32 if self.autocast else x.itemsize)
         out = self.like(x, "log-softmax")
         return self._passing_on(x, out, "gradient of log-softmax's input", self.save(out))
 
@@ -403,8 +234,8 @@ class Tape:
         if node is None and not weight.trained:
             return out
         saved = self.save(normal) if weight.trained else []
-        if weight.trained and (self.frame is None or not self.frame.running):
-            weight.uses += 1
+        if weight.trained:
+            self.use(weight)
 
         def run(_):
             of_weight = self.make("norm: gradient of weight, a row each", numel, wide) if weight.trained else None
@@ -417,21 +248,30 @@ class Tape:
         return self.record(out, run, saved)
 
     def rotate(self, x: Tensor, name: str) -> Tensor:
-        """Rotary positions: x · cos + cat(−second half, first half) · sin. Nothing of x is kept."""
+        """Rotary positions: x · cos + cat(−second half, first half) · sin. Nothing of x is kept.
+
+        Under autocast x is narrow; cosines and sines are not, and make the result as wide as they are.
+        """
         node, numel, itemsize = x.node, x.numel, x.itemsize
-        cosine = self.like(x, f"{name} · cos")
+        wide = FP32 if self.autocast else itemsize
+        cosine = self.make(f"{name} · cos", numel, wide)
         half = self.make(f"{name}: −half", numel // 2, itemsize)
         swapped = self.like(x, f"{name}: swapped")
         del half
-        sine = self.like(x, f"{name} · sin")
+        sine = self.make(f"{name} · sin", numel, wide)
         del swapped
-        out = self.like(x, f"{name}, rotated")
+        out = self.make(f"{name}, rotated", numel, wide)
         del cosine, sine
 
+        def product(of):
+            """A gradient through a product with a wider factor is made as wide, then cast."""
+            whole = self.make(f"gradient of {name} · {of}", numel, wide)
+            return whole if wide == itemsize else self.make(f"gradient of {name} · {of}, cast", numel, itemsize)
+
         def run(_):
-            sine = self.make(f"gradient of {name} · sin", numel, itemsize)
+            sine = product("sin")
             half = self.make(f"gradient of {name}: −half", numel // 2, itemsize)
-            cosine = self.make(f"gradient of {name} · cos", numel, itemsize)
+            cosine = product("cos")
             swapped = self.make(f"gradient of {name}: swapped", numel, itemsize)
             del sine, half
             whole = self.make(f"gradient of {name}", numel, itemsize)
@@ -445,6 +285,7 @@ class Tape:
 
         rows: batch × heads × length.
         """
+        query, key, value = (self.to(tensor, self.autocast or tensor.itemsize) for tensor in (query, key, value))
         inputs = [(tensor.node, tensor.numel, tensor.itemsize) for tensor in (query, key, value)]
         wanted = any(node for node, _, _ in inputs)
         saved = self.save(query, key, value) if wanted else []
