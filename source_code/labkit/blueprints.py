@@ -38,7 +38,7 @@ class Blueprint:
 
     name: str
     modules: tuple[Module, ...]
-    batch: Callable[[Tape, int, int], tuple[Tensor, Tensor]]  # (input, targets) of micro-batches, bytes a number
+    batch: Callable[[Tape, int, int], tuple[Tensor, Tensor]]  # (tape, micro-batches, bytes a number) → input, targets
     loss: Callable[[Tape, Tensor, Tensor, int], Tensor]  # of output, targets, bytes a number
     samples: int  # images or tokens in a micro-batch on a rank
     flops: float  # of forward and backward of one sample, without recomputation

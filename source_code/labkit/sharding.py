@@ -230,7 +230,7 @@ class FullyShard(Sharded):
         size = unit.shard(trained=True) * unit.parts * self.plan.itemsize
         if not size:
             return
-        self.packed = None
+        self.packed = None  # the unit before's goes first
         self.packed = self.hold("reduce-scatter", unit, "packed gradients", size)
         for parameter in unit.parameters.values():
             parameter.gradient = None
