@@ -3,6 +3,7 @@
 Used by plan.py --simulate and notebook 11; labkit/simulate.py does the work, on tensors without memory.
 """
 
+import gpt_fsdp
 import torch
 from labkit import UserError, models, simulate
 from labkit.ranks import Rank
@@ -16,8 +17,6 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     fully_shard,
 )
-
-import gpt_fsdp
 
 
 def gpt(ranks: int, shape: GPTShape | None = None, **options) -> dict:

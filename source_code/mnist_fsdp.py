@@ -215,15 +215,8 @@ def evaluate(model, digits, config, me):
     return int(sums[0]), total, sums[1].item() / total
 
 
-def main(config, me):
-    """What every rank runs. me: which rank this is (labkit/ranks.py)."""
-    begin = time.perf_counter()
-    if config.record:
-        records.check_writable(config.record)
-    dist.init_process_group(me.backend, device_id=me.device if me.device.type == "cuda" else None)
-    if config.checkpoint:
-        checkpoints.prepare(config.checkpoint)
-
+def train(config, me):
+    """Train as ``config`` says in the process group there is; returns this run's part of a record."""
     name = [datasets.prepare(config.data) if me.rank == 0 else None]  # one rank fetches, all learn what there is
     dist.broadcast_object_list(name, device=me.device)
     digits = datasets.load(name[0]).to(me.device)
@@ -277,20 +270,26 @@ def main(config, me):
         if config.checkpoint:
             checkpoints.save(config.checkpoint, step, model, optimizer)
     meter.finish()
-    report(
-        config,
-        me,
-        {
-            "data": {"name": digits.name, "train": len(digits.train_images), "test": len(digits.test_images)},
-            "batch_size": batch_size,
-            "units": len(units(model)),
-            "first_step": first_step,
-            "losses": losses,
-            "accuracy": {"correct": correct, "total": total},
-            **meter.summary(batch_size * me.world_size),
-        },
-        elapsed=time.perf_counter() - begin,
-    )
+    return {
+        "data": {"name": digits.name, "train": len(digits.train_images), "test": len(digits.test_images)},
+        "batch_size": batch_size,
+        "units": len(units(model)),
+        "first_step": first_step,
+        "losses": losses,
+        "accuracy": {"correct": correct, "total": total},
+        **meter.summary(batch_size * me.world_size),
+    }
+
+
+def main(config, me):
+    """What every rank runs. me: which rank this is (labkit/ranks.py)."""
+    begin = time.perf_counter()
+    if config.record:
+        records.check_writable(config.record)
+    dist.init_process_group(me.backend, device_id=me.device if me.device.type == "cuda" else None)
+    if config.checkpoint:
+        checkpoints.prepare(config.checkpoint)
+    report(config, me, train(config, me), elapsed=time.perf_counter() - begin)
 
 
 def report(config, me, result, elapsed):

@@ -2,10 +2,13 @@
 
 import os
 import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
+from labkit import launch, warm
 
 
 def call(*command, env=None, cwd=None, timeout=60) -> subprocess.CompletedProcess:
@@ -26,6 +29,35 @@ def call(*command, env=None, cwd=None, timeout=60) -> subprocess.CompletedProces
         out, err = process.communicate()
         pytest.fail(f"not finished after {timeout} s: {command}\n{out}\n{err}")
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def script(*words, timeout=60) -> subprocess.CompletedProcess:
+    """Run ``python words`` in source_code/ and return it with its output, for what it says and does.
+
+    Forked from the tests' warm process: what is tested is not how it starts. It is ended when the time is up.
+    """
+    command = [sys.executable, "-u", *map(str, words)]
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = warm.start(command, launch.SOURCE, os.environ, out, err)
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            process.wait(timeout)
+            timed_out = True
+        else:
+            timed_out = False
+        out.seek(0)
+        err.seek(0)
+        done = subprocess.CompletedProcess(command, process.returncode, out.read(), err.read())
+    if timed_out:
+        pytest.fail(f"not finished after {timeout} s: {command}\n{done.stdout}\n{done.stderr}")
+    return done
+
+
+def ways(names) -> list:
+    """Parameters for tests of ways to start; those with srun in their name need a Slurm."""
+    return [pytest.param(name, marks=pytest.mark.slurm) if "srun" in name else name for name in names]
 
 
 def run_job(*command, env, cwd: Path, logs: Path | None = None) -> tuple[list[str], str]:

@@ -13,6 +13,19 @@ SCRIPT = SOURCE / "slurm" / "practice_cluster.sh"
 sys.path.insert(0, str(SOURCE))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from labkit import warm  # noqa: E402
+
+# One warm process for all tests, and for the kernels and ranks that they start: most tests are not about starting.
+if warm.possible():
+    os.environ.setdefault(warm.VARIABLE, warm.address())
+
+
+def pytest_collection_modifyitems(items):
+    """What starts a Slurm is marked so; it takes long, and ``make test`` leaves it to CI."""
+    for item in items:
+        if "slurm_installed" in getattr(item, "fixturenames", ()):
+            item.add_marker("slurm")
+
 
 @pytest.fixture(scope="session")
 def require_all() -> bool:

@@ -1,11 +1,11 @@
 """What a user gets wrong is answered with one sentence and exit code 2, and leaves nothing half-written."""
 
-import subprocess
 import sys
 
 import mnist_fsdp
 import pytest
-from labkit import UserError, checkpoints, launch, options, ranks, records
+from commands import script
+from labkit import UserError, checkpoints, options, ranks, records
 
 BAD = {
     "--strategy zero": "argument --strategy: invalid choice: 'zero'",
@@ -36,21 +36,7 @@ def test_one_sentence_before_anything_starts(words, capsys, monkeypatch):
 
 
 def lab(words: str, tmp_path):
-    return subprocess.run(
-        [
-            sys.executable,
-            "mnist_fsdp.py",
-            "--data",
-            "mnist-5k",
-            "--max-steps",
-            "2",
-            *words.format(tmp=tmp_path).split(),
-        ],
-        cwd=launch.SOURCE,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    return script("mnist_fsdp.py", "--data", "mnist-5k", "--max-steps", "2", *words.format(tmp=tmp_path).split())
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import time
 import urllib.request
 
 import pytest
+
 from notebooks import FOLDER, code_cells, read
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -65,6 +66,7 @@ def _address(log) -> str:
     raise AssertionError(log.read_text())
 
 
+@pytest.mark.browser
 def test_jupyterlab_runs_all_of_it_and_shows_the_figures(jupyterlab):
     if not CHROMIUM:
         if os.environ.get("FSDP_LABS_REQUIRE_ALL") == "1":

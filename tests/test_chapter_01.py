@@ -3,6 +3,7 @@
 import pytest
 from labkit.exercises import check
 from labkit.exercises.chapter_01 import EXERCISES
+
 from notebooks import run_broken
 
 SYNCED = "synced = flat_gradient(ddp, x, y, reduction)"

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from labkit.exercises import check
-from notebooks import run_broken
 
+from notebooks import run_broken
 
 FEW = {"STEPS, BATCH = 10, 8": "STEPS, BATCH = 3, 8"}
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from labkit.exercises import check
+
 from notebooks import run_broken
 
 # What is broken, and the claims that must then fail

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from labkit.exercises import check
+
 from notebooks import run_broken
 
 # What is broken, up to which cell, without which cells, and the claims that must then fail

@@ -3,24 +3,18 @@
 Shown in float64, where rounding stays too small to flip a ReLU or a max-pool, so that the paths never part.
 In fp32 a different order of summation is enough to make them part after some steps; there only runs that
 compute in the same order agree bitwise, and any run's first step agrees closely.
+
+Starting ranks takes longer than a few steps: all that so many ranks train, they train one after the other.
 """
 
-import functools
-
 import pytest
-from labkit import launch
+from forked import by_value
+from labkit import cells, launch
 
-HERE = launch.Cluster(launcher="local")
-STEPS = 50
-COMMON = {
-    "data": "mnist-5k",
-    "dropout": False,
-    "global_batch_size": 48,
-    "cluster": HERE,
-    "quiet": True,
-    "on_progress": lambda *_: None,
-    "timeout": 240,
-}
+STEPS, SAVED_AT = 12, 6
+TRAIN = 200  # digits: 8 steps of 24, so that 12 steps go on in a second epoch, and 6 end in the middle of one
+TEST = 53  # which 2, 3 and 4 ranks cannot share evenly
+SAME = {"data": "mnist-5k", "dropout": False, "global_batch_size": 24, "max_steps": STEPS}
 RUNGS = {
     "ddp": {"strategy": "ddp"},
     "fsdp1": {"strategy": "fsdp1"},
@@ -31,67 +25,99 @@ RUNGS = {
     "fsdp2 grad-op": {"strategy": "fsdp2", "wrap": "size", "sharding": "grad-op"},
     "fsdp2 offloaded": {"strategy": "fsdp2", "wrap": "size", "cpu_offload": True},
 }
-
-
-@functools.cache
-def run(rung: str, ranks: int, precision: str, steps: int) -> dict:
-    options = {"strategy": "single"} if rung == "single" else RUNGS[rung]
-    return launch.run("mnist_fsdp.py", ranks=ranks, precision=precision, max_steps=steps, **COMMON, **options)
-
-
-def worst(record: dict, reference: dict) -> float:
-    """The largest relative difference of two runs' losses."""
-    pairs = zip(record["losses"], reference["losses"], strict=True)
-    return max(abs(a - b) / abs(b) for a, b in pairs)
-
-
 # Keeping the gathered parameters is no rung of its own: two ranks show it.
 CASES = [(rung, ranks) for ranks in (2, 3, 4) for rung in RUNGS if ranks == 2 or "grad-op" not in rung]
+BF16 = ["ddp", "fsdp1 by size", "fsdp2", "fsdp2 by size"]
+
+
+def jobs(ranks: int, folder) -> dict:
+    """{name: options} of what that many ranks train, in this order."""
+    if ranks == 1:
+        return {(precision, "single"): {"strategy": "single", "precision": precision} for precision in ("fp64", "fp32")}
+    found = {("fp64", rung): RUNGS[rung] | {"precision": "fp64"} for rung, count in CASES if count == ranks}
+    saved = RUNGS["fsdp2 by size"] | {"precision": "fp64", "checkpoint": f"{folder}/four"}
+    if ranks == 4:
+        found |= {"saved": saved | {"max_steps": SAVED_AT}}
+    if ranks == 2:
+        found |= {("fp32", rung): RUNGS[rung] for rung in RUNGS}
+        found |= {("bf16", rung): RUNGS[rung] | {"precision": "bf16"} for rung in BF16}
+        found |= {"resumed": saved | {"resume": True}}
+        dropout, kept = RUNGS["fsdp2"] | {"dropout": True}, {"checkpoint": f"{folder}/two"}
+        found |= {"dropout": dropout, "dropout, saved": dropout | kept | {"max_steps": 7}}
+        found |= {"dropout, resumed": dropout | kept | {"resume": True}}
+    return found
+
+
+def train_all(me, jobs):
+    """{name: what mnist_fsdp.py's training returns, on few digits}."""
+    import mnist_fsdp
+    from labkit import checkpoints, datasets
+
+    whole = datasets.load(SAME["data"])
+    train, test = ([tensor[:count] for tensor in whole.tensors()] for count in (TRAIN, TEST))
+    datasets.load = lambda name: datasets.Digits(name, *train[:2], *test[2:])
+    results = {}
+    for name, options in jobs.items():
+        config = mnist_fsdp.Config(**SAME | options)
+        if config.checkpoint:
+            checkpoints.prepare(config.checkpoint)
+        results[name] = mnist_fsdp.train(config, me)
+    return results
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """{ranks: {name: result}}; four ranks save what two resume."""
+    folder, here = tmp_path_factory.mktemp("checkpoints"), launch.Cluster(launcher="local")
+    return {
+        ranks: cells.on_ranks(by_value(train_all), jobs(ranks, folder), ranks=ranks, cluster=here, timeout=300)[0]
+        for ranks in (4, 3, 2, 1)
+    }
+
+
+def worst(losses: list, reference: list) -> float:
+    """The largest relative difference of two runs' losses."""
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True))
 
 
 @pytest.mark.parametrize(("rung", "ranks"), CASES)
-def test_losses_follow_one_process(rung, ranks):
-    record, reference = run(rung, ranks, "fp64", STEPS), run("single", 1, "fp64", STEPS)
-    assert len(record["losses"]) == STEPS
-    assert worst(record, reference) < 1e-10
-    # The test set is seen once, whole, also where its 1,000 images cannot be shared evenly.
-    assert record["accuracy"] == reference["accuracy"]
-    assert record["accuracy"]["total"] == 1000
+def test_losses_follow_one_process(rung, ranks, results):
+    result, reference = results[ranks]["fp64", rung], results[1]["fp64", "single"]
+    assert len(result["losses"]) == STEPS
+    assert worst(result["losses"], reference["losses"]) < 1e-10
+    # The test set is seen once, whole, also where it cannot be shared evenly.
+    assert result["accuracy"] == reference["accuracy"]
+    assert result["accuracy"]["total"] == TEST
 
 
 @pytest.mark.parametrize("rung", [rung for rung in RUNGS if rung != "ddp"])
-def test_fp32_two_ranks_agree_bitwise(rung):
-    assert run(rung, 2, "fp32", STEPS)["losses"] == run("ddp", 2, "fp32", STEPS)["losses"]
+def test_fp32_two_ranks_agree_bitwise(rung, results):
+    assert results[2]["fp32", rung]["losses"] == results[2]["fp32", "ddp"]["losses"]
 
 
 @pytest.mark.parametrize("rung", RUNGS)
-def test_fp32_first_step_agrees_with_one_process(rung):
-    first, reference = run(rung, 2, "fp32", STEPS)["losses"][0], run("single", 1, "fp32", 1)["losses"][0]
+def test_fp32_first_step_agrees_with_one_process(rung, results):
+    first, reference = (result["losses"][0] for result in (results[2]["fp32", rung], results[1]["fp32", "single"]))
     assert abs(first - reference) < 1e-6 * reference
 
 
-def test_resumed_run_follows_the_uninterrupted_one(tmp_path):
+def test_resumed_run_follows_the_uninterrupted_one(results):
     """Saved by 4 ranks in the middle of an epoch, continued on 2: losses as if nothing had happened."""
-    common = COMMON | {"strategy": "fsdp2", "wrap": "size", "precision": "fp64", "checkpoint": tmp_path}
-    launch.run("mnist_fsdp.py", ranks=4, max_steps=20, **common)
-    resumed = launch.run("mnist_fsdp.py", ranks=2, resume=True, max_steps=STEPS, **common)
-    reference = run("single", 1, "fp64", STEPS)
-    assert resumed["first_step"] == 20
-    assert worst(resumed, reference | {"losses": reference["losses"][20:]}) < 1e-10
+    resumed, reference = results[2]["resumed"], results[1]["fp64", "single"]
+    assert resumed["first_step"] == SAVED_AT
+    assert worst(resumed["losses"], reference["losses"][SAVED_AT:]) < 1e-10
 
 
-def test_resume_draws_the_same_dropout(tmp_path):
+def test_resume_draws_the_same_dropout(results):
     """With dropout too: on the same ranks, a stopped and resumed run is bitwise the uninterrupted one."""
-    common = COMMON | {"strategy": "fsdp2", "dropout": True, "ranks": 2}
-    whole = launch.run("mnist_fsdp.py", max_steps=12, **common)
-    launch.run("mnist_fsdp.py", max_steps=7, checkpoint=tmp_path, **common)
-    resumed = launch.run("mnist_fsdp.py", max_steps=12, checkpoint=tmp_path, resume=True, **common)
-    assert resumed["losses"] == whole["losses"][7:]
+    whole, resumed = results[2]["dropout"], results[2]["dropout, resumed"]
+    assert resumed["first_step"] == 7
+    assert resumed["losses"] == whole["losses"][7:] != results[2]["fp32", "fsdp2"]["losses"][7:]
 
 
-@pytest.mark.parametrize("rung", ["ddp", "fsdp1 by size", "fsdp2", "fsdp2 by size"])
-def test_bf16_trains_close_to_fp32(rung):
+@pytest.mark.parametrize("rung", BF16)
+def test_bf16_trains_close_to_fp32(rung, results):
     """bf16 keeps 8 bits of a number's fraction: its first loss is fp32's to a few thousandths."""
-    first, reference = (run(rung, 2, precision, STEPS)["losses"][0] for precision in ("bf16", "fp32"))
+    first, reference = (results[2][precision, rung]["losses"][0] for precision in ("bf16", "fp32"))
     assert first != reference
     assert first == pytest.approx(reference, rel=0.01)

@@ -11,7 +11,7 @@ import gpt_fsdp
 import pytest
 import torch
 import torch.distributed as dist
-from commands import call
+from commands import call, script, ways
 from labkit import (
     UserError,
     blueprints,
@@ -429,7 +429,7 @@ def losses_of_four():
     return run(ranks=4, mesh="2x2", precision="fp64", seq_len=32, batch_size=2, max_steps=6)["losses"]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ways(WAYS))
 def test_every_way_computes_the_same(way, losses_of_four, tmp_path, request):
     env = request.getfixturevalue("slurm") if "srun" in way else os.environ
     path = tmp_path / "run.json"
@@ -491,7 +491,7 @@ def test_one_sentence_before_anything_starts(words, capsys, monkeypatch):
     ],
 )
 def test_one_sentence_from_the_ranks(words, sentence, tmp_path):
-    done = call(sys.executable, "gpt_fsdp.py", *words.format(tmp=tmp_path).split(), cwd=launch.SOURCE, timeout=60)
+    done = script("gpt_fsdp.py", *words.format(tmp=tmp_path).split())
     assert done.returncode == 2
     assert sentence in done.stderr
     assert done.stderr.startswith("gpt_fsdp.py: ")
@@ -553,15 +553,15 @@ def test_shapes_that_cannot_be(sizes, sentence):
 
 
 def test_nothing_left_to_train_and_a_damaged_checkpoint(tmp_path):
-    lab = [sys.executable, "gpt_fsdp.py", "--strategy", "single", "--max-steps", "2", "--checkpoint", tmp_path]
-    assert call(*lab, cwd=launch.SOURCE, timeout=60).returncode == 0
-    again = call(*lab, "--resume", cwd=launch.SOURCE, timeout=60)
+    lab = ["gpt_fsdp.py", "--strategy", "single", "--max-steps", "2", "--checkpoint", tmp_path]
+    assert script(*lab).returncode == 0
+    again = script(*lab, "--resume")
     assert again.returncode == 2
     assert "nothing left to train: the checkpoint is at step 2; raise --max-steps above it" in again.stderr
     saved = checkpoints.latest(tmp_path)
     for part in saved.glob("*.distcp"):
         part.write_bytes(part.read_bytes()[:100])
-    damaged = call(*lab, "--resume", cwd=launch.SOURCE, timeout=60)
+    damaged = script(*lab, "--resume")
     assert damaged.returncode == 2
     assert f"the checkpoint {saved} cannot be read" in damaged.stderr
 

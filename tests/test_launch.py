@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import call, run_job
+from commands import call, run_job, ways
 from labkit import launch, progress, ranks, records
 
 SOURCE = launch.SOURCE
@@ -46,7 +46,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ways(WAYS))
 def test_every_way_computes_the_same(way, losses_of_four, tmp_path, request):
     env = request.getfixturevalue("slurm") if "srun" in way else os.environ
     command = WAYS[way].format(lab=f"{LAB} --max-steps 6 --record {tmp_path / 'run.json'}", port=free_port())
@@ -123,7 +123,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("way", ["python", "torchrun", "srun"])
+@pytest.mark.parametrize("way", ways(["python", "torchrun", "srun"]))
 def test_first_error_is_shown_once(way, tmp_path, request):
     stub = tmp_path / "stub.py"
     stub.write_text(STUB.format(error="ValueError('boom')", arguments="ranks=4" if way == "python" else ""))
@@ -154,7 +154,7 @@ def test_users_error_in_a_rank_is_one_sentence(start, tmp_path):
     assert run.stderr == "stub.py: the data are missing on node 7: copy them\n"
 
 
-@pytest.mark.parametrize("way", ["python", "srun"])
+@pytest.mark.parametrize("way", ways(["python", "srun"]))
 def test_kill_9_on_a_rank_ends_the_run_and_names_it(way, tmp_path, request):
     env = dict(request.getfixturevalue("slurm") if way == "srun" else os.environ)
     env[progress.VARIABLE] = str(tmp_path / "progress")

@@ -1,18 +1,18 @@
 """Peak memory as measured is the arithmetic, written down here and in labkit/predict.py, term by term."""
 
+import json
 import subprocess
 import sys
 from math import ceil
 
-import cloudpickle
 import gpt_fsdp
 import pytest
 import torch
 import torch.nn.functional as F
-from labkit import cells, launch, meters, predict, trace
+import trial
+from forked import by_value
+from labkit import cells, launch, predict, trace
 from labkit.models import Net
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks cannot import this file
 
 PARAMETERS = 1_199_882
 FC1 = 9216 * 128 + 128
@@ -20,22 +20,10 @@ FC2 = 128 * 10 + 10
 IMAGE, CONV1, CONV2 = 28 * 28, 32 * 26 * 26, 64 * 24 * 24
 
 
-def measure(strategy, wrap, ranks, batch, **options):
-    if wrap != "unit":
-        options["wrap"] = wrap
-    return launch.run(
-        "mnist_fsdp.py",
-        ranks=ranks,
-        strategy=strategy,
-        batch_size=batch,
-        data="mnist-5k",
-        max_steps=meters.TRACED_STEPS[-1] + 1,
-        cluster=launch.Cluster(launcher="local"),
-        quiet=True,
-        on_progress=lambda *_: None,
-        timeout=120,
-        **options,
-    )
+def mnist(strategy, wrap, ranks, batch, **options):
+    """A configuration as trial.py takes it."""
+    config = {"strategy": strategy} | ({"wrap": wrap} if wrap != "unit" else {}) | options
+    return {"script": "mnist_fsdp.py", "ranks": ranks, "batch_size": batch, "config": config}
 
 
 CASES = [("single", "unit", 1, 8), ("single", "unit", 1, 64)]
@@ -46,20 +34,47 @@ CASES += [
     for wrap in ("unit", "size")
     for ranks, batch in ((2, 64), (3, 8), (4, 8), (4, 32))
 ]
+SENT = [
+    ("ddp", {}, {"all-reduce": 1}),
+    ("fsdp1", {}, {"all-gather": 1, "reduce-scatter": 1}),
+    ("fsdp2", {}, {"all-gather": 1, "reduce-scatter": 1}),
+    # fc1 is gathered again for backward; the root, needed again at once, is not
+    ("fsdp2", {"wrap": "size"}, {"all-gather": 1 + FC1 / PARAMETERS, "reduce-scatter": 1}),
+    ("fsdp2", {"wrap": "size", "sharding": "grad-op"}, {"all-gather": 1, "reduce-scatter": 1}),
+]
+FORMATS = {precision: mnist("fsdp2", "size", 2, 8, precision=precision) for precision in ("fp32", "fp64")}
+
+
+def sending(strategy, options, ranks):
+    return mnist(strategy, **{"wrap": "unit", "ranks": ranks, "batch": 8} | options)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """A function: what a configuration's steps were measured to need. One launch for each number of ranks."""
+    tried = [mnist(*case) for case in CASES] + list(FORMATS.values())
+    tried += [sending(strategy, options, ranks) for strategy, options, _ in SENT for ranks in (2, 4)]
+    found = {}
+    for ranks in (1, 2, 3, 4):
+        mine = [one for one in tried if one["ranks"] == ranks]
+        cluster = launch.Cluster(launcher="local")
+        results = cells.on_ranks(trial.measure, mine, ranks=ranks, cluster=cluster, timeout=300)[0]
+        found |= {json.dumps(one): result for one, result in zip(mine, results, strict=True)}
+    return lambda one: found[json.dumps(one)]
 
 
 @pytest.mark.parametrize(("strategy", "wrap", "ranks", "batch"), CASES)
-def test_peak_is_the_arithmetic(strategy, wrap, ranks, batch):
-    memory = measure(strategy, wrap, ranks, batch)["memory"]
+def test_peak_is_the_arithmetic(strategy, wrap, ranks, batch, measured):
+    memory = measured(mnist(strategy, wrap, ranks, batch))["memory"]
     _, predicted = predict.peak(strategy, wrap, ranks, batch)
     for category in ("parameters", "gradients", "optimizer state"):
         assert memory["peak"][category] == predicted.get(category, 0), category
     assert sum(memory["peak"].values()) == pytest.approx(predict.total(predicted), rel=0.01)
 
 
-def test_terms_of_ddp_by_hand():
+def test_terms_of_ddp_by_hand(measured):
     """DDP on 2 ranks, 64 images each, fp32: the highest point is the backward of the second ReLU."""
-    peak = measure("ddp", "unit", 2, 64)["memory"]["peak"]
+    peak = measured(mnist("ddp", "unit", 2, 64))["memory"]["peak"]
     assert peak["parameters"] == 4 * PARAMETERS
     assert peak["gradients"] == 4 * (FC1 + FC2)  # the last layers' only, so far
     assert peak["optimizer state"] == 2 * 4 * PARAMETERS + 8 * 4  # Adadelta: two a parameter, a counter a tensor
@@ -70,9 +85,9 @@ def test_terms_of_ddp_by_hand():
     assert peak["all-gather"] == peak["reduce-scatter"] == 0
 
 
-def test_terms_of_fsdp2_by_size_by_hand():
+def test_terms_of_fsdp2_by_size_by_hand(measured):
     """FSDP2 on 4 ranks, 8 images each, fc1 a unit of its own: the highest point is the backward of fc1."""
-    peak = measure("fsdp2", "size", 4, 8)["memory"]["peak"]
+    peak = measured(mnist("fsdp2", "size", 4, 8))["memory"]["peak"]
     # Along the first dimension: 32 → 8, 64 → 16, 128 → 32 rows a rank, and 10 → 3 on all but the last.
     shard = 8 * 9 + 8 + 16 * 288 + 16 + 32 * 9216 + 32 + 3 * 128 + 3
     assert shard == ceil(32 / 4) * 10 + 16 * 289 + 32 * 9217 + 3 * 129
@@ -84,30 +99,19 @@ def test_terms_of_fsdp2_by_size_by_hand():
     assert peak["temporary"] == 8 * 4 * (9216 + 128)
 
 
-def test_float64_doubles_all_but_counters_labels_and_indices():
-    peaks = {p: measure("fsdp2", "size", 2, 8, precision=p)["memory"]["peak"] for p in ("fp32", "fp64")}
+def test_float64_doubles_all_but_counters_labels_and_indices(measured):
+    peaks = {precision: measured(one)["memory"]["peak"] for precision, one in FORMATS.items()}
     assert peaks["fp64"]["parameters"] == 2 * peaks["fp32"]["parameters"]
     _, predicted = predict.peak("fsdp2", "size", 2, 8, precision="fp64")
     assert sum(peaks["fp64"].values()) == pytest.approx(predict.total(predicted), rel=0.01)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(
-    ("strategy", "options", "expected"),
-    [
-        ("ddp", {}, {"all-reduce": 1}),
-        ("fsdp1", {}, {"all-gather": 1, "reduce-scatter": 1}),
-        ("fsdp2", {}, {"all-gather": 1, "reduce-scatter": 1}),
-        # fc1 is gathered again for backward; the root, needed again at once, is not
-        ("fsdp2", {"wrap": "size"}, {"all-gather": 1 + FC1 / PARAMETERS, "reduce-scatter": 1}),
-        ("fsdp2", {"wrap": "size", "sharding": "grad-op"}, {"all-gather": 1, "reduce-scatter": 1}),
-    ],
-)
-def test_traffic_in_model_sizes(strategy, options, expected, ranks):
+@pytest.mark.parametrize(("strategy", "options", "expected"), SENT)
+def test_traffic_in_model_sizes(strategy, options, expected, ranks, measured):
     """Bytes in a step's collectives, in units of the whole model; padding to whole rows adds under 0.1 %."""
-    traffic = measure(strategy, **{"wrap": "unit", "ranks": ranks, "batch": 8} | options)["traffic"]
     sent = {}
-    for entry in traffic:
+    for entry in measured(sending(strategy, options, ranks))["traffic"]:
         sent[entry["kind"]] = sent.get(entry["kind"], 0) + entry["count"] * entry["bytes"] / (4 * PARAMETERS)
     assert sent == pytest.approx(expected, rel=0.001)
 
@@ -133,7 +137,7 @@ def peaks_of_steps(me, config, steps):
 
 
 def test_a_buffer_that_gloo_still_holds_is_not_in_a_peak():
-    every = cells.on_ranks(peaks_of_steps, gpt_fsdp.Config(batch_size=1, accumulate=4), 16, ranks=2)
+    every = cells.on_ranks(by_value(peaks_of_steps), gpt_fsdp.Config(batch_size=1, accumulate=4), 16, ranks=2)
     assert [len(set(peaks)) for peaks in every] == [1, 1]
 
 

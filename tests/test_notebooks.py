@@ -6,6 +6,7 @@ import sys
 import nbformat
 import pytest
 from commands import call
+
 from notebooks import FOLDER, PATHS, code_cells, read, text_of, verdicts
 
 NAMES = [path.stem for path in PATHS]

@@ -2,13 +2,12 @@
 
 import json
 import re
-import subprocess
 import sys
 import time
 
 import plan
 import pytest
-from commands import call
+from commands import call, script
 from labkit import launch, options, predict
 
 ISSUE = "--model llama3-8b --ranks 8 --strategy fsdp2 --seq 8192 --batch 1 --precision bf16 --recompute full --gpu-memory 80"
@@ -27,13 +26,9 @@ def found(words: str) -> dict:
     return json.loads(answer(f"{words} --json"))
 
 
-def command(*words: str) -> subprocess.CompletedProcess:
-    return call(sys.executable, "plan.py", *words, cwd=launch.SOURCE, timeout=120)
-
-
 def test_the_command_answers_at_once():
     begin = time.perf_counter()
-    run = command(*ISSUE.split())
+    run = call(sys.executable, "plan.py", *ISSUE.split(), cwd=launch.SOURCE)
     assert time.perf_counter() - begin < 3  # a quarter of a second, where nothing else runs
     assert run.returncode == 0 and not run.stderr
     for words in ("8,030,261,248 parameters", "peak of a rank", "at: backward of the loss", "a second at best"):
@@ -119,7 +114,7 @@ def test_a_slower_network_costs_time_and_no_memory():
 
 @pytest.mark.parametrize("extra", ["", "--strategy fsdp1 --reshard-after-forward false", "--precision bf16 --mesh 2x2"])
 def test_simulated_beside_predicted(extra):
-    run = command(*TINY.split(), *extra.split(), "--simulate", "--json")
+    run = script("plan.py", *TINY.split(), *extra.split(), "--simulate", "--json")
     facts = json.loads(run.stdout)
     assert facts["simulated"] == pytest.approx(facts["peak"], rel=0.02)
     assert sum(facts["simulated_by_category"].values()) == facts["simulated"]
@@ -169,21 +164,21 @@ def own(tmp_path):
 
 
 def test_a_model_of_ones_own(own):
-    run = command("--model", f"{own}/own.py:build", "--ranks", "4", "--precision", "fp32")
+    run = script("plan.py", "--model", f"{own}/own.py:build", "--ranks", "4", "--precision", "fp32")
     assert run.returncode == 0, run.stderr
     parameters = 3 * (96 * 96 + 96)
     assert f"{parameters:,} parameters in 4 units" in run.stdout
     persistent = 3 * 4 * parameters / 4 + 4 * 6
     assert f"predicted, between steps  {plan.gib(int(persistent)):>14}" in run.stdout
     facts = json.loads(
-        command("--model", f"{own}/own.py:build", "--ranks", "4", "--precision", "fp32", "--json").stdout
+        script("plan.py", "--model", f"{own}/own.py:build", "--ranks", "4", "--precision", "fp32", "--json").stdout
     )
     kept = ("parameters", "optimizer state")
     assert sum(facts["simulated_by_category"][name] for name in kept) == persistent
 
 
 def test_a_model_that_cannot_be_trained_is_one_sentence(own):
-    run = command("--model", f"{own}/own.py:broken", "--precision", "fp32")
+    run = script("plan.py", "--model", f"{own}/own.py:broken", "--precision", "fp32")
     assert run.returncode == 2 and run.stdout == ""
     assert "own.py:broken cannot be trained: RuntimeError: " in run.stderr
     assert len(run.stderr.splitlines()) == 1

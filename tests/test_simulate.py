@@ -1,46 +1,39 @@
 """A simulated step says what the arithmetic says, also for worlds that no test could start."""
 
-import json
-import subprocess
-import sys
-
 import pytest
-from labkit import launch, predict
-
-# A process of its own: it can join one world only.
-STEP = """
-import json, sys
-import torch
-import torch.nn.functional as F
-from labkit import simulate
-from labkit.models import Net
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-
-strategy, wrap, ranks, batch = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-simulate.join(ranks)
-mesh = init_device_mesh("cpu", (ranks,))
+from forked import forked
+from labkit import predict
 
 
-def setup():
-    model = Net()
-    if strategy == "fsdp1":
-        model = FullyShardedDataParallel(model, device_mesh=mesh, device_id=torch.device("cpu"))
-    else:
-        for module in [model.fc1, model] if wrap == "size" else [model]:
-            fully_shard(module, mesh=mesh)
-    optimizer = torch.optim.Adadelta(model.parameters())
+def simulated_step(strategy, wrap, ranks, batch):
+    """In a process of its own: it can join one world only."""
+    import torch
+    import torch.nn.functional as F
+    from labkit import simulate
+    from labkit.models import Net
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-    def train(images, labels):
-        F.nll_loss(model(images), labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    simulate.join(ranks)
+    mesh = init_device_mesh("cpu", (ranks,))
 
-    return model, optimizer, (torch.rand(batch, 1, 28, 28), torch.zeros(batch, dtype=torch.long)), train
+    def setup():
+        model = Net()
+        if strategy == "fsdp1":
+            model = FullyShardedDataParallel(model, device_mesh=mesh, device_id=torch.device("cpu"))
+        else:
+            for module in [model.fc1, model] if wrap == "size" else [model]:
+                fully_shard(module, mesh=mesh)
+        optimizer = torch.optim.Adadelta(model.parameters())
 
+        def train(images, labels):
+            F.nll_loss(model(images), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
-print(json.dumps(simulate.step(setup)))
-"""
+        return model, optimizer, (torch.rand(batch, 1, 28, 28), torch.zeros(batch, dtype=torch.long)), train
+
+    return simulate.step(setup)
 
 
 @pytest.mark.parametrize(
@@ -48,10 +41,7 @@ print(json.dumps(simulate.step(setup)))
     [("fsdp1", "unit", 4, 32), ("fsdp2", "unit", 3, 8), ("fsdp2", "size", 4, 32), ("fsdp2", "size", 64, 64)],
 )
 def test_simulated_peak_is_the_predicted_one(strategy, wrap, ranks, batch):
-    command = [sys.executable, "-c", STEP, strategy, wrap, str(ranks), str(batch)]
-    run = subprocess.run(command, cwd=launch.SOURCE, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr[-2000:]
-    simulated = json.loads(run.stdout)
+    simulated = forked(simulated_step, strategy, wrap, ranks, batch)
     _, predicted = predict.peak(strategy, wrap, ranks, batch)
     # The lab script's loop keeps the network's output and one loss longer than the loop above.
     predicted["activations"] -= 4 * (batch * predict.CLASSES + 1)

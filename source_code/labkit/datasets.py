@@ -137,7 +137,7 @@ def load(name: str, root=None) -> Digits:
     contents = [_verified(raw / file, md5) for file, md5 in RESOURCES]
     if None in contents:
         raise UserError(f"MNIST is not in {raw}{_only_extracted(raw)}: {REMEDY}")
-    parts = [_parse_idx(raw / file, data) for (file, _), data in zip(RESOURCES, contents)]
+    parts = [_parse_idx(raw / file, data) for (file, _), data in zip(RESOURCES, contents, strict=True)]
     return Digits(name, parts[0], parts[1].long(), parts[2], parts[3].long())
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from labkit import UserError, options, progress, records
+from labkit import UserError, options, progress, records, warm
 
 SOURCE = Path(__file__).resolve().parents[1]
 RUNS = SOURCE / "results" / "runs"
@@ -167,21 +167,28 @@ def follow(command: list[str], on_progress=None, timeout: float = 3600) -> str:
         mark, log = Path(folder) / "progress", Path(folder) / "output"
         environ = os.environ | {progress.VARIABLE: str(mark)}
         with log.open("w") as output:
-            process = subprocess.Popen(
-                command,
-                cwd=SOURCE,
-                env=environ,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=_end_with_parent,
-            )
+            process = _start(command, environ, output)
         with _Bar(on_progress) as bar:
             _wait(process, lambda: bar(progress.read(mark)), timeout, command)
         printed = log.read_text(errors="replace").strip()
         if process.returncode:
             raise RunFailed("\n".join(printed.splitlines()[-OUTPUT_LINES:]) or f"exit code {process.returncode}")
         return printed
+
+
+def _start(command, environ, output):
+    """A process with the command, in source_code/, in a session of its own, which ends with this one."""
+    if command[0] == sys.executable and warm.possible():
+        return warm.start(command, SOURCE, environ, output, output)
+    return subprocess.Popen(
+        command,
+        cwd=SOURCE,
+        env=environ,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=_end_with_parent,
+    )
 
 
 def _end_with_parent():

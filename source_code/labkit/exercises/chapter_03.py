@@ -1,6 +1,7 @@
 """Exercises of 03_sharding_from_scratch.ipynb."""
 
 import torch
+
 from labkit import predict
 from labkit.exercises import Do, Predict, unanswered
 

@@ -27,7 +27,7 @@ def kept(rows: list[tuple[str, dict, dict]], title: str, under: str):
     widest = max(sum(parts.values()) for _, parts, _ in rows)
     for place, (_, parts, predicted) in enumerate(rows):
         left = 0
-        for tone, (name, size) in zip(TONES, parts.items(), strict=False):
+        for tone, size in zip(TONES, parts.values(), strict=False):
             axes.barh(place, size, left=left, color=tone, edgecolor="black", linewidth=0.8, height=0.62)
             if size > 0.07 * widest:
                 dark = TONES.index(tone) > 2

@@ -16,7 +16,7 @@ def _places(moments: list, on_host: tuple) -> tuple[dict, dict]:
     device, host = {}, {}
     for i, category in enumerate(CATEGORIES):
         levels = [moment[1 + i] / MIB for moment in moments]
-        here = [category in on_host or moment[0] == "optimizer" and category == "temporary" for moment in moments]
+        here = [category in on_host or (moment[0] == "optimizer" and category == "temporary") for moment in moments]
         host[category] = [level if moved else 0 for level, moved in zip(levels, here, strict=True)]
         device[category] = [0 if moved else level for level, moved in zip(levels, here, strict=True)]
     return device, host

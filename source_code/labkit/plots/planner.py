@@ -120,7 +120,7 @@ def bridge(terms: list[tuple], published: float, title: str, under: str):
     """From the terms to a published sum, a row each: terms of (name, bytes, category or None where it is no tensor)."""
     figure, axes = plt.subplots(figsize=(10, 0.36 * len(terms) + 2.4), layout="constrained")
     left = 0
-    for place, (name, size, category) in enumerate(terms):
+    for place, (_, size, category) in enumerate(terms):
         start, width = (left, size / GIB) if size >= 0 else (left + size / GIB, -size / GIB)
         style = look("predicted", COLOURS[category] if category else "black")
         axes.barh(place, width, left=start, height=0.62, **style | ({} if category else {"linestyle": "--"}))

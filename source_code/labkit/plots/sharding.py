@@ -1,6 +1,7 @@
 """The figures of chapter 03: model state by stage, and how it falls with the number of ranks."""
 
 import matplotlib.pyplot as plt
+
 from labkit.plots import MIB, STRATEGY_COLOURS, headline, memory_bars
 from labkit.trace import CATEGORIES
 
