@@ -5,18 +5,46 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/ready
 TEST_READY := $(VENV)/test-ready
+LOWEST := .venv-lowest
+
+# Python keeps what it has compiled. Without that, importing torch takes five seconds instead of two, at every start.
+unexport PYTHONDONTWRITEBYTECODE
 
 # DATA=mnist-5k EPOCHS=1 RANKS=4 BATCH_SIZE=16 and the like pass through to the ladder
 LADDER := $(if $(DATA),--data $(DATA)) $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(RANKS),--ranks $(RANKS)) \
           $(if $(BATCH_SIZE),--batch-size $(BATCH_SIZE))
 
-.PHONY: run test lab notebooks bench slurm slurm-down help
+# A test file at a time for every four cores, so that no two share a core; with fewer than eight, one after the other.
+WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) / 4)
+PYTEST  := $(BIN)/python -m pytest --nbval-lax -v $(if $(filter-out 0 1,$(WORKERS)),-n $(WORKERS) --dist loadfile)
+
+# $(call install,VENV,WORDS): uv takes a quarter of pip's time; where it cannot be had or used, pip does the same.
+pip     = $(1)/bin/python -m pip install --quiet --disable-pip-version-check
+install = { $(call pip,$(1)) uv && $(1)/bin/uv pip install --quiet --python $(1)/bin/python $(2); } || \
+          { echo "uv cannot install here, so pip does: two minutes"; $(call pip,$(1)) $(2); }
+
+.PHONY: run check test test-cluster test-lowest lab notebooks bench constraints slurm slurm-down help
 
 run: $(READY)           ## climb the ladder on this machine: eight runs, a table and a picture
 	cd source_code && ../$(BIN)/python ladder.py $(LADDER)
 
-test: $(READY) $(TEST_READY)    ## run everything a contributor must keep green
-	$(BIN)/python -m pytest --nbval-lax tests notebooks
+check: $(TEST_READY)    ## before a commit, in three minutes: lint, links, arithmetic, few ranks, the chapters you changed
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --check --quiet .
+	$(PYTEST) -m "not long and not slurm and not browser" tests
+	@changed="$$($(BIN)/python tests/changed.py)"; [ -z "$$changed" ] || $(PYTEST) -m "not slurm" $$changed
+
+test: $(TEST_READY)     ## run everything a contributor must keep green
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --check --quiet .
+	$(PYTEST) -m "not slurm and not browser" tests notebooks
+
+test-cluster: $(TEST_READY)     ## what needs a Slurm to start, and a browser (CI runs it after make test)
+	$(BIN)/python -m pytest -v -m "slurm or browser" tests
+
+test-lowest: $(LOWEST)/ready    ## arithmetic, equality and memory on the oldest supported versions
+	$(LOWEST)/bin/python -m pytest -v -m "not slurm" tests/test_models.py tests/test_predict.py tests/test_equality.py \
+	  tests/test_gpt_equality.py tests/test_memory.py
 
 lab: $(READY)           ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab notebooks
@@ -28,6 +56,11 @@ notebooks: $(READY)     ## run every notebook again, in place
 bench: $(READY)         ## measure ratios: data loaders, and what FSDP costs on one rank
 	cd source_code && ../$(BIN)/python bench.py
 
+constraints: $(READY)   ## take the newest versions of everything into constraints.txt (commit it if CI passes)
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --upgrade --no-annotate --no-header \
+	  requirements.txt tests/requirements.txt -o constraints.txt
+	$(MAKE) $(TEST_READY)
+
 slurm:                  ## bring up a two-node practice Slurm on this machine (LINK=200mbit: two hosts and a link)
 	source_code/slurm/practice_cluster.sh up $(if $(LINK),--link '$(LINK)')
 
@@ -37,16 +70,22 @@ slurm-down:             ## stop the practice Slurm and remove it
 help:                   ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 14
 
-# Installed once, and again only when requirements.txt changes.
-$(READY): requirements.txt
+# Installed once, and again only when what to install changes.
+$(READY): requirements.txt constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or newer is needed: make run PYTHON=/path/to/python3.11"; exit 2; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	  { echo "Python's venv module is missing: on Debian and Ubuntu, sudo apt-get install python3-venv"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@$(call install,$(VENV),-r requirements.txt -c constraints.txt)
 	@touch $@
 
 $(TEST_READY): tests/requirements.txt $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/requirements.txt
+	@$(call install,$(VENV),-r tests/requirements.txt -c constraints.txt)
+	@touch $@
+
+$(LOWEST)/ready: requirements.txt tests/requirements.txt $(READY)
+	$(PYTHON) -m venv $(LOWEST)
+	$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct \
+	  -r requirements.txt -r tests/requirements.txt
 	@touch $@
