@@ -12,8 +12,10 @@ Never used on machines with GPUs, which do not survive a fork, nor under Slurm, 
 This file is also the program that the warm process runs.
 """
 
+import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import os
 import pickle
@@ -126,6 +128,7 @@ def serve(name: str) -> tuple:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks: let the kernel
     for module in MODULES:
         importlib.import_module(module)
+    gc.freeze()  # collections in the forks leave out what is there now, so that its pages stay shared
     while True:
         ready, _, _ = select.select([listener, sys.stdin], [], [])
         if sys.stdin in ready:
@@ -177,6 +180,7 @@ def become(words: list[str], cwd: str, env: dict):
         os.execve(python, words, env)
     os.environ.clear()
     os.environ.update(env)
+    atexit.register(gc.unfreeze)  # what is frozen as Python ends counts as leaked
     random.seed()  # or every program would draw the same numbers
     for module in [name for name in sys.modules if name.partition(".")[0] == "labkit"]:
         del sys.modules[module]
