@@ -31,14 +31,14 @@ def call(*command, env=None, cwd=None, timeout=60) -> subprocess.CompletedProces
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def script(*words, timeout=60) -> subprocess.CompletedProcess:
+def script(*words, env=os.environ, timeout=60) -> subprocess.CompletedProcess:
     """Run ``python words`` in source_code/ and return it with its output, for what it says and does.
 
     Forked from the tests' warm process: what is tested is not how it starts. It is ended when the time is up.
     """
     command = [sys.executable, "-u", *map(str, words)]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = warm.start(command, launch.SOURCE, os.environ, out, err)
+        process = warm.start(command, launch.SOURCE, env, out, err)
         try:
             process.wait(timeout)
         except subprocess.TimeoutExpired:

@@ -17,14 +17,14 @@ def by_value(function):
     return function
 
 
-def forked(function, *arguments, timeout: float = 120):
+def forked(function, *arguments, env=os.environ, timeout: float = 120):
     """What ``function(*arguments)`` returns. AssertionError, with its traceback, if it raises."""
     import cloudpickle
     from commands import script
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "call").write_bytes(cloudpickle.dumps((by_value(function), arguments)))
-        run = script(__file__, folder, timeout=timeout)
+        run = script(__file__, folder, env=env, timeout=timeout)
         assert run.returncode == 0, run.stdout + run.stderr
         return pickle.loads((Path(folder) / "returned").read_bytes())
 

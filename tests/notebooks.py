@@ -1,5 +1,6 @@
 """Run notebooks in tests, whole or with something in them broken."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -32,11 +33,13 @@ def verdicts(notebook) -> list[str]:
     return [line for cell in code_cells(notebook) for line in lines_of_verdicts(text_of(cell))]
 
 
-def run_broken(name: str, breaks: dict[str, str], until: str = "NBVAL_CHECK_OUTPUT", skip: tuple = ()) -> list[str]:
+def run_broken(
+    name: str, breaks: dict[str, str], until: str = "NBVAL_CHECK_OUTPUT", skip: tuple = (), ranks: int = 2
+) -> list[str]:
     """Run a notebook with ``breaks`` (text: what replaces it) in its code, and return the verdicts it came to.
 
     Every text must occur. It runs to the first cell with ``until``, if any, without the cells that contain a
-    text of ``skip`` or only draw (plots) or ask (exercises), which do not bear on the verdict.
+    text of ``skip`` or only draw (plots) or ask (exercises), which do not bear on the verdict. ranks: of its labs.
     """
     (path,) = FOLDER.glob(f"{name}*.ipynb")
     notebook = read(path)
@@ -50,7 +53,8 @@ def run_broken(name: str, breaks: dict[str, str], until: str = "NBVAL_CHECK_OUTP
     for text, replacement in breaks.items():
         assert any(text in source for source in sources), f"{text!r} is not in {path.name}"
         sources = [source.replace(text, replacement) for source in sources]
-    return lines_of_verdicts(forked(run_cells, sources, str(FOLDER), timeout=180))
+    env = os.environ | {"FSDP_LABS_RANKS": str(ranks)}
+    return lines_of_verdicts(forked(run_cells, sources, str(FOLDER), env=env, timeout=180))
 
 
 def run_cells(sources: list[str], folder: str) -> str:
@@ -58,7 +62,6 @@ def run_cells(sources: list[str], folder: str) -> str:
     import contextlib
     import io
     import linecache
-    import os
 
     os.chdir(folder)
     printed = io.StringIO()

@@ -18,11 +18,13 @@ def fails(lines: list[str], claim: str) -> bool:
     return any(line.startswith(f"FAIL  {claim}") for line in lines)
 
 
+@pytest.mark.long
 def test_a_wrong_reduction_fails():
     lines = run_broken("00", {"dist.ReduceOp.SUM": "dist.ReduceOp.MAX"}, skip=("show(",))
     assert fails(lines, "the smallest sum on any rank") and fails(lines, "the largest sum on any rank")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("good", "bad", "claim"),
     [
@@ -35,6 +37,7 @@ def test_a_tensor_written_by_half_or_too_early_fails(good, bad, claim):
     assert fails(run_broken("00", {good: bad}, until="one_percent", skip=skipped), claim)
 
 
+@pytest.mark.long
 def test_a_forgotten_layer_and_another_precision_fail():
     breaks = {"numbers = sum(layers.values())": 'numbers = sum(layers.values()) - layers["fc2"]'}
     breaks |= {"max_steps=6)": 'max_steps=6, precision="fp64")'}
@@ -79,6 +82,7 @@ def hello(*words, **variables):
     return call(sys.executable, "hello.py", "--device", "cpu", *words, env=clean | variables, cwd=SOURCE)
 
 
+@pytest.mark.long
 def test_hello_names_every_rank_and_adds_them_up():
     run = hello("--ranks", "3")
     assert run.returncode == 0, run.stderr
@@ -86,6 +90,7 @@ def test_hello_names_every_rank_and_adds_them_up():
     assert "1 … 3 over all ranks, by gloo: 6" in run.stdout
 
 
+@pytest.mark.long
 def test_hello_with_half_a_rendezvous_is_no_world_of_one():
     run = hello(RANK="0")
     assert run.returncode == 2 and "WORLD_SIZE" in run.stderr and "Traceback" not in run.stderr

@@ -13,12 +13,14 @@ def failed(lines, claim):
     return any(line.startswith(f"FAIL  {claim}") for line in lines)
 
 
+@pytest.mark.long
 def test_a_bypassed_wrapper_is_seen():
     lines = run_broken("01", {SYNCED: "synced = flat_gradient(ddp.module, x, y, reduction)"})
     assert not failed(lines, "each rank's own gradient")
     assert failed(lines, "after backward, before any step()")
 
 
+@pytest.mark.long
 def test_a_sum_one_slice_for_all_and_a_step_on_every_rank_are_seen():
     mine = "mine = slice(me.rank * EACH, (me.rank + 1) * EACH)"
     breaks = {SYNCED: f"{SYNCED} * me.world_size", mine: "mine = slice(EACH)", "if me.rank == 0:": "if me.rank >= 0:"}
@@ -32,6 +34,7 @@ def test_a_sum_one_slice_for_all_and_a_step_on_every_rank_are_seen():
         assert failed(lines, claim)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("launch", "claim"),
     [

@@ -7,6 +7,7 @@ from labkit.exercises import check
 from notebooks import run_broken
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "breaks, failing",
     [
@@ -22,14 +23,14 @@ from notebooks import run_broken
     ],
     ids=["no sum", "a missing step", "no reduction"],
 )
-def test_a_broken_all_reduce_fails(breaks, failing, monkeypatch):
-    monkeypatch.setenv("FSDP_LABS_RANKS", "2")  # one world is enough
+def test_a_broken_all_reduce_fails(breaks, failing):
     lines = run_broken("02", breaks)
     failed = [line for line in lines if line.startswith("FAIL")]
     assert len(failed) == len(failing)
     assert all(claim in line for claim, line in zip(failing, failed, strict=True))
 
 
+@pytest.mark.long
 def test_an_unwrapped_unit_is_gathered_once_less():
     """The lab is not wrapped as the arithmetic assumes, and the step that the kernel counts is."""
     breaks = {'strategy="fsdp2", wrap="size"': 'strategy="fsdp2", wrap="unit"'}
@@ -39,6 +40,7 @@ def test_an_unwrapped_unit_is_gathered_once_less():
     assert [claim in line for claim, line in zip(claims, failed, strict=True)] == [True] * 3
 
 
+@pytest.mark.long
 def test_a_collective_too_many_is_seen_by_the_kernel():
     breaks = {
         "dist.all_gather_into_tensor(whole, part)),": "(dist.all_gather_into_tensor(whole, part), dist.all_reduce(whole))),"

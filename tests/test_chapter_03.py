@@ -9,16 +9,13 @@ from notebooks import run_broken
 FEW = {"STEPS, BATCH = 10, 8": "STEPS, BATCH = 3, 8"}
 
 
-@pytest.fixture(autouse=True)
-def two_ranks(monkeypatch):
-    monkeypatch.setenv("FSDP_LABS_RANKS", "2")
-
-
+@pytest.mark.long
 def test_a_sum_where_a_mean_belongs_fails():
     lines = run_broken("03", FEW | {"return gradient.div_(self.world)": "return gradient"})
     assert len(lines) == 1 and lines[0].startswith("FAIL  stage 0: losses"), lines
 
 
+@pytest.mark.long
 def test_each_broken_stage_fails_and_no_other():
     breaks = {
         # Stage 1, and 2 after it: nobody hears of an update

@@ -14,6 +14,7 @@ BREAKS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", BREAKS)
 def test_verdicts_can_fail(case):
     breaks, claim = BREAKS[case]
@@ -21,6 +22,7 @@ def test_verdicts_can_fail(case):
     assert any(line.startswith("FAIL") and claim in line for line in lines), lines
 
 
+@pytest.mark.long
 def test_floor_can_be_missed():
     breaks = {"floor = 4 * P": "floor = 2 * 4 * P"}
     lines = run_broken("04", breaks, until="at_least=floor", skip=("constructed", "walk", "held"))

@@ -16,6 +16,7 @@ from notebooks import run_broken
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks cannot import this file
 
 
+@pytest.mark.long
 def test_the_peak_does_not_move_without_the_unit():
     lines = run_broken(
         "05", {'wrap="size", batch_size=32': 'wrap="unit", batch_size=32'}, skip=("FullyShardedDataParallel(",)
@@ -47,6 +48,7 @@ def trained(me, configs):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_peak_of_every_cut_is_the_arithmetic(ranks):
     configs = [

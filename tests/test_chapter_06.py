@@ -11,6 +11,7 @@ def failed(lines, claim):
     return any(line.startswith("FAIL") and claim in line for line in lines)
 
 
+@pytest.mark.long
 def test_without_the_policy_nothing_crosses_the_bus():
     lines = run_broken(
         "06", {"CPUOffloadPolicy(pin_memory=False), OffloadPolicy()]": "OffloadPolicy(), OffloadPolicy()]"}
@@ -19,6 +20,7 @@ def test_without_the_policy_nothing_crosses_the_bus():
     assert not failed(lines, "largest difference")
 
 
+@pytest.mark.long
 def test_a_category_on_the_wrong_side_and_another_run_are_seen():
     lines = run_broken(
         "06",
@@ -33,6 +35,7 @@ def test_a_category_on_the_wrong_side_and_another_run_are_seen():
     assert failed(lines, "device side at its peak") and failed(lines, "host side at its peak")
 
 
+@pytest.mark.long
 def test_with_a_small_batch_activations_are_not_the_peak():
     lines = run_broken(
         "06",

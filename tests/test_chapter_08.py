@@ -50,6 +50,7 @@ BREAKS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", BREAKS)
 def test_verdicts_can_fail(what):
     breaks, until, skip, claims = BREAKS[what]

@@ -7,6 +7,7 @@ from torch.distributed.fsdp import fully_shard
 from notebooks import run_broken
 
 
+@pytest.mark.long
 def test_a_root_that_is_not_sharded_is_noticed():
     """Embedding, norm and head are then whole on every rank: no DTensors."""
     lines = run_broken(

@@ -14,12 +14,14 @@ def failed(lines):
     return [line for line in lines if line.startswith("FAIL")]
 
 
+@pytest.mark.long
 def test_another_length_is_other_arithmetic():
     lines = run_broken("12", {"ranks=2, max_steps=18)": "ranks=2, max_steps=9, seq_len=64)"})
     (line,) = failed(lines)
     assert "floating-point operations a token" in line
 
 
+@pytest.mark.long
 def test_the_trace_counts_what_ran():
     """A step that is made twice, against the plan of one."""
     twice = {"steps[name] = run.step": "steps[name] = lambda step=run.step: (step(), step())"}
@@ -27,6 +29,7 @@ def test_the_trace_counts_what_ran():
     assert len(lines) == 6 and failed(lines) == lines
 
 
+@pytest.mark.long
 def test_gathers_are_not_called_early_by_themselves():
     unasked = {'"FSDP2, gathering ahead": {"prefetch": 1}': '"FSDP2, gathering ahead": {}'}
     lines = run_broken("12", SHORT | unasked, until="gathers called early")

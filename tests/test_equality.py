@@ -7,6 +7,8 @@ compute in the same order agree bitwise, and any run's first step agrees closely
 Starting ranks takes longer than a few steps: all that so many ranks train, they train one after the other.
 """
 
+import functools
+
 import pytest
 from forked import by_value
 from labkit import cells, launch
@@ -38,10 +40,11 @@ def jobs(ranks: int, folder) -> dict:
     saved = RUNGS["fsdp2 by size"] | {"precision": "fp64", "checkpoint": f"{folder}/four"}
     if ranks == 4:
         found |= {"saved": saved | {"max_steps": SAVED_AT}}
+    if ranks == 3:
+        found |= {"resumed": saved | {"resume": True}}
     if ranks == 2:
         found |= {("fp32", rung): RUNGS[rung] for rung in RUNGS}
         found |= {("bf16", rung): RUNGS[rung] | {"precision": "bf16"} for rung in BF16}
-        found |= {"resumed": saved | {"resume": True}}
         dropout, kept = RUNGS["fsdp2"] | {"dropout": True}, {"checkpoint": f"{folder}/two"}
         found |= {"dropout": dropout, "dropout, saved": dropout | kept | {"max_steps": 7}}
         found |= {"dropout, resumed": dropout | kept | {"resume": True}}
@@ -67,12 +70,16 @@ def train_all(me, jobs):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """{ranks: {name: result}}; four ranks save what two resume."""
+    """A function: {name: result} of so many ranks, trained when first asked for."""
     folder, here = tmp_path_factory.mktemp("checkpoints"), launch.Cluster(launcher="local")
-    return {
-        ranks: cells.on_ranks(by_value(train_all), jobs(ranks, folder), ranks=ranks, cluster=here, timeout=300)[0]
-        for ranks in (4, 3, 2, 1)
-    }
+
+    @functools.cache
+    def of(ranks):
+        if ranks == 3:
+            of(4)  # saves what three resume
+        return cells.on_ranks(by_value(train_all), jobs(ranks, folder), ranks=ranks, cluster=here, timeout=300)[0]
+
+    return of
 
 
 def worst(losses: list, reference: list) -> float:
@@ -80,9 +87,11 @@ def worst(losses: list, reference: list) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True))
 
 
-@pytest.mark.parametrize(("rung", "ranks"), CASES)
+@pytest.mark.parametrize(
+    ("rung", "ranks"), [pytest.param(*case, marks=pytest.mark.long) if case[1] > 2 else case for case in CASES]
+)
 def test_losses_follow_one_process(rung, ranks, results):
-    result, reference = results[ranks]["fp64", rung], results[1]["fp64", "single"]
+    result, reference = results(ranks)["fp64", rung], results(1)["fp64", "single"]
     assert len(result["losses"]) == STEPS
     assert worst(result["losses"], reference["losses"]) < 1e-10
     # The test set is seen once, whole, also where it cannot be shared evenly.
@@ -92,32 +101,33 @@ def test_losses_follow_one_process(rung, ranks, results):
 
 @pytest.mark.parametrize("rung", [rung for rung in RUNGS if rung != "ddp"])
 def test_fp32_two_ranks_agree_bitwise(rung, results):
-    assert results[2]["fp32", rung]["losses"] == results[2]["fp32", "ddp"]["losses"]
+    assert results(2)["fp32", rung]["losses"] == results(2)["fp32", "ddp"]["losses"]
 
 
 @pytest.mark.parametrize("rung", RUNGS)
 def test_fp32_first_step_agrees_with_one_process(rung, results):
-    first, reference = (result["losses"][0] for result in (results[2]["fp32", rung], results[1]["fp32", "single"]))
+    first, reference = (result["losses"][0] for result in (results(2)["fp32", rung], results(1)["fp32", "single"]))
     assert abs(first - reference) < 1e-6 * reference
 
 
+@pytest.mark.long
 def test_resumed_run_follows_the_uninterrupted_one(results):
-    """Saved by 4 ranks in the middle of an epoch, continued on 2: losses as if nothing had happened."""
-    resumed, reference = results[2]["resumed"], results[1]["fp64", "single"]
+    """Saved by 4 ranks in the middle of an epoch, continued on 3: losses as if nothing had happened."""
+    resumed, reference = results(3)["resumed"], results(1)["fp64", "single"]
     assert resumed["first_step"] == SAVED_AT
     assert worst(resumed["losses"], reference["losses"][SAVED_AT:]) < 1e-10
 
 
 def test_resume_draws_the_same_dropout(results):
     """With dropout too: on the same ranks, a stopped and resumed run is bitwise the uninterrupted one."""
-    whole, resumed = results[2]["dropout"], results[2]["dropout, resumed"]
+    whole, resumed = results(2)["dropout"], results(2)["dropout, resumed"]
     assert resumed["first_step"] == 7
-    assert resumed["losses"] == whole["losses"][7:] != results[2]["fp32", "fsdp2"]["losses"][7:]
+    assert resumed["losses"] == whole["losses"][7:] != results(2)["fp32", "fsdp2"]["losses"][7:]
 
 
 @pytest.mark.parametrize("rung", BF16)
 def test_bf16_trains_close_to_fp32(rung, results):
     """bf16 keeps 8 bits of a number's fraction: its first loss is fp32's to a few thousandths."""
-    first, reference = (results[2][precision, rung]["losses"][0] for precision in ("bf16", "fp32"))
+    first, reference = (results(2)[precision, rung]["losses"][0] for precision in ("bf16", "fp32"))
     assert first != reference
     assert first == pytest.approx(reference, rel=0.01)

@@ -98,6 +98,7 @@ def starts():
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "count"), [(n, c) for c in (4, 3) for n in STARTS if c == 4 or "2x2" not in n])
 def test_first_values_are_the_same_bitwise(name, count, starts):
     """With and without the meta device, for every strategy, on any number of ranks."""
@@ -107,6 +108,7 @@ def test_first_values_are_the_same_bitwise(name, count, starts):
     assert all(torch.equal(values[parameter], expected[parameter]) for parameter in expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [4, 3])
 @pytest.mark.parametrize("name", [name for name in STARTS if name.startswith("fsdp2")])
 def test_every_parameter_is_placed_as_its_strategy_says(name, count, starts):
@@ -230,6 +232,7 @@ def on_four():
 BLOCKS, ROOT = 4 * 196_864, 2 * 256 * 128 + 128  # parameters of tiny's units
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -260,15 +263,18 @@ def at_peak(result):
     return result["memory"]["peak"]
 
 
+@pytest.mark.long
 def test_what_recomputing_keeps(on_four):
     none, selective, full = (at_peak(on_four[name])["activations"] for name in ("freed", "selective", "full"))
     assert full < selective < none
 
 
+@pytest.mark.long
 def test_what_prefetching_keeps(on_four):
     assert at_peak(on_four["prefetch"])["all-gather"] > at_peak(on_four["freed"])["all-gather"]
 
 
+@pytest.mark.long
 def test_what_keeping_gathered_parameters_keeps(on_four):
     """All of them, when the last block has arrived in a buffer and been copied out of it."""
     assert at_peak(on_four["kept"])["all-gather"] == pytest.approx(4 * (BLOCKS + ROOT + BLOCKS / 4), rel=0.01)
@@ -279,6 +285,7 @@ def test_what_keeping_gathered_parameters_keeps(on_four):
     assert at_peak(on_four["by pairs"])["activations"] == at_peak(on_four["freed"])["activations"]
 
 
+@pytest.mark.long
 def test_what_a_frozen_base_saves(on_four):
     frozen, trained = (on_four[name]["memory"]["start"] for name in ("frozen", "freed"))
     assert frozen["parameters"] > trained["parameters"]
@@ -348,6 +355,7 @@ def test_run_too_short_to_measure():
     assert short["model_flops_utilisation"]["value"] is None
 
 
+@pytest.mark.long
 def test_compiled_blocks_compute_the_same_or_say_what_is_missing():
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         with pytest.raises(launch.RunFailed, match="--compile needs a C"):
@@ -405,6 +413,7 @@ def resumed(tmp_path_factory):
     return whole, written, on_ranks(resume_all, folder, count=2)[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SAVED)
 def test_resumed_run_follows_the_uninterrupted_one(name, resumed):
     """Saved by 4 ranks, continued by 2."""
@@ -429,6 +438,7 @@ def losses_of_four():
     return run(ranks=4, mesh="2x2", precision="fp64", seq_len=32, batch_size=2, max_steps=6)["losses"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ways(WAYS))
 def test_every_way_computes_the_same(way, losses_of_four, tmp_path, request):
     env = request.getfixturevalue("slurm") if "srun" in way else os.environ

@@ -6,16 +6,15 @@ in the same ranks.
 """
 
 import json
-import sys
 
-import cloudpickle
 import gpt_fsdp
 import pytest
+from forked import by_value
 from labkit import cells, launch
 
+pytestmark = pytest.mark.long
 HERE = launch.Cluster(launcher="local")
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks cannot import this file
-STEPS, SEQUENCES, RANKS = 20, 16, 4
+STEPS, SEQUENCES, RANKS = 8, 16, 4
 LORA = {"lora": 4, "lr": 0.02}
 CLIPPED = {"clip": 0.4}  # below most of the norms that occur
 FOUR = {"accumulate": 4}
@@ -110,7 +109,9 @@ def train_all(me):
 
 @pytest.fixture(scope="module")
 def losses():
-    alone, shared = (cells.on_ranks(train_all, ranks=ranks, cluster=HERE, timeout=900)[0] for ranks in (1, RANKS))
+    alone, shared = (
+        cells.on_ranks(by_value(train_all), ranks=ranks, cluster=HERE, timeout=900)[0] for ranks in (1, RANKS)
+    )
     return alone | shared
 
 

@@ -86,6 +86,7 @@ def test_bad_settings_are_one_sentence(words, sentence, capsys):
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_climb_on_two_ranks(monkeypatch, tmp_path, capsys):
     """The real thing, cut short: every rung runs and is measured; the last one is stopped and resumed."""
     monkeypatch.setattr(ladder.launch, "RUNS", tmp_path)

@@ -46,6 +46,7 @@ WAYS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ways(WAYS))
 def test_every_way_computes_the_same(way, losses_of_four, tmp_path, request):
     env = request.getfixturevalue("slurm") if "srun" in way else os.environ
@@ -123,6 +124,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ways(["python", "torchrun", "srun"]))
 def test_first_error_is_shown_once(way, tmp_path, request):
     stub = tmp_path / "stub.py"
@@ -143,6 +145,7 @@ def test_first_error_is_shown_once(way, tmp_path, request):
         assert re.search("rank [123] ended with exit code 1; the other ranks were ended", run.stderr)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_users_error_in_a_rank_is_one_sentence(start, tmp_path):
     """Where ranks are forked (Linux, CPU), and where they start as new processes (GPUs, macOS)."""
@@ -154,6 +157,7 @@ def test_users_error_in_a_rank_is_one_sentence(start, tmp_path):
     assert run.stderr == "stub.py: the data are missing on node 7: copy them\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ways(["python", "srun"]))
 def test_kill_9_on_a_rank_ends_the_run_and_names_it(way, tmp_path, request):
     env = dict(request.getfixturevalue("slurm") if way == "srun" else os.environ)
@@ -217,6 +221,7 @@ def free_port() -> int:
 # Finding one's place
 
 
+@pytest.mark.long
 def test_meeting_takes_the_next_port_when_one_is_in_use():
     """Something else listens on the first port: ranks that Slurm started still find each other."""
     with socket.socket() as other:
@@ -249,6 +254,7 @@ def test_half_a_rendezvous_is_an_error_never_a_world_of_one(environ, missing):
         ranks.placement(environ)
 
 
+@pytest.mark.long
 def test_single_under_several_ranks_is_an_error():
     run = bash(
         f"{TORCHRUN} --standalone --nproc-per-node 2 mnist_fsdp.py --data mnist-5k --strategy single", timeout=60
@@ -257,6 +263,7 @@ def test_single_under_several_ranks_is_an_error():
     assert run.stderr.count("--strategy single is one rank, but 2 were started") == 1
 
 
+@pytest.mark.long
 def test_half_a_rendezvous_on_the_command_line():
     run = bash(f"RANK=0 {PYTHON} {LAB}", timeout=60)
     assert run.returncode == 2

@@ -1,5 +1,6 @@
 """Peak memory as measured is the arithmetic, written down here and in labkit/predict.py, term by term."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -49,22 +50,26 @@ def sending(strategy, options, ranks):
     return mnist(strategy, **{"wrap": "unit", "ranks": ranks, "batch": 8} | options)
 
 
-@pytest.fixture(scope="module")
-def measured():
-    """A function: what a configuration's steps were measured to need. One launch for each number of ranks."""
+@functools.cache
+def measured_on(ranks) -> dict:
+    """What the configurations of so many ranks were measured to need, in one launch."""
     tried = [mnist(*case) for case in CASES] + list(FORMATS.values())
-    tried += [sending(strategy, options, ranks) for strategy, options, _ in SENT for ranks in (2, 4)]
-    found = {}
-    for ranks in (1, 2, 3, 4):
-        mine = [one for one in tried if one["ranks"] == ranks]
-        cluster = launch.Cluster(launcher="local")
-        results = cells.on_ranks(trial.measure, mine, ranks=ranks, cluster=cluster, timeout=300)[0]
-        found |= {json.dumps(one): result for one, result in zip(mine, results, strict=True)}
-    return lambda one: found[json.dumps(one)]
+    tried += [sending(strategy, options, count) for strategy, options, _ in SENT for count in (2, 4)]
+    mine = [one for one in tried if one["ranks"] == ranks]
+    here = launch.Cluster(launcher="local")
+    results = cells.on_ranks(trial.measure, mine, ranks=ranks, cluster=here, timeout=300)[0]
+    return {json.dumps(one): result for one, result in zip(mine, results, strict=True)}
 
 
-@pytest.mark.parametrize(("strategy", "wrap", "ranks", "batch"), CASES)
-def test_peak_is_the_arithmetic(strategy, wrap, ranks, batch, measured):
+def measured(one: dict) -> dict:
+    return measured_on(one["ranks"])[json.dumps(one)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "wrap", "ranks", "batch"),
+    [pytest.param(*case, marks=pytest.mark.long) if case[2] > 2 else case for case in CASES],
+)
+def test_peak_is_the_arithmetic(strategy, wrap, ranks, batch):
     memory = measured(mnist(strategy, wrap, ranks, batch))["memory"]
     _, predicted = predict.peak(strategy, wrap, ranks, batch)
     for category in ("parameters", "gradients", "optimizer state"):
@@ -72,7 +77,7 @@ def test_peak_is_the_arithmetic(strategy, wrap, ranks, batch, measured):
     assert sum(memory["peak"].values()) == pytest.approx(predict.total(predicted), rel=0.01)
 
 
-def test_terms_of_ddp_by_hand(measured):
+def test_terms_of_ddp_by_hand():
     """DDP on 2 ranks, 64 images each, fp32: the highest point is the backward of the second ReLU."""
     peak = measured(mnist("ddp", "unit", 2, 64))["memory"]["peak"]
     assert peak["parameters"] == 4 * PARAMETERS
@@ -85,7 +90,8 @@ def test_terms_of_ddp_by_hand(measured):
     assert peak["all-gather"] == peak["reduce-scatter"] == 0
 
 
-def test_terms_of_fsdp2_by_size_by_hand(measured):
+@pytest.mark.long
+def test_terms_of_fsdp2_by_size_by_hand():
     """FSDP2 on 4 ranks, 8 images each, fc1 a unit of its own: the highest point is the backward of fc1."""
     peak = measured(mnist("fsdp2", "size", 4, 8))["memory"]["peak"]
     # Along the first dimension: 32 → 8, 64 → 16, 128 → 32 rows a rank, and 10 → 3 on all but the last.
@@ -99,16 +105,16 @@ def test_terms_of_fsdp2_by_size_by_hand(measured):
     assert peak["temporary"] == 8 * 4 * (9216 + 128)
 
 
-def test_float64_doubles_all_but_counters_labels_and_indices(measured):
+def test_float64_doubles_all_but_counters_labels_and_indices():
     peaks = {precision: measured(one)["memory"]["peak"] for precision, one in FORMATS.items()}
     assert peaks["fp64"]["parameters"] == 2 * peaks["fp32"]["parameters"]
     _, predicted = predict.peak("fsdp2", "size", 2, 8, precision="fp64")
     assert sum(peaks["fp64"].values()) == pytest.approx(predict.total(predicted), rel=0.01)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("strategy", "options", "expected"), SENT)
-def test_traffic_in_model_sizes(strategy, options, expected, ranks, measured):
+def test_traffic_in_model_sizes(strategy, options, expected, ranks):
     """Bytes in a step's collectives, in units of the whole model; padding to whole rows adds under 0.1 %."""
     sent = {}
     for entry in measured(sending(strategy, options, ranks))["traffic"]:
@@ -136,6 +142,7 @@ def peaks_of_steps(me, config, steps):
     return peaks[2:]  # the first makes the optimizer's state, the second acquaints the tracer
 
 
+@pytest.mark.long
 def test_a_buffer_that_gloo_still_holds_is_not_in_a_peak():
     every = cells.on_ranks(by_value(peaks_of_steps), gpt_fsdp.Config(batch_size=1, accumulate=4), 16, ranks=2)
     assert [len(set(peaks)) for peaks in every] == [1, 1]

@@ -1,9 +1,8 @@
-"""plan.py as people use it: what it prints, how long it takes, and what it says to bad input."""
+"""plan.py as people use it: what it prints, and what it says to bad input."""
 
 import json
 import re
 import sys
-import time
 
 import plan
 import pytest
@@ -26,10 +25,8 @@ def found(words: str) -> dict:
     return json.loads(answer(f"{words} --json"))
 
 
-def test_the_command_answers_at_once():
-    begin = time.perf_counter()
+def test_the_command_answers():
     run = call(sys.executable, "plan.py", *ISSUE.split(), cwd=launch.SOURCE)
-    assert time.perf_counter() - begin < 3  # a quarter of a second, where nothing else runs
     assert run.returncode == 0 and not run.stderr
     for words in ("8,030,261,248 parameters", "peak of a rank", "at: backward of the loss", "a second at best"):
         assert words in run.stdout, words
@@ -112,6 +109,7 @@ def test_a_slower_network_costs_time_and_no_memory():
     assert far["seconds"]["communication"] > 5 * near["seconds"]["communication"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("extra", ["", "--strategy fsdp1 --reshard-after-forward false", "--precision bf16 --mesh 2x2"])
 def test_simulated_beside_predicted(extra):
     run = script("plan.py", *TINY.split(), *extra.split(), "--simulate", "--json")
@@ -163,6 +161,7 @@ def own(tmp_path):
     return tmp_path
 
 
+@pytest.mark.long
 def test_a_model_of_ones_own(own):
     run = script("plan.py", "--model", f"{own}/own.py:build", "--ranks", "4", "--precision", "fp32")
     assert run.returncode == 0, run.stderr

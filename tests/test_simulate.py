@@ -36,6 +36,7 @@ def simulated_step(strategy, wrap, ranks, batch):
     return simulate.step(setup)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "wrap", "ranks", "batch"),
     [("fsdp1", "unit", 4, 32), ("fsdp2", "unit", 3, 8), ("fsdp2", "size", 4, 32), ("fsdp2", "size", 64, 64)],

@@ -156,6 +156,13 @@ def test_where_it_is_never_used(monkeypatch, tmp_path):
     assert not warm.possible()
 
 
+@pytest.mark.parametrize("value", ["1", "fsdp-labs-that-has-ended"])
+def test_without_one_to_share_there_is_one_of_its_own(value, program, monkeypatch):
+    monkeypatch.setenv(warm.VARIABLE, value)
+    process, read = program("import sys; print('torch' in sys.modules)")
+    assert process.wait(60) == 0 and read()[0] == "True\n"
+
+
 @pytest.mark.parametrize("setting", ["0", "1"])
 def test_a_lab_says_the_same_command_either_way(setting, monkeypatch, capsys, tmp_path):
     if setting == "0":

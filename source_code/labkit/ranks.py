@@ -328,6 +328,7 @@ def leave(sentence: str):
     """End after a user's error: the sentence once, whatever the number of ranks, and exit code 2."""
     if _first_to_fail():
         print(f"{program()}: {sentence}", file=sys.stderr, flush=True)
+    _outlive_the_others()
     _exit(2)
 
 
@@ -356,6 +357,14 @@ def _first_to_fail() -> bool:
             return False
     # Not connected yet: what is wrong now is wrong for every rank.
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+
+
+def _outlive_the_others():
+    """On rank 0, which has the store: wait a little for ranks that fail with it, or they would warn that it is gone."""
+    if dist.is_initialized() and dist.get_rank() == 0:
+        store, deadline = dist.distributed_c10d._get_default_store(), time.monotonic() + LINGER_SECONDS
+        while store.add("labkit/failed", 0) < dist.get_world_size() and time.monotonic() < deadline:
+            time.sleep(0.01)
 
 
 def _exit(code: int):

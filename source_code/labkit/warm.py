@@ -5,10 +5,10 @@ process) and asks it to fork. The fork becomes the program that was asked for: t
 output as ``python words``, a session of its own, and an end with whoever asked for it. Only third-party modules are
 warm: scripts and labkit are read anew each time, so that an edit counts at once.
 
-  FSDP_LABS_WARM     0: never fork, always start a new Python. Otherwise the address of a warm process to share
-                     (tests set it); if not set, the first ``start`` makes one, which ends with this process.
+  FSDP_LABS_WARM     0: never fork, always start a new Python. Or the address of a warm process to share (tests
+                     set it). Otherwise the first ``start`` makes one, which ends with this process.
 
-Never used on machines with GPUs, which do not survive a fork, nor under Slurm, which starts ranks itself.
+Never used on machines with GPUs, which do not survive a fork, nor for what srun starts.
 This file is also the program that the warm process runs.
 """
 
@@ -43,8 +43,9 @@ MODULES = (
     "torch.profiler",
 )
 # What Python and the libraries read while they are imported: a program that wants other values must import them itself.
-READ_AT_IMPORT = ("PYTHON", "LANG", "LC_", "LD_", "MALLOC_", "TORCH", "OMP_", "MKL_", "KMP_", "CUDA_")
-GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
+READ_AT_IMPORT = ("PYTHON", "LANG", "LC_", "LD_", "MALLOC_", "OMP_", "MKL_", "TORCH_", "TORCHDYNAMO_", "CUDA_VISIBLE")
+GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+PREFIX = "fsdp-labs-"  # of every address
 IMPORTED_WITH = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_IMPORT)}
 END_SECONDS = 20  # how long a program that is told to end may take
 NUMBER = struct.Struct("!q")
@@ -58,12 +59,21 @@ def possible() -> bool:
 
 def start(words: list[str], cwd, env: dict, stdout, stderr) -> "Process":
     """Start ``python words[1:]``; words[0] is this Python. stdout, stderr: open files, which need a descriptor."""
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect("\0" + (os.environ.get(VARIABLE) or address()))
+    connection = _connected()
     request = pickle.dumps((words, str(cwd), dict(env)))
     socket.send_fds(connection, [NUMBER.pack(len(request))], [stdout.fileno(), stderr.fileno()])
     connection.sendall(request)
     return Process(words, connection)
+
+
+def _connected() -> socket.socket:
+    connection, shared = socket.socket(socket.AF_UNIX), os.environ.get(VARIABLE, "")
+    try:
+        connection.connect("\0" + (shared if shared.startswith(PREFIX) else address()))
+    except ConnectionRefusedError:  # somebody has ended it
+        address.cache_clear()
+        connection.connect("\0" + address())
+    return connection
 
 
 class Process:
@@ -103,7 +113,7 @@ def _received(connection) -> int:
 @functools.cache
 def address() -> str:
     """The address of this process's own warm process, which is started at the first call."""
-    name = f"fsdp-labs-{secrets.token_hex(16)}"
+    name = PREFIX + secrets.token_hex(16)
     words = [sys.executable, "-u", "-m", "labkit.warm", name]
     # It ends when its standard input does: with this process, however that ends. A group of its own keeps Ctrl-C away.
     folder = Path(__file__).resolve().parents[1]
