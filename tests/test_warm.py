@@ -122,6 +122,7 @@ process.wait()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("whose", ["own", "shared"])
 def test_it_ends_with_who_asked_for_it_however_that_ends(whose, tmp_path):
     """And so does the warm process, if it was made for who asked."""
@@ -156,6 +157,7 @@ def test_where_it_is_never_used(monkeypatch, tmp_path):
     assert not warm.possible()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("value", ["1", "fsdp-labs-that-has-ended"])
 def test_without_one_to_share_there_is_one_of_its_own(value, program, monkeypatch):
     monkeypatch.setenv(warm.VARIABLE, value)
@@ -163,7 +165,7 @@ def test_without_one_to_share_there_is_one_of_its_own(value, program, monkeypatc
     assert process.wait(60) == 0 and read()[0] == "True\n"
 
 
-@pytest.mark.parametrize("setting", ["0", "1"])
+@pytest.mark.parametrize("setting", [pytest.param("0", marks=pytest.mark.long), "1"])
 def test_a_lab_says_the_same_command_either_way(setting, monkeypatch, capsys, tmp_path):
     if setting == "0":
         monkeypatch.setenv(warm.VARIABLE, "0")
