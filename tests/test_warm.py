@@ -29,10 +29,10 @@ def program(tmp_path):
     path, outputs = tmp_path / "program.py", [tmp_path / "out", tmp_path / "err"]
     started = []
 
-    def start(code, *words, **env):
+    def start(code, *words, python=sys.executable, **env):
         path.write_text(code)
         with outputs[0].open("w") as out, outputs[1].open("w") as err:
-            process = warm.start([sys.executable, "-u", str(path), *words], SOURCE, os.environ | env, out, err)
+            process = warm.start([python, "-u", str(path), *words], SOURCE, os.environ | env, out, err)
         started.append(process)
         return process, lambda: [output.read_text() for output in outputs]
 
@@ -83,6 +83,13 @@ def test_what_is_read_at_import_starts_a_new_python(program, name):
     """A fork would go on with what the warm process was started with."""
     process, read = program("import sys; print('torch' in sys.modules)", **{name: "3"})
     assert process.wait(30) == 0 and read()[0] == "False\n"
+
+
+def test_python_by_a_roundabout_path_is_the_same_python(program):
+    """As in ``cd source_code && ../.venv/bin/python ladder.py``."""
+    folder, name = os.path.split(sys.executable)
+    process, read = program("import sys; print('torch' in sys.modules)", python=f"{folder}/../bin/{name}")
+    assert process.wait(30) == 0 and read()[0] == "True\n"
 
 
 def test_an_error_is_a_traceback_and_exit_code_1(program):

@@ -186,7 +186,7 @@ def become(words: list[str], cwd: str, env: dict):
     os.chdir(cwd)
     python, unbuffered, *rest = words
     as_imported = {name: value for name, value in env.items() if name.startswith(READ_AT_IMPORT)} == IMPORTED_WITH
-    if python != sys.executable or unbuffered != "-u" or not as_imported:
+    if os.path.normpath(python) != sys.executable or unbuffered != "-u" or not as_imported:
         os.execve(python, words, env)
     os.environ.clear()
     os.environ.update(env)
