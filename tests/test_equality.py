@@ -54,8 +54,9 @@ def jobs(ranks: int, folder) -> dict:
 def train_all(me, jobs):
     """{name: what mnist_fsdp.py's training returns, on few digits}."""
     import mnist_fsdp
-    from labkit import checkpoints, datasets
+    from labkit import checkpoints, datasets, meters
 
+    meters.TRACED_STEPS = range(0)  # tracing takes much of a short run's time, and here the losses are asked for
     whole = datasets.load(SAME["data"])
     train, test = ([tensor[:count] for tensor in whole.tensors()] for count in (TRAIN, TEST))
     datasets.load = lambda name: datasets.Digits(name, *train[:2], *test[2:])

@@ -10,7 +10,7 @@ import json
 import gpt_fsdp
 import pytest
 from forked import by_value
-from labkit import cells, launch
+from labkit import cells, launch, meters
 
 pytestmark = pytest.mark.long
 HERE = launch.Cluster(launcher="local")
@@ -98,6 +98,7 @@ def jobs(ranks: int) -> dict[str, dict]:
 
 def train_all(me):
     """{key: the losses of the steps, then the validation loss} of every job, one after the other."""
+    meters.TRACED_STEPS = range(0)  # tracing takes much of a short run's time, and here the losses are asked for
     losses = {}
     for key, options in jobs(me.world_size).items():
         batch = SEQUENCES // me.world_size // options.get("accumulate", 1)
