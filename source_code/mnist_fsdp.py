@@ -277,6 +277,7 @@ def train(config, me):
         "first_step": first_step,
         "losses": losses,
         "accuracy": {"correct": correct, "total": total},
+        "test_loss": test_loss,
         **meter.summary(batch_size * me.world_size),
     }
 

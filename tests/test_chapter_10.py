@@ -46,6 +46,15 @@ def test_a_node_sends_what_the_formulas_say(nodes, size):
     )
 
 
+@pytest.mark.parametrize("config", [{"mesh": "2x4"}, {"strategy": "ddp"}, {"strategy": "fsdp1"}, {}], ids=str)
+def test_a_records_traffic_leaves_a_node_as_the_plans_does(config):
+    """A record does not say how many ranks take part in a collective."""
+    planned = plan(8, **config)
+    recorded = [{key: value for key, value in call.items() if key != "ranks"} for call in planned.traffic()]
+    for size in (2, 4):
+        assert cost.leaving(recorded, planned, size) == cost.leaving(planned.traffic(), planned, size)
+
+
 def test_records_come_with_the_course():
     found = {(record["link"]["strategy"], record["link"]["rate"]) for record in links.recorded()}
     assert found == {(name, rate) for name in links.STRATEGIES for rate in links.Config().rates.split(",")}

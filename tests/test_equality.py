@@ -98,6 +98,7 @@ def test_losses_follow_one_process(rung, ranks, results):
     # The test set is seen once, whole, also where it cannot be shared evenly.
     assert result["accuracy"] == reference["accuracy"]
     assert result["accuracy"]["total"] == TEST
+    assert result["test_loss"] == pytest.approx(reference["test_loss"], rel=1e-10)
 
 
 @pytest.mark.parametrize("rung", [rung for rung in RUNGS if rung != "ddp"])

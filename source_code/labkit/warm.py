@@ -19,7 +19,6 @@ import gc
 import importlib
 import os
 import pickle
-import random
 import runpy
 import secrets
 import select
@@ -191,7 +190,6 @@ def become(words: list[str], cwd: str, env: dict):
     os.environ.clear()
     os.environ.update(env)
     atexit.register(gc.unfreeze)  # what is frozen as Python ends counts as leaked
-    random.seed()  # or every program would draw the same numbers
     for module in [name for name in sys.modules if name.partition(".")[0] == "labkit"]:
         del sys.modules[module]
     if rest[0] == "-m":
