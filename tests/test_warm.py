@@ -150,7 +150,9 @@ def test_only_its_user_may_ask(program):
     if os.getuid():
         pytest.skip("it takes root to be another user")
     ask = f"import socket; s = socket.socket(socket.AF_UNIX); s.connect({chr(0) + os.environ[warm.VARIABLE]!r}); print(s.recv(1))"
-    asked = subprocess.run(["setpriv", "--reuid=65534", "/usr/bin/env", "python3", "-c", ask], capture_output=True)
+    asked = subprocess.run(
+        ["setpriv", "--reuid=65534", "/usr/bin/env", "python3", "-c", ask], capture_output=True, timeout=15
+    )
     assert asked.stdout.strip() in (b"b''", b""), asked
     assert b"b''" in asked.stdout or b"ConnectionReset" in asked.stderr, asked.stderr
 
