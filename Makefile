@@ -10,7 +10,7 @@ LOWEST := .venv-lowest
 # Python keeps what it has compiled. Without that, importing torch takes five seconds instead of two, at every start.
 unexport PYTHONDONTWRITEBYTECODE
 
-# DATA=mnist-5k EPOCHS=1 RANKS=4 BATCH_SIZE=16 and the like pass through to the ladder
+# DATA=mnist EPOCHS=1 RANKS=4 BATCH_SIZE=16 and the like pass through to the ladder
 LADDER := $(if $(DATA),--data $(DATA)) $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(RANKS),--ranks $(RANKS)) \
           $(if $(BATCH_SIZE),--batch-size $(BATCH_SIZE))
 

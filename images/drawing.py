@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 IMAGES = Path(__file__).resolve().parent
 sys.path.insert(0, str(IMAGES.parent / "source_code"))
 
-from labkit.plots import COLOURS  # noqa: E402  (for the diagrams: a category has the same colour everywhere)
+from labkit.teaching.plots import COLOURS  # noqa: E402  (for the diagrams: a category has the same colour everywhere)
 
 INK, SOFT, PAPER = "#222222", "#777777", "#fbfbf8"
 # The four tones of what a unit goes through in a step

@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
 import ladder  # noqa: E402
-from labkit import plots  # noqa: E402
+from labkit.teaching import plots  # noqa: E402
 
 REFERENCE = ROOT / "source_code" / "results" / "reference" / "ladder-amd-epyc-2-cores"
 

@@ -11,18 +11,22 @@ slows down or speeds up meanwhile does not decide. Printed: the median ratio and
 
 import statistics
 from dataclasses import dataclass
+from typing import Literal
 
-from labkit import UserError, datasets, launch, plots, ranks
-from labkit.options import option, parse
+from labkit import UserError
+from labkit.running import launch, ranks
+from labkit.running.options import Options, option, parse
+from labkit.teaching import plots
+from labkit.training import datasets
 from tqdm import tqdm
 
 
 @dataclass(frozen=True)
-class Bench:
+class Bench(Options):
     """How long to measure. The command line is made from these fields."""
 
-    data: str = option("auto", "mnist, mnist-5k, or auto: MNIST if it can be had")
-    pairs: int = option(3, "how many pairs of runs for each ratio")
+    data: Literal[("auto", *datasets.NAMES)] = option("auto", "data set; auto: MNIST if it can be had")
+    pairs: int = option(3, "how many pairs of runs for each ratio", least=1)
 
 
 def run(data, **options) -> dict:

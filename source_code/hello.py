@@ -8,26 +8,14 @@ Run it first on every new machine, and see whether there are as many ranks as yo
 would be wrong, and dearer, in a training run.
 """
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 import torch.distributed as dist
-from labkit import UserError, ranks
-from labkit.options import option, parse
-
-
-@dataclass(frozen=True)
-class Config:
-    """How to start. The command line is made from these fields."""
-
-    ranks: int | None = option(None, "ranks to start, where neither torchrun nor srun does")
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "where to compute")
-    backend: Literal["auto", "nccl", "gloo"] = option("auto", "how to communicate; gloo alone means on the CPU")
+from labkit import UserError
+from labkit.running import options, ranks
 
 
 def main(config, me):
-    """What every rank runs. me: which rank this is (labkit/ranks.py)."""
+    """What every rank runs. me: which rank this is (labkit/running/ranks.py)."""
     dist.init_process_group(me.backend, device_id=me.device if me.device.type == "cuda" else None)
     place = f"rank {me.rank:2} of {me.world_size}: local rank {me.local_rank} on node {me.node}, device {me.device}"
     print(place, flush=True)
@@ -42,4 +30,4 @@ def main(config, me):
 
 
 if __name__ == "__main__":
-    ranks.run(main, parse(Config, __doc__))
+    ranks.run(main, options.parse(options.Start, __doc__))

@@ -1,22 +1,30 @@
 """Climb the ladder: train the same network in eight ways on this machine, and show what each costs.
 
   python ladder.py                         (or: make run)
-  python ladder.py --data mnist-5k --epochs 1 --ranks 4
+  python ladder.py --data mnist --ranks 4
 
-Each rung is a run of mnist_fsdp.py in processes of its own. At the end: a table and a picture, in
-results/runs/, with the peak memory measured on each rung beside what the arithmetic predicts.
+Each rung is a run of mnist_fsdp.py in processes of its own. Its record and the tables, with the peak memory measured
+on each rung beside what the arithmetic predicts, are in results/runs/ as soon as it is over; at the end, a picture too.
 """
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import pandas
 import torch
-from labkit import UserError, datasets, launch, plots, predict, ranks, records
-from labkit.options import option, parse
-from labkit.trace import CATEGORIES
+from labkit import UserError
+from labkit.measuring import meters, records
+from labkit.measuring.trace import CATEGORIES
+from labkit.running import launch, ranks
+from labkit.running.options import Options, option, parse
+from labkit.teaching import plots
+from labkit.training import datasets
+from planner import predict
 from tqdm import tqdm
 
 # (what it is called, options of mnist_fsdp.py)
@@ -31,71 +39,81 @@ RUNGS = [
     ("FSDP2, resumed", {"strategy": "fsdp2", "wrap": "size"}),
 ]
 EPOCHS = {"mnist": 1, "mnist-5k": 4}
+IMAGES = {"mnist": 60000, "mnist-5k": 4000}  # to train on
+# The meter keeps what it traced from the second traced step on. The second half of a resumed run must come that far:
+# of an odd number of steps it has one more than the first.
+FEWEST_STEPS = 2 * (meters.TRACED_STEPS[1] + 1) - 1
 
 
 @dataclass(frozen=True)
-class Climb:
+class Climb(Options):
     """The whole ladder. The command line is made from these fields."""
 
-    data: str = option("auto", "mnist, mnist-5k, or auto: MNIST if it can be had")
-    epochs: int | None = option(None, "passes over the training set (default: 1 of mnist, 4 of mnist-5k)")
-    ranks: int | None = option(None, "ranks of each rung but the first (default: one per GPU, or 4 on the CPU)")
-    batch_size: int = option(32, "images a step on each rank")
-
-    def __post_init__(self):
-        if self.data not in ("auto", *EPOCHS):
-            raise UserError(f"--data {self.data} is no data set: choose auto, mnist or mnist-5k")
-        for name in ("epochs", "ranks", "batch_size"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise UserError(f"--{name.replace('_', '-')} must be at least 1, but is {value}")
+    data: Literal[("auto", *EPOCHS)] = option(
+        "mnist-5k", "data set; mnist-5k is here already, mnist takes nearly four times as long"
+    )
+    epochs: int | None = option(None, "passes over the training set (default: 1 of mnist, 4 of mnist-5k)", least=1)
+    ranks: int | None = option(
+        None, "ranks of each rung but the first (default: one per GPU, or 4 on the CPU)", least=1
+    )
+    batch_size: int = option(32, "images a step on each rank", least=1)
 
 
-def climb(config: Climb) -> list[dict]:
-    """Run every rung and return [{"label", "record", "predicted"}, …]."""
+def climb(config: Climb) -> Iterator[dict]:
+    """Run every rung and yield {"label", "record", "predicted"} of each."""
+    common, steps = shared(config)
+    with tqdm(total=len(RUNGS), unit="rung", position=0) as rungs:
+        for label, options in RUNGS:
+            rungs.set_description(f"{label:18}")
+            with tqdm(total=0, unit="step", position=1, leave=False) as bar:
+
+                def show(step, total, bar=bar):
+                    bar.total = total
+                    bar.update(step - bar.n)
+
+                run = partial(run_and_resume, steps // 2) if label.endswith("resumed") else launch.run
+                record = run("mnist_fsdp.py", on_progress=show, **common, **options)
+            rungs.update()
+            yield {"label": label, "record": record, "predicted": predicted_peak(record)}
+
+
+def shared(config: Climb) -> tuple[dict, int]:
+    """(the options that all rungs share, how many steps they train on several ranks). UserError if none can climb so."""
     data = datasets.prepare(config.data)
     epochs = config.epochs or EPOCHS[data]
     gpus = torch.cuda.device_count()
     if gpus and (config.ranks or 1) > gpus:
         raise UserError(f"--ranks {config.ranks}, but {gpus} GPUs are visible: ask for at most {gpus}")
+    world_size = config.ranks or gpus or 4
+    steps = epochs * (IMAGES[data] // (world_size * config.batch_size))
+    if steps < FEWEST_STEPS:
+        raise UserError(
+            f"{steps} steps on {world_size} ranks are too few to be measured and resumed half-way, which takes "
+            f"{FEWEST_STEPS}: lower --batch-size, or raise --epochs"
+        )
     common = {
-        "ranks": config.ranks or gpus or 4,
+        "ranks": world_size,
         "cluster": launch.Cluster(launcher="local"),
         "quiet": True,
         "data": data,
         "epochs": epochs,
         "batch_size": config.batch_size,
     }
-    runs = []
-    with tqdm(total=len(RUNGS), unit="rung", position=0) as rungs:
-        for label, options in RUNGS:
-            rungs.set_description(f"{label:18}")
-            with tqdm(total=0, unit="step", position=1, leave=False) as steps:
-
-                def show(step, total, bar=steps):
-                    bar.total = total
-                    bar.update(step - bar.n)
-
-                run = run_and_resume if label.endswith("resumed") else launch.run
-                record = run("mnist_fsdp.py", on_progress=show, **common, **options)
-            runs.append({"label": label, "record": record, "predicted": predicted_peak(record)})
-            rungs.update()
-    return runs
+    return common, steps
 
 
-def run_and_resume(script, **options) -> dict:
-    """Stop half-way, start again from the checkpoint, and return the record of the second run."""
+def run_and_resume(half: int, script: str, **options) -> dict:
+    """Stop after ``half`` the steps, start again from the checkpoint, and return the record of the second run."""
     folder = launch.RUNS / f"checkpoints-{datetime.now():%Y%m%d-%H%M%S-%f}"
-    sizes = {"mnist": 60000, "mnist-5k": 4000}
-    steps = options["epochs"] * (sizes[options["data"]] // (options["ranks"] * options["batch_size"]))
     try:
-        launch.run(script, checkpoint=folder, max_steps=max(1, steps // 2), **options)
+        launch.run(script, checkpoint=folder, max_steps=half, **options)
         return launch.run(script, checkpoint=folder, resume=True, **options)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def predicted_peak(record: dict) -> int | None:
-    """Bytes, by the arithmetic of labkit/predict.py; None on a GPU, with which that has not been compared yet."""
+    """Bytes, by the arithmetic of planner/predict.py; None on a GPU, with which that has not been compared yet."""
     if record["device"] != "cpu" or not record["memory"]:
         return None
     return predict.total(predict.plan_of(record).peak()[1])
@@ -164,21 +182,27 @@ def read(folder: Path) -> list[dict]:
     ]
 
 
+def write_last(runs: list[dict], folder: Path):
+    """Write the record of the last run, and the tables of all so far: a climb that breaks off keeps what it has."""
+    name = runs[-1]["label"].lower().replace(", ", "-").replace(" ", "-")
+    records.write(folder / f"{len(runs) - 1}-{name}.json", runs[-1]["record"])
+    (folder / "ladder.md").write_text(tables(runs) + "\n")
+
+
 def main():
     config = parse(Climb, __doc__)
-    try:
-        runs = climb(config)
-    except UserError as error:
-        ranks.leave(str(error))
     folder = launch.RUNS / f"ladder-{datetime.now():%Y%m%d-%H%M%S}"
-    for number, run in enumerate(runs):
-        records.write(
-            folder / f"{number}-{run['label'].lower().replace(', ', '-').replace(' ', '-')}.json", run["record"]
-        )
-    text = tables(runs)
-    (folder / "ladder.md").write_text(text + "\n")
+    runs = []
+    try:
+        for run in climb(config):
+            runs.append(run)
+            write_last(runs, folder)
+    except UserError as error:
+        if runs:
+            print(f"Tables and records of the rungs before: {folder}")
+        ranks.leave(str(error))
     plots.ladder(runs, folder / "ladder.png")
-    print(f"\n{text}\n\nTable, picture and records: {folder}")
+    print(f"\n{tables(runs)}\n\nTables, picture and records: {folder}")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ Inside a practice cluster with a network, as root; it changes the link's speed a
   make slurm LINK=200mbit && . .slurm/env.sh && cd source_code
   python links.py                                      five speeds, four strategies, one record each
   python links.py --rates 200mbit,100mbit --steps 30
+  python links.py --folder results/reference/links-amd-epyc-2-cores     replaces the records that chapter 10 shows
 
-A record has the keys of labkit/records.py that apply, and "link", with times in seconds:
+A record has the keys of labkit/measuring/records.py that apply, and "link", with times in seconds:
 
   strategy            its name in STRATEGIES
   rate, node_size     the link's speed, and how many ranks are on each of the two nodes
@@ -22,9 +23,14 @@ import os
 import re
 import time
 from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
 
-from labkit import UserError, cells, cost, launch, network, options, predict, ranks, records
-from labkit.options import option
+from labkit import UserError
+from labkit.measuring import practice_link, records
+from labkit.running import cells, launch, options, ranks
+from labkit.running.options import option
+from planner import cost, predict
 
 STRATEGIES = {
     "DDP": {"strategy": "ddp"},
@@ -35,31 +41,35 @@ STRATEGIES = {
 SMALL = {"batch_size": 1, "seq_len": 64}  # little to compute, so that the link decides
 RANKS, NODES = 4, 2
 WARM_UP = 2
+RATES = (r"(none|\d+[mg]bit)(,(none|\d+[mg]bit))*", "speeds such as none,1gbit,200mbit")
 REFERENCE = launch.RUNS.parent / "reference"
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(options.Options):
     """What to sweep. The command line is made from these fields."""
 
-    rates: str = option("none,1gbit,400mbit,200mbit,100mbit", "speeds of the link, with commas between them")
-    steps: int = option(20, "steps to time; half as many more are watched by the profiler")
+    rates: str = option(
+        "none,1gbit,400mbit,200mbit,100mbit", "speeds of the link, with commas between them", form=RATES
+    )
+    steps: int = option(20, "steps to time; half as many more are watched by the profiler", least=2)
+    folder: str | None = option(None, "where the records go (default: a new folder in results/runs)")
 
 
 def sweep(rates: list[str], steps: int, cluster=None):
     """Yield the record of each speed and strategy. The link has its old speed afterwards."""
-    old = network.link()
+    old = practice_link.link()
     os.environ["KINETO_LOG_LEVEL"] = "9"  # the profiler would tell each rank that it sees no GPU
     settings = {"ranks": RANKS, "nodes": NODES, "cluster": cluster or launch.Cluster(launcher="slurm")}
     try:
         for rate in rates:
-            network.change_link(rate)
+            practice_link.change_link(rate)
             of_ranks = cells.on_ranks(measure, steps, timeout=600, **settings)
             for name in STRATEGIES:
                 yield summary(name, rate, [rank[name] for rank in of_ranks])
     finally:
         if old:
-            network.change_link(old)
+            practice_link.change_link(old)
 
 
 def measure(me, steps: int) -> dict:
@@ -96,15 +106,12 @@ def observe(me, lab, config, steps: int) -> dict:
     batches = lab.training_batches(data.train, config, me, range(WARM_UP + 2 * steps))
 
     def train() -> float:
-        inputs, targets = next(batches)
-        lab.compute_loss(model, inputs[0], targets[0], config).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        lab.train_step(model, optimizer, *next(batches), config)
         return time.perf_counter()
 
     def counted() -> dict:
         dist.barrier()  # what was on its way has arrived
-        return network.interface_bytes()
+        return practice_link.interface_bytes()
 
     for _ in range(WARM_UP):
         train()
@@ -135,7 +142,7 @@ def summary(name: str, rate: str, of_ranks: list[dict]) -> dict:
     first = of_ranks[0]
     plan = predict.plan_of(first["about"])
     node_size = RANKS // NODES
-    crossing = sum(c["count"] for c in plan.traffic() if cost.spread(c, plan, node_size)["node"])
+    crossing = sum(c["count"] for c in plan.traffic() if cost.ring_bytes(c, plan, node_size)["node"])
     taken = [[b - a for a, b in zip(r["ends"], r["ends"][1:], strict=False)] for r in of_ranks]
     link = {
         "strategy": name,
@@ -174,13 +181,16 @@ def recorded() -> list[dict]:
 
 
 def main(config):
+    folder = Path(config.folder or launch.RUNS / f"links-{datetime.now():%Y%m%d-%H%M%S}")
+    if config.folder:  # not after minutes of training
+        records.check_writable(folder / "record.json", "--folder")
     for record in sweep(config.rates.split(","), config.steps):
         link = record["link"]
-        words = (record["hardware"], f"{link['strategy']} {link['rate']}")
-        folder, file = (re.sub(r"\W+", "-", text.lower()) for text in words)
-        records.write(REFERENCE / f"links-{folder}" / f"{file}.json", record)
+        name = re.sub(r"\W+", "-", f"{link['strategy']} {link['rate']}".lower())
+        records.write(folder / f"{name}.json", record)
         shown = f"{1e3 * min(link['steps']):6.0f} ms a step, {link['sent'][0] / 1e6:6.2f} MB left the first node"
         print(f"{link['rate']:>8}  {link['strategy']:12}{shown}", flush=True)
+    print(f"Records: {folder}")
 
 
 if __name__ == "__main__":

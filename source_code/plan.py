@@ -7,59 +7,62 @@
   python plan.py --model tiny --ranks 4 --simulate            the real PyTorch code beside it, on tensors without memory
   python plan.py --model my_model.py:build --ranks 8          your own: see below
 
-The arithmetic is labkit/predict.py's. For the CPU's kernels (--device cpu) it agrees with the meters to within 1 %, as
+The arithmetic is planner/predict.py's. For the CPU's kernels (--device cpu) it agrees with the meters to within 1 %, as
 trial.py shows; for a GPU's it has not been compared with a GPU yet. Memory is what tensors take: not the CUDA context,
 nor buffers of the communication library, nor what the allocator reserves beyond what is in use.
 
 Your own model: a function without arguments that returns (module, inputs, loss), where loss(module, *inputs) is the
-number to minimise, for the batch of one rank. Its units are the members of its ModuleLists. It trains with AdamW. Its
-peak is simulated, with the kernels of the CPU; what stays from step to step and what is sent is predicted.
+number to minimise, for the batch of one rank. Its units are the members of its ModuleLists; what these have inside,
+such as a block's experts, belongs to them. It trains with AdamW. Its peak is simulated, with the kernels of the CPU;
+what stays from step to step and what is sent is predicted.
 """
 
-import contextlib
 import dataclasses
 import importlib.util
 import json
 import logging
-import sys
+import math
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Literal
 
-from labkit import UserError, blueprints, cost, predict
-from labkit.options import option, parse
-from labkit.shapes import GPT_SHAPES
+from labkit import UserError
+from labkit.running.options import MESH, RESHARD, SHARDED, flag, leave, option, parse
+from labkit.running.options import Options as Base
+from planner import cost, networks, predict, report
+from planner.report import GIB
+from planner.shapes import GPT_SHAPES
+from planner.strategies import grid
 
-GIB = 2**30
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp1", "fsdp2")
 SIMULATED = ("single", "fsdp1", "fsdp2")
-KERNELS = {"cuda": "a GPU's kernels", "cpu": "the CPU's kernels"}
-SMALL = 1e-3  # terms below this share of the peak are explained together
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Base):
     """What to plan. The command line is made from these fields."""
 
-    model: str = option("llama3-8b", f"mnist, {', '.join(GPT_SHAPES)}, or FILE.py:function")
-    ranks: int = option(8, "how many ranks train")
-    node_size: int = option(8, "ranks on a node")
+    model: str = option("llama3-8b", f"{', '.join(GPT_SHAPES)}, or FILE.py:function")
+    ranks: int = option(8, "how many ranks train", least=1)
+    node_size: int = option(8, "ranks on a node", least=1)
     strategy: Literal[STRATEGIES] = option("fsdp2", "how the ranks share")
-    mesh: str | None = option(None, "HSDP: REPLICASxSHARDS, such as 2x4")
+    mesh: str | None = option(None, "HSDP: REPLICASxSHARDS, such as 2x4", form=MESH, only=SHARDED)
     reshard_after_forward: str = option(
-        "true", "FSDP: free gathered parameters, keep them (false), or keep one part in N"
+        "true",
+        "FSDP: free gathered parameters, keep them (false), or keep one part in N",
+        form=RESHARD,
+        only=SHARDED,
     )
-    batch: int = option(1, "sequences (or images) in a micro-batch on each rank")
-    seq: int = option(8192, "tokens in a sequence")
-    accumulate: int = option(1, "micro-batches in a step")
+    batch: int = option(1, "sequences in a micro-batch on each rank", least=1)
+    seq: int = option(8192, "tokens in a sequence", least=1)
+    accumulate: int = option(1, "micro-batches in a step", least=1)
     precision: Literal["fp32", "bf16", "fp64"] = option("bf16", "number format of the computation")
     recompute: Literal["none", "full", "selective"] = option("full", "what backward computes again, in each block")
     optimizer: Literal[tuple(predict.STATES)] = option("adamw", "optimizer; adamw is PyTorch's foreach implementation")
     device: Literal["cuda", "cpu"] = option("cuda", "whose kernels: they keep different tensors for backward")
-    gpu_memory: float = option(80.0, "GiB that a rank may use")
-    flops: float = option(989e12, "operations a second a rank does at best (default: H100's data sheet, bf16)")
-    efficiency: float = option(0.4, "share of these that training attains")
+    gpu_memory: float = option(80.0, "GiB that a rank may use", above=0)
+    flops: float = option(989e12, "operations a second a rank does at best (default: H100's data sheet, bf16)", above=0)
+    efficiency: float = option(0.4, "share of these that training attains", above=0, at_most=1)
     link: str = option("nvlink", f"within a node: {', '.join(cost.LINKS)}, or GB/s a rank")
     network: str = option("infiniband", f"between nodes: {', '.join(cost.NETWORKS)}, or GB/s a node")
     sweep: bool = option(False, "list every strategy that fits, the fastest first")
@@ -68,22 +71,24 @@ class Options:
     json: bool = option(False, "print JSON instead of tables")
 
     def __post_init__(self):
-        for name in ("ranks", "node_size", "batch", "seq", "accumulate", "gpu_memory", "flops", "efficiency"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"{flag(name)} must be above 0, but is {getattr(self, name)}")
-        if self.efficiency > 1:
-            raise UserError(f"--efficiency is a share, at most 1, but is {self.efficiency}")
-        if self.model not in ("mnist", *GPT_SHAPES) and ":" not in self.model:
+        super().__post_init__()
+        if self.model == "mnist":
             raise UserError(
-                f"--model {self.model} is unknown: take mnist, {', '.join(GPT_SHAPES)}, or FILE.py:function"
+                "--model mnist: ladder.py predicts the MNIST lab and measures it; plan.py is for transformers"
             )
+        if self.model not in GPT_SHAPES and not self.own:
+            raise UserError(f"--model {self.model} is unknown: take {', '.join(GPT_SHAPES)}, or FILE.py:function")
+        if self.strategy == "single" and self.ranks > 1:
+            raise UserError("--strategy single is one rank: give --ranks 1")
+        if self.strategy == "fsdp1" and self.reshard_after_forward.isdecimal():
+            raise UserError("--reshard-after-forward N is FSDP2's; FSDP1 knows true and false")
         if self.sweep and (self.simulate or self.explain or self.own):
             raise UserError("--sweep compares predictions of the course's models: leave --simulate and --explain out")
         if self.explain and self.own:
             raise UserError(
                 "--explain shows predicted terms, and the peak of your own model is simulated: leave it out"
             )
-        if self.simulate and self.strategy not in SIMULATED:
+        if (self.simulate or self.own) and self.strategy not in SIMULATED:
             raise UserError(f"--strategy {self.strategy} cannot be simulated: take {' or '.join(SIMULATED)}")
         if self.own:
             self.check_own()
@@ -95,8 +100,6 @@ class Options:
 
     def check_own(self):
         """UserError where an option asks for what the function of one's own model says itself, or cannot have."""
-        if self.strategy not in SIMULATED:
-            raise UserError(f"--strategy {self.strategy}: your own model is simulated, as {' or '.join(SIMULATED)}")
         for field in dataclasses.fields(self):
             fixed = ("batch", "seq", "accumulate", "recompute", "optimizer", "mesh")
             if field.name in fixed and getattr(self, field.name) != field.default:
@@ -106,52 +109,15 @@ class Options:
         if self.precision == "fp64":
             raise UserError("--precision fp64 is for the course's models: your own function makes its tensors")
 
-    @property
-    def replicas(self) -> int:
-        if not self.mesh:
-            return 1
-        try:
-            replicas, shards = (int(part) for part in self.mesh.split("x"))
-        except ValueError:
-            raise UserError(f"--mesh is REPLICASxSHARDS, such as 2x4, not {self.mesh!r}") from None
-        if replicas < 1 or shards < 1:
-            raise UserError(f"--mesh is REPLICASxSHARDS, both at least 1, not {self.mesh}")
-        if replicas * shards != self.ranks:
-            raise UserError(f"--mesh {self.mesh} is for {replicas * shards} ranks, but --ranks is {self.ranks}")
-        return replicas
 
-
-def flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def blueprint(options: Options) -> blueprints.Blueprint:
-    if options.model == "mnist":
-        return blueprints.mnist(options.batch, min_num_params=20000)
-    return blueprints.gpt(GPT_SHAPES[options.model], options.batch, options.seq, options.recompute)
-
-
-def plan_of(options: Options, network=None) -> predict.Plan:
-    """UserError where the options do not go together."""
-    keep = options.reshard_after_forward
-    if keep not in ("true", "false") and not keep.isdecimal():
-        raise UserError(f"--reshard-after-forward is true, false or a number of ranks, not {keep!r}")
-    if keep.isdecimal() and (int(keep) < 2 or options.ranks // options.replicas % int(keep)):
-        raise UserError(f"--reshard-after-forward {keep} does not divide the ranks that share a model")
-    if (options.mesh or keep != "true") and not options.strategy.startswith("fsdp"):
-        raise UserError(
-            f"--mesh and --reshard-after-forward are FSDP's; with --strategy {options.strategy} leave them out"
-        )
-    if options.strategy == "fsdp1" and keep.isdecimal():
-        raise UserError("--reshard-after-forward N is FSDP2's; FSDP1 knows true and false")
-    if options.strategy == "single" and options.ranks > 1:
-        raise UserError("--strategy single is one rank: give --ranks 1")
+def plan_of(options: Options, network: networks.Blueprint | None = None) -> predict.Plan:
+    """network: one's own, else the course's. UserError where the options do not go together."""
     return predict.Plan(
-        network or blueprint(options),
+        network or networks.gpt(GPT_SHAPES[options.model], options.batch, options.seq, options.recompute),
         options.strategy,
         options.ranks,
-        options.replicas,
-        keep,
+        grid(options.ranks, options.mesh, options.reshard_after_forward)[0],
+        options.reshard_after_forward,
         options.precision,
         options.optimizer,
         options.accumulate,
@@ -166,7 +132,7 @@ def link_of(text: str, known: dict, latency: float, name: str) -> cost.Link:
         bandwidth = float(text)
     except ValueError:
         bandwidth = 0.0
-    if not bandwidth > 0:
+    if not 0 < bandwidth < math.inf:
         raise UserError(f"{name} is {', '.join(known)}, or a number of GB/s above 0, not {text!r}")
     return cost.Link(bandwidth * 1e9, latency, f"{name} {text} GB/s")
 
@@ -188,70 +154,11 @@ def describe(options: Options, plan: predict.Plan) -> dict:
         "where": where,
         "by_category": predict.by_category(terms),
         "first_step_peak": predict.total(plan.peak(first=True)[1]),
-        "traffic": [c | cost.spread(c, plan, options.node_size) for c in plan.traffic()],
+        "traffic": [c | cost.ring_bytes(c, plan, options.node_size) for c in plan.traffic()],
         "seconds": times,
         "samples_per_second": samples / times["overlapped"],
         "room": options.gpu_memory * GIB - peak,
     }
-
-
-def gib(size: float) -> str:
-    return f"{size / GIB:,.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.2f} MiB"
-
-
-def as_text(options: Options, found: dict) -> str:
-    """A page for people."""
-    unit = "images" if options.model == "mnist" else "tokens"
-    lines = [
-        (
-            f"{options.model}: {found['parameters']:,} parameters, {options.strategy} on {options.ranks} ranks, "
-            f"{options.precision}, recompute {options.recompute}, {options.optimizer}; {KERNELS[options.device]}"
-        ),
-        "",
-        f"peak of a rank      {gib(found['peak']):>14}   at: {found['where']}",
-        *(f"  {name:18}{gib(size):>14}" for name, size in found["by_category"].items()),
-        f"kept between steps  {gib(sum(found['persistent'].values())):>14}",
-        f"peak of step 1      {gib(found['first_step_peak']):>14}   before it there is no optimizer state",
-        "",
-        "collectives of a step           size each   a rank sends   leave a node, in all",
-    ]
-    for c in found["traffic"]:
-        sizes = [f"{size / 1e6:,.1f} MB" for size in (c["bytes"], c["count"] * c["rank"], c["count"] * c["node"])]
-        lines.append(f"  {c['count']:4} × {c['kind']:16}{sizes[0]:>17}{sizes[1]:>15}{sizes[2]:>23}")
-    times = found["seconds"]
-    lines += [
-        "",
-        (
-            f"compute {times['compute']:.3g} s at {options.efficiency:.0%} of {options.flops / 1e12:g} TFLOP/s, "
-            f"communication {times['communication']:.3g} s"
-        ),
-        f"a step takes {times['in turn']:.3g} s one after the other, {times['overlapped']:.3g} s overlapped",
-        f"{found['samples_per_second']:,.0f} {unit} a second at best, all ranks together",
-        "",
-        verdict(options, found["room"]),
-    ]
-    if options.device == "cuda":
-        lines.append("(predicted for a GPU's kernels, which this arithmetic has not been compared with yet)")
-    return "\n".join(lines)
-
-
-def verdict(options: Options, room: float) -> str:
-    if room >= 0:
-        return f"fits in {options.gpu_memory:g} GiB, with {gib(room)} to spare"
-    return f"does not fit in {options.gpu_memory:g} GiB: {gib(-room)} too much"
-
-
-def explained(plan: predict.Plan) -> str:
-    """Each term of the peak, the largest first, with its numbers; the small ones together. They add up to the peak."""
-    terms = plan.explain()
-    peak = sum(size for _, size, _ in terms)
-    large = [term for term in terms if term[1] >= SMALL * peak]
-    small = terms[len(large) :]
-    width = max(len(name) for (_, name), _, _ in large)
-    lines = [f"{gib(size):>12}  {category:16} {name:{width}}  {text}" for (category, name), size, text in large]
-    if small:
-        lines.append(f"{gib(sum(size for _, size, _ in small)):>12}  {len(small)} smaller terms")
-    return "\n".join(lines)
 
 
 def sweep(options: Options) -> list[dict]:
@@ -287,117 +194,59 @@ def variants(options: Options) -> list[tuple[str, dict]]:
     return found
 
 
-def sweep_text(options: Options, rows: list[dict]) -> str:
-    unit = "images/s" if options.model == "mnist" else "tokens/s"
-    lines = [
-        (
-            f"{options.model} on {options.ranks} ranks, {options.gpu_memory:g} GiB each, {options.precision}; "
-            f"predicted, at {options.efficiency:.0%} of {options.flops / 1e12:g} TFLOP/s"
-        ),
-        "",
-        f"{'strategy':30}{'recompute':11}{'peak':>18}{unit:>11}",
-    ]
-    for row in rows:
-        fits = "" if row["room"] >= 0 else "does not fit"
-        numbers = f"{gib(row['peak']):>18}{row['samples_per_second']:>11,.0f}"
-        lines.append(f"{row['strategy']:30}{row['recompute']:11}{numbers}   {fits}".rstrip())
-    return "\n".join(lines)
-
-
 def answer(options: Options) -> str:
     """What the command prints."""
     if options.sweep:
         rows = sweep(options)
-        return json.dumps(rows, indent=1) if options.json else sweep_text(options, rows)
-    own = load(options.model) if options.own else None
-    plan = plan_of(options, of_module(options, own) if own else None)
-    found = {} if own else describe(options, plan)
-    if own or options.simulate:
-        found |= simulated(options, own)
+        return json.dumps(rows, indent=1) if options.json else report.sweep_text(options, rows)
+    if options.own:
+        return answer_on_own(options)
+    plan = plan_of(options)
+    found = describe(options, plan)
+    if options.simulate:
+        found |= simulated(options)
     if options.json:
         return json.dumps(found, indent=1)
-    parts = [own_text(options, plan, found)] if own else [as_text(options, found)]
-    if options.explain and not own:
-        parts.append(explained(plan))
-    if "simulated" in found and not own:
+    parts = [report.as_text(options, found)]
+    if options.explain:
+        parts.append(report.explained(plan))
+    if options.simulate:
         here = predict.total(plan_of(dataclasses.replace(options, device="cpu")).peak()[1])
         parts.append(
-            f"simulated, with the kernels of the CPU: {gib(found['simulated'])} at {found['simulated_at']}; "
-            f"predicted for these: {gib(here)} ({here / found['simulated'] - 1:+.2%})"
+            f"simulated, with the kernels of the CPU: {report.gib(found['simulated'])} at {found['simulated_at']}; "
+            f"predicted for these: {report.gib(here)} ({here / found['simulated'] - 1:+.2%})"
         )
     return "\n\n".join(parts)
 
 
-def load(text: str):
-    """The function that FILE.py:function names."""
-    path, _, name = text.rpartition(":")
-    if not Path(path).is_file():
-        raise UserError(f"--model {text}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location("own_model", path)
-    if spec is None:
-        raise UserError(f"--model {text}: {path} is not a file of Python")
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(Path(path).resolve().parent))
-    with told(f"{path} cannot be imported"):
-        spec.loader.exec_module(module)
-    if not callable(getattr(module, name, None)):
-        raise UserError(f"--model {text}: {path} has no function {name}")
-    return getattr(module, name)
+def answer_on_own(options: Options) -> str:
+    """What it prints of a model of one's own."""
+    need_torch()
+    from labkit.measuring import own_model
 
-
-@contextlib.contextmanager
-def told(what: str):
-    """Tell an error of the user's own code as a sentence."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{what}: {error}") from error
-    except Exception as error:  # it may raise anything
-        first_line = str(error).partition("\n")[0]
-        raise UserError(f"{what}: {type(error).__name__}: {first_line}") from error
-
-
-def of_module(options: Options, build) -> blueprints.Blueprint:
-    """A network of one's own as far as its parameters go: enough for what stays between steps and what is sent."""
-    import imagine
-    import torch
-
-    with told(f"{options.model} fails"), torch.device("meta"):
-        returned = build()
-        if not (isinstance(returned, tuple) and len(returned) == 3 and isinstance(returned[0], torch.nn.Module)):
-            raise UserError("it must return (module, inputs, loss)")
-    module = returned[0]
-    units = imagine.units_of(module)
-    taken = {parameter for unit in units for parameter in unit.parameters()}
-    groups = [(f"unit {i}", list(unit.parameters()), True) for i, unit in enumerate(units)]
-    groups.insert(0, ("root", [p for p in module.parameters() if p not in taken], False))
-    modules = tuple(
-        blueprints.Module(
-            name,
-            {str(i): tuple(p.shape) for i, p in enumerate(parameters)},
-            forward=None,
-            apart=apart,
-            frozen=frozenset(str(i) for i, p in enumerate(parameters) if not p.requires_grad),
-        )
-        for name, parameters, apart in groups
-    )
-    return blueprints.Blueprint(options.model, modules, batch=None, loss=None, samples=1, flops=0.0)
-
-
-def simulated(options: Options, own) -> dict:
-    """{"simulated": bytes, "simulated_at", "simulated_by_category"}: the peak of PyTorch's own code."""
-    import imagine
-
-    if own:
+    build = own_model.load(options.model)
+    plan = plan_of(options, own_model.blueprint(options.model, build))
+    # Its error is told as a sentence; PyTorch would log it too, with a page of where it came from.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    with own_model.told(f"{options.model} cannot be trained"):
         keep = options.reshard_after_forward
-        # Its error is told as a sentence; PyTorch would log it too, with a page of where it came from.
-        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-        with told(f"{options.model} cannot be trained"):
-            memory = imagine.network(own, options.ranks, options.strategy, options.precision, keep)
-    elif options.model == "mnist":
-        raise UserError("--simulate is for the GPTs and your own models; mnist_fsdp.py measures the MNIST network")
-    else:
-        memory = imagine.gpt(
+        found = peak_of(own_model.step(build, options.ranks, options.strategy, options.precision, keep))
+    return json.dumps(found, indent=1) if options.json else report.own_text(options, plan, found)
+
+
+def need_torch():
+    """UserError where there is no PyTorch: planning does without, simulating runs it."""
+    if importlib.util.find_spec("torch") is None:
+        raise UserError("simulating runs PyTorch's own code, and this Python has none: pip install torch")
+
+
+def simulated(options: Options) -> dict:
+    """The peak of PyTorch's own code: see ``peak_of``."""
+    need_torch()
+    import imagine
+
+    return peak_of(
+        imagine.gpt(
             options.ranks,
             preset=options.model,
             strategy=options.strategy,
@@ -408,30 +257,16 @@ def simulated(options: Options, own) -> dict:
             precision=options.precision,
             recompute=options.recompute,
             optimizer=options.optimizer,
-            reshard_after_forward=options.reshard_after_forward if options.strategy.startswith("fsdp") else None,
+            reshard_after_forward=options.reshard_after_forward if options.strategy in SHARDED else None,
         )
+    )
+
+
+def peak_of(memory: dict) -> dict:
+    """{"simulated": bytes, "simulated_at", "simulated_by_category"} of what ``simulate.step`` has returned."""
     peak = {name: size for name, size in memory["peak"].items() if size}
     where = f"{memory['peak_phase']}, {memory['peak_operator']}"
     return {"simulated": sum(peak.values()), "simulated_at": where, "simulated_by_category": peak}
-
-
-def own_text(options: Options, plan: predict.Plan, found: dict) -> str:
-    """A page on a network of one's own: the peak simulated, the rest predicted."""
-    lines = [
-        (
-            f"{options.model}: {plan.blueprint.numel:,} parameters in {len(plan.units)} units, {options.strategy} on "
-            f"{options.ranks} ranks, {options.precision}, {options.optimizer}; the CPU's kernels"
-        ),
-        "",
-        f"simulated peak of a rank  {gib(found['simulated']):>14}   at: {found['simulated_at']}",
-        *(f"  {name:24}{gib(size):>14}" for name, size in found["simulated_by_category"].items()),
-        f"predicted, between steps  {gib(predict.total(plan.persistent())):>14}",
-        "predicted collectives of a step:",
-        *(f"  {c['count']:4} × {c['kind']:16}{c['bytes'] / 1e6:>12,.1f} MB" for c in plan.traffic()),
-        "",
-        verdict(options, options.gpu_memory * GIB - found["simulated"]),
-    ]
-    return "\n".join(lines)
 
 
 def main():
@@ -439,9 +274,7 @@ def main():
     try:
         print(answer(options))
     except UserError as error:
-        from labkit import ranks  # imports torch, which planning does without
-
-        ranks.leave(str(error))
+        leave(str(error))
 
 
 if __name__ == "__main__":

@@ -46,7 +46,8 @@ def report(digits, files, folder: Path):
 
 def main():
     arguments = parse_arguments()
-    from labkit import UserError, datasets  # after parsing: --help need not wait for torch
+    from labkit import UserError  # after parsing: --help need not wait for torch
+    from labkit.training import datasets
 
     try:
         folder = datasets.root(arguments.dir)

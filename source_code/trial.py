@@ -12,20 +12,23 @@ import contextlib
 import io
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
+from importlib import import_module
 from pathlib import Path
 
 import pandas
 import torch
-from labkit import UserError, cells, launch, predict, ranks, records
-from labkit.meters import TRACED_STEPS
-from labkit.options import option, parse
+from labkit import UserError
+from labkit.measuring import records
+from labkit.measuring.meters import TRACED_STEPS
+from labkit.running import cells, launch, ranks
+from labkit.running.options import Options, option, parse
+from planner import predict
 
 PERSISTENT = ("parameters", "gradients", "optimizer state")
 STEPS = TRACED_STEPS[-1] + 1
@@ -94,9 +97,9 @@ def measure(me, tried: list[dict]) -> list[dict]:
 def measure_mnist(me, one: dict) -> dict:
     """A few steps of mnist_fsdp.py's loop on random images: memory does not depend on what they show."""
     import mnist_fsdp
-    from labkit.meters import Meter
-    from labkit.models import Net
-    from labkit.progress import Progress
+    from labkit.measuring.meters import Meter
+    from labkit.running.progress import Progress
+    from labkit.training.models import Net
 
     config = mnist_fsdp.Config(**one["config"])
     model = mnist_fsdp.parallelize(Net(config.dropout).to(config.dtype), config, me)
@@ -105,18 +108,20 @@ def measure_mnist(me, one: dict) -> dict:
     size, losses = one["batch_size"], []
     batches = ((torch.rand(size, 1, 28, 28, dtype=config.dtype), torch.zeros(size).long()) for _ in range(STEPS))
     for images, labels in meter.watch(batches):
-        loss, _ = mnist_fsdp.compute_loss(model, images, labels, config)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+        losses.append(mnist_fsdp.train_step(model, optimizer, images, labels, config))
     meter.finish()
     return meter.summary(size)
 
 
+def planned(one: dict) -> predict.Plan:
+    """The plan of one of ``configurations``: what it does not say is as the lab script has it."""
+    lab = import_module(one["script"].removesuffix(".py"))
+    return predict.plan_of(one | {"device": "cpu", "config": asdict(lab.Config(**one["config"]))})
+
+
 def compare(one: dict, measured: dict) -> dict:
     """One row of the table: bytes measured and predicted, and whether they agree."""
-    plan = predict.plan_of(one | {"device": "cpu"})
+    plan = planned(one)
     where, terms = plan.peak()
     predicted, peak = predict.by_category(terms), measured["memory"]["peak"]
     # Beside the peak's: what is there as a step begins, of which every byte must be right.
@@ -171,10 +176,11 @@ def simulate(model: str, count: int) -> dict:
     """Predicted and simulated peak, bytes, of a Llama 3 shape on so many ranks; what the simulation took."""
     words = f"--model {model} --ranks {count} --batch 1 --seq 8192 --precision bf16 --recompute full --device cpu"
     begin = time.perf_counter()
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "plan.py", *words.split(), "--simulate", "--json"]
-    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, cwd=launch.SOURCE).stdout)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=launch.SOURCE) as process:
+        found = json.loads(process.stdout.read())
+        _, _, used = os.wait4(process.pid, 0)  # of this process alone
+        process.returncode = 0
     return {
         "model": model,
         "ranks": count,
@@ -184,8 +190,8 @@ def simulate(model: str, count: int) -> dict:
         "simulated_at": found["simulated_at"],
         "difference": found["peak"] / found["simulated"] - 1,
         "seconds": time.perf_counter() - begin,
-        "cpu_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
-        "peak_rss": after.ru_maxrss * 1024,  # of the largest of them so far
+        "cpu_seconds": used.ru_utime + used.ru_stime,
+        "peak_rss": used.ru_maxrss * (1 if sys.platform == "darwin" else 1024),
     }
 
 
@@ -205,20 +211,16 @@ def simulated_table(rows: list[dict]) -> pandas.DataFrame:
 
 
 @dataclass(frozen=True)
-class Options:
+class Trial(Options):
     """The trial. The command line is made from these fields."""
 
-    every: int = option(1, "take one configuration in so many")
+    every: int = option(1, "take one configuration in so many", least=1)
     simulated: bool = option(False, "compare with simulations of Llama 3's shapes instead")
     record: str | None = option(None, "where the record goes (default: results/runs/)")
 
-    def __post_init__(self):
-        if self.every < 1:
-            raise UserError(f"--every must be at least 1, but is {self.every}")
-
 
 def main():
-    options = parse(Options, __doc__)
+    options = parse(Trial, __doc__)
     try:
         path = Path(options.record or launch.RUNS / f"trial-{datetime.now():%Y%m%d-%H%M%S}.json")
         records.check_writable(path)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from labkit import launch, warm
+from labkit.running import launch, warm
 
 
 def call(*command, env=None, cwd=None, timeout=60) -> subprocess.CompletedProcess:

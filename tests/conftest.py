@@ -13,7 +13,7 @@ SCRIPT = SOURCE / "slurm" / "practice_cluster.sh"
 sys.path.insert(0, str(SOURCE))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from labkit import warm  # noqa: E402
+from labkit.running import warm  # noqa: E402
 
 # One warm process for all tests, and for the kernels and ranks that they start: most tests are not about starting.
 if warm.possible():

@@ -1,23 +1,32 @@
 """What a user gets wrong is answered with one sentence and exit code 2, and leaves nothing half-written."""
 
 import sys
+import types
 
 import mnist_fsdp
 import pytest
+import torch
 from commands import script
-from labkit import UserError, checkpoints, options, ranks, records
+from labkit import UserError
+from labkit.measuring import records
+from labkit.running import options, ranks
+from labkit.training import checkpoints
 
 BAD = {
     "--strategy zero": "argument --strategy: invalid choice: 'zero'",
-    "--strategy ddp --cpu-offload": "--cpu-offload is FSDP's",
-    "--strategy single --wrap size": "--wrap size is FSDP's",
-    "--strategy ddp --sharding grad-op": "--sharding grad-op is FSDP's",
+    "--strategy ddp --cpu-offload": "--cpu-offload goes with --strategy fsdp1 or fsdp2; with ddp leave it out",
+    "--strategy single --wrap size": "--wrap size goes with --strategy fsdp1 or fsdp2",
+    "--strategy ddp --sharding grad-op": "--sharding grad-op goes with --strategy fsdp1 or fsdp2",
     "--strategy single --ranks 2": "--strategy single is one rank",
     "--ranks 0": "--ranks must be at least 1",
     "--epochs -1": "--epochs must be at least 1",
     "--ranks two": "argument --ranks: invalid int value: 'two'",
     "--batch-size 8 --global-batch-size 16": "give one of them",
     "--resume": "--resume needs --checkpoint",
+    "--lr nan": "--lr must be a finite number, but is nan",
+    "--lr inf": "--lr must be a finite number",
+    "--gamma -3": "--gamma must be above 0, but is -3.0",
+    "--max-steps 0": "--max-steps must be at least 1",
     "--no-such-option": "unrecognized arguments: --no-such-option",
 }
 
@@ -48,14 +57,14 @@ def lab(words: str, tmp_path):
         ("--strategy single --record {tmp}/file/run.json", "the record cannot be written to"),
         ("--strategy single --record {tmp}", "the record cannot be written to"),
         ("--strategy single --checkpoint {tmp}/file/ckpt", "checkpoints cannot be written to"),
-        ("--strategy single --profile {tmp}/file/trace", "traces cannot be written to"),
+        ("--strategy single --max-steps 11 --profile {tmp}/file/trace", "traces cannot be written to"),
+        ("--strategy single --profile {tmp}/trace", "--profile watches the last of 11 steps, and this run has 2"),
+        ("--ranks 100000", "--ranks 100000 on one machine of"),
         ("--device cuda", "--device cuda, but PyTorch sees no GPU here"),
         ("--backend nccl", "--backend nccl needs GPUs"),
     ],
 )
 def test_one_sentence_from_the_ranks(words, sentence, tmp_path):
-    import torch
-
     if torch.cuda.is_available() and "cuda" in words + sentence:
         pytest.skip("this machine has a GPU")
     (tmp_path / "file").write_text("in the way")
@@ -65,6 +74,56 @@ def test_one_sentence_from_the_ranks(words, sentence, tmp_path):
     assert run.stderr.startswith("mnist_fsdp.py: ")
     assert len(run.stderr.strip().splitlines()) == 1
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+OTHER_RUNS = {
+    "--global-batch-size 16": "was made with a global batch of 8, and this run has 16",
+    "--global-batch-size 8 --seed 2": "was made with --seed 1, and this run has 2",
+}
+
+
+@pytest.mark.long
+def test_a_checkpoint_belongs_to_its_run(tmp_path):
+    """Another run neither overwrites it nor takes it for its own; the same run goes on with any number of ranks."""
+    first = "--strategy single --global-batch-size 8 --max-steps 2 --checkpoint {tmp}"
+    assert lab(first, tmp_path).returncode == 0
+    again = lab(first, tmp_path)
+    assert again.returncode == 2
+    assert f"{tmp_path} holds the checkpoint step-000002: give --resume to go on from it" in again.stderr
+    for words, sentence in OTHER_RUNS.items():
+        other = lab("--strategy single --resume --max-steps 4 --checkpoint {tmp} " + words, tmp_path)
+        assert other.returncode == 2 and sentence in other.stderr, other.stderr
+        assert len(other.stderr.strip().splitlines()) == 1
+    resumed = lab("--ranks 2 --strategy ddp --global-batch-size 8 --max-steps 4 --resume --checkpoint {tmp}", tmp_path)
+    assert resumed.returncode == 0 and "resumed at step 2 of 4" in resumed.stdout
+    (checkpoints.latest(tmp_path) / "run.json").write_text("{")
+    damaged = lab("--strategy single --global-batch-size 8 --max-steps 6 --resume --checkpoint {tmp}", tmp_path)
+    assert damaged.returncode == 2 and "cannot be read" in damaged.stderr
+
+
+def test_an_error_without_words_is_told_by_its_name(tmp_path, monkeypatch):
+    def broken(*_, **__):
+        raise KeyError
+
+    monkeypatch.setattr(checkpoints, "get_state_dict", lambda *_: ({}, {}))
+    monkeypatch.setattr(checkpoints.dcp, "load", broken)
+    with pytest.raises(UserError, match=r"cannot be read \(KeyError\)"):
+        checkpoints.load(tmp_path, None, None)
+
+
+def test_each_seed_has_orders_of_its_own():
+    digits = types.SimpleNamespace(train_images=torch.zeros(40, 28, 28), train_labels=torch.arange(40))
+    me = types.SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+    orders = {
+        tuple(
+            label
+            for _, labels in mnist_fsdp.training_batches(digits, mnist_fsdp.Config(seed=seed), me, epoch, 4)
+            for label in labels.tolist()
+        )
+        for seed in (1, 2, 3)
+        for epoch in range(4)
+    }
+    assert len(orders) == 12
 
 
 def test_damaged_checkpoint_is_named(tmp_path):

@@ -7,9 +7,10 @@ import sys
 import pytest
 from commands import call
 from conftest import SOURCE
-from labkit import UserError, machine
-from labkit.exercises import check
-from labkit.lab import Lab
+from labkit import UserError
+from labkit.measuring import machine
+from labkit.running.lab import Lab
+from labkit.teaching.exercises import check
 
 from notebooks import run_broken
 

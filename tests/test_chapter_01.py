@@ -1,8 +1,8 @@
 """Chapter 01: its verdicts can fail, and its exercises know right from wrong."""
 
 import pytest
-from labkit.exercises import check
-from labkit.exercises.chapter_01 import EXERCISES
+from labkit.teaching.exercises import check
+from labkit.teaching.exercises.chapter_01 import EXERCISES
 
 from notebooks import run_broken
 

@@ -6,9 +6,9 @@ from functools import partial
 import cloudpickle
 import pytest
 import torch
-from labkit import predict
-from labkit.exercises import chapter_05, check
-from labkit.lab import Lab
+from labkit.running.lab import Lab
+from labkit.teaching.exercises import chapter_05, check
+from planner import predict
 from torch import nn
 
 from notebooks import run_broken
@@ -29,9 +29,9 @@ def test_the_peak_does_not_move_without_the_unit():
 def trained(me, configs):
     """The peak and the number of units of each configuration, by the lab script's functions."""
     import mnist_fsdp
-    from labkit.meters import TRACED_STEPS, Meter
-    from labkit.models import Net
-    from labkit.progress import Progress
+    from labkit.measuring.meters import TRACED_STEPS, Meter
+    from labkit.running.progress import Progress
+    from labkit.training.models import Net
 
     found = []
     for options in configs:
@@ -40,10 +40,7 @@ def trained(me, configs):
         optimizer = torch.optim.Adadelta(model.parameters())
         meter = Meter(model, optimizer, me.device, progress=Progress(me, 6))
         for images, labels in meter.watch([(torch.rand(8, 1, 28, 28), torch.arange(8))] * (TRACED_STEPS[-1] + 1)):
-            loss, _ = mnist_fsdp.compute_loss(model, images, labels, config)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            mnist_fsdp.train_step(model, optimizer, images, labels, config)
         found.append((sum(meter.summary(8)["memory"]["peak"].values()), len(mnist_fsdp.units(model))))
     return found
 

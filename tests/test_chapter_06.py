@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from labkit.exercises import check
+from labkit.teaching.exercises import check
 
 from notebooks import run_broken
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from labkit import blueprints, predict, shapes
-from labkit.exercises import check
-from labkit.exercises.chapter_08 import SHAPES, reference_kept
+from labkit.teaching.exercises import check
+from labkit.teaching.exercises.chapter_08 import SHAPES, reference_kept
+from planner import networks, predict, shapes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -67,7 +67,7 @@ def test_a_block_keeps_what_the_predictor_says(shape, precision):
     kept = []
     for layers in (2, 3):  # each block more adds what one block keeps
         sizes = shapes.GPTShape(layers, shape.width, shape.heads, shape.kv_heads, shape.hidden)
-        plan = predict.Plan(blueprints.gpt(sizes, batch=8, length=64), "fsdp2", 2, precision=precision)
+        plan = predict.Plan(networks.gpt(sizes, batch=8, length=64), "fsdp2", 2, precision=precision)
         _, terms = plan.timeline()["backward"]
         kept.append(predict.by_category(terms)["activations"])
     itemsize = {"fp32": 4, "bf16": 2}[precision]

@@ -1,7 +1,7 @@
 """Chapter 09: its verdicts fail when what it claims is broken, its exercises judge fairly."""
 
 import pytest
-from labkit.exercises import chapter_09, check
+from labkit.teaching.exercises import chapter_09, check
 from torch.distributed.fsdp import fully_shard
 
 from notebooks import run_broken

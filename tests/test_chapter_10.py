@@ -7,8 +7,11 @@ import sys
 import links
 import pytest
 from commands import call
-from labkit import cost, network, predict
-from labkit.exercises import chapter_10, check
+from labkit import UserError
+from labkit.measuring import practice_link, records
+from labkit.running.lab import Lab
+from labkit.teaching.exercises import chapter_10, check
+from planner import cost, predict
 from test_practice_network import linked, networks_allowed  # noqa: F401  (fixtures)
 
 from notebooks import FOLDER, run_broken
@@ -23,11 +26,11 @@ def test_the_bytes_that_leave_a_node_tell_a_swapped_mesh():
     assert len(failed) == 1 and "HSDP 2x2: what leaves a node" in failed[0]
 
 
-# What leaves a node, by labkit.cost
+# What leaves a node, by planner.cost
 
 
 def plan(ranks, **config):
-    return predict.plan_of({"script": "gpt_fsdp.py", "config": config, "ranks": ranks})
+    return Lab(device="cpu").plan("gpt_fsdp.py", ranks=ranks, **config)
 
 
 @pytest.mark.parametrize("nodes, size", [(2, 2), (2, 8), (4, 2), (16, 8)])
@@ -35,14 +38,16 @@ def test_a_node_sends_what_the_formulas_say(nodes, size):
     ranks, parameters = nodes * size, plan(1).blueprint.numel * 4
     share = (ranks - 1) / ranks
     hybrid, ddp = plan(ranks, mesh=f"{nodes}x{size}"), plan(ranks, strategy="ddp")
-    assert cost.leaving(ddp.traffic(), ddp, size) == pytest.approx(2 * share * parameters)
+    assert cost.inter_node_bytes(ddp.traffic(), ddp, size) == pytest.approx(2 * share * parameters)
     # a part of each parameter is padded so that all ranks have as many rows: at most by 3 % here
-    assert cost.leaving(hybrid.traffic(), hybrid, size) == pytest.approx(2 * (nodes - 1) / nodes * parameters, rel=0.03)
+    assert cost.inter_node_bytes(hybrid.traffic(), hybrid, size) == pytest.approx(
+        2 * (nodes - 1) / nodes * parameters, rel=0.03
+    )
     kept = plan(ranks, reshard_after_forward="false")
     whole = sum(c["count"] * c["bytes"] for c in kept.traffic())  # gathered once, reduced once
-    assert cost.leaving(kept.traffic(), kept, size) == pytest.approx(share * whole)
-    assert cost.leaving(kept.traffic(), kept, size, "gloo") == pytest.approx(
-        1.5 * cost.leaving(kept.traffic(), kept, size)
+    assert cost.inter_node_bytes(kept.traffic(), kept, size) == pytest.approx(share * whole)
+    assert cost.inter_node_bytes(kept.traffic(), kept, size, "gloo") == pytest.approx(
+        1.5 * cost.inter_node_bytes(kept.traffic(), kept, size)
     )
 
 
@@ -52,12 +57,33 @@ def test_a_records_traffic_leaves_a_node_as_the_plans_does(config):
     planned = plan(8, **config)
     recorded = [{key: value for key, value in call.items() if key != "ranks"} for call in planned.traffic()]
     for size in (2, 4):
-        assert cost.leaving(recorded, planned, size) == cost.leaving(planned.traffic(), planned, size)
+        assert cost.inter_node_bytes(recorded, planned, size) == cost.inter_node_bytes(planned.traffic(), planned, size)
 
 
 def test_records_come_with_the_course():
     found = {(record["link"]["strategy"], record["link"]["rate"]) for record in links.recorded()}
     assert found == {(name, rate) for name in links.STRATEGIES for rate in links.Config().rates.split(",")}
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_sweep_writes_over_the_courses_records_only_where_told_to(named, monkeypatch, tmp_path, capsys):
+    made = links.recorded()[:2]
+    monkeypatch.setattr(links, "sweep", lambda rates, steps: made)
+    monkeypatch.setattr(links.launch, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(links, "REFERENCE", tmp_path / "reference")
+    links.main(links.Config(folder=str(tmp_path / "reference" / "links-here") if named else None))
+    (place,) = tmp_path.iterdir()
+    assert place.name == ("reference" if named else "runs")
+    (folder,) = place.glob("links-*")
+    assert [records.load(path) for path in sorted(folder.iterdir())] == made
+    assert str(folder) in capsys.readouterr().out
+
+
+def test_a_sweep_into_a_folder_that_cannot_be_is_refused_before_it_begins(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(links, "sweep", lambda rates, steps: pytest.fail("it began"))
+    with pytest.raises(UserError, match="name another --folder"):
+        links.main(links.Config(folder=str(tmp_path / "file" / "folder")))
 
 
 def test_time_on_the_link_is_counted_once():
@@ -111,7 +137,7 @@ def swept(linked):  # noqa: F811
 
 def leaving(record):
     made = predict.plan_of(record)
-    return cost.leaving(made.traffic(), made, record["link"]["node_size"], "gloo")
+    return cost.inter_node_bytes(made.traffic(), made, record["link"]["node_size"], "gloo")
 
 
 @pytest.mark.parametrize("rate", RATES)
@@ -119,7 +145,7 @@ def leaving(record):
 def test_communication_takes_latency_and_bytes_over_bandwidth(swept, strategy, rate):
     record = swept[strategy, rate]
     latency = min(each["link"]["latency"] for each in swept.values())
-    predicted = record["link"]["crossings"] * latency + leaving(record) / network.bytes_per_second(rate)
+    predicted = record["link"]["crossings"] * latency + leaving(record) / practice_link.bytes_per_second(rate)
     # the shortest: a machine that is busy with something else only adds time
     assert min(record["link"]["communication"]) == pytest.approx(predicted, rel=0.15)
 
@@ -141,6 +167,6 @@ def test_the_notebook_runs_on_two_hosts(linked):  # noqa: F811
 
 
 def test_a_sweep_where_there_is_no_link():
-    env = {name: value for name, value in os.environ.items() if name != network.VARIABLE}
+    env = {name: value for name, value in os.environ.items() if name != practice_link.VARIABLE}
     run = call(sys.executable, "links.py", env=env, cwd=SOURCE)
     assert run.returncode == 2 and run.stderr.count("\n") == 1 and "there is no link to change" in run.stderr

@@ -3,9 +3,9 @@
 from unittest.mock import Mock
 
 import pytest
-from labkit import predict
-from labkit.exercises import chapter_11, check
-from labkit.verdicts import verdict
+from labkit.teaching.exercises import chapter_11, check
+from labkit.teaching.verdicts import verdict
+from planner import predict
 
 from notebooks import FOLDER, code_cells, read, run_broken
 

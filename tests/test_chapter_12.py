@@ -1,8 +1,8 @@
 """Chapter 12: its verdicts fail when something else ran than was planned, and its exercise judges fairly."""
 
 import pytest
-from labkit.exercises import check
-from labkit.plots import speed
+from labkit.teaching.exercises import check
+from labkit.teaching.plots import speed
 
 from notebooks import run_broken
 

@@ -20,7 +20,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 SOURCE = REPOSITORY / "source_code"
 sys.path.insert(0, str(SOURCE))
 
-from labkit import UserError, datasets  # noqa: E402
+from labkit import UserError  # noqa: E402
+from labkit.training import datasets  # noqa: E402
 
 SECONDS = 120  # no process of these tests may live longer
 TRAIN_IMAGES = datasets.RESOURCES[0][0]
@@ -514,7 +515,8 @@ def finish(processes):
 PATCHED = """
 import sys
 from torchvision.datasets import MNIST
-from labkit import UserError, datasets
+from labkit import UserError
+from labkit.training import datasets  # noqa: E402
 choice, root, mirror, *checksums = sys.argv[1:]
 MNIST.mirrors = [mirror]
 datasets.RESOURCES = tuple((file, checksum) for (file, _), checksum in zip(datasets.RESOURCES, checksums))
@@ -575,7 +577,7 @@ def test_loading_imports_neither_torchvision_nor_mlxtend(small, tmp_path, python
     fill(tmp_path, small)
     code = """
 import sys
-from labkit import datasets
+from labkit.training import datasets  # noqa: E402
 root, *checksums = sys.argv[1:]
 datasets.RESOURCES = tuple((file, checksum) for (file, _), checksum in zip(datasets.RESOURCES, checksums))
 datasets.load(datasets.prepare("auto", root), root)

@@ -11,7 +11,7 @@ import functools
 
 import pytest
 from forked import by_value
-from labkit import cells, launch
+from labkit.running import cells, launch
 
 STEPS, SAVED_AT = 12, 6
 TRAIN = 200  # digits: 8 steps of 24, so that 12 steps go on in a second epoch, and 6 end in the middle of one
@@ -54,7 +54,8 @@ def jobs(ranks: int, folder) -> dict:
 def train_all(me, jobs):
     """{name: what mnist_fsdp.py's training returns, on few digits}."""
     import mnist_fsdp
-    from labkit import checkpoints, datasets, meters
+    from labkit.measuring import meters
+    from labkit.training import datasets
 
     meters.TRACED_STEPS = range(0)  # tracing takes much of a short run's time, and here the losses are asked for
     whole = datasets.load(SAME["data"])
@@ -63,8 +64,6 @@ def train_all(me, jobs):
     results = {}
     for name, options in jobs.items():
         config = mnist_fsdp.Config(**SAME | options)
-        if config.checkpoint:
-            checkpoints.prepare(config.checkpoint)
         results[name] = mnist_fsdp.train(config, me)
     return results
 

@@ -4,17 +4,18 @@ What plausible wrong functions are told is in the chapters' own tests.
 """
 
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
-from labkit import launch
-from labkit.exercises import Do, Predict, check
+from labkit.teaching import exercises
+from labkit.teaching.exercises import Do, Predict, check
 
-CHAPTERS = sorted(path.stem for path in (launch.SOURCE / "labkit" / "exercises").glob("chapter_*.py"))
+CHAPTERS = sorted(path.stem for path in Path(exercises.__file__).parent.glob("chapter_*.py"))
 EXERCISES = {
     number: exercise
     for chapter in CHAPTERS
-    for number, exercise in import_module(f"labkit.exercises.{chapter}").EXERCISES.items()
+    for number, exercise in import_module(f"labkit.teaching.exercises.{chapter}").EXERCISES.items()
 }
 SLIPS = [(n, slip) for n, exercise in EXERCISES.items() if isinstance(exercise, Predict) for slip in exercise.slips]
 

@@ -1,6 +1,7 @@
 """The transformer lab's parts: how it starts, what it sends and keeps, its record, its checkpoints, its refusals."""
 
 import dataclasses
+import math
 import os
 import shlex
 import shutil
@@ -12,25 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import call, script, ways
-from labkit import (
-    UserError,
-    blueprints,
-    cells,
-    checkpoints,
-    launch,
-    meters,
-    models,
-    options,
-    predict,
-    ranks,
-    records,
-    text,
-)
-from labkit.shapes import GPT_SHAPES
-from labkit.trace import local
+from labkit import UserError
+from labkit.measuring import limits, meters, records
+from labkit.measuring.trace import local
+from labkit.running import cells, launch, options, ranks
+from labkit.running.lab import Lab
+from labkit.training import checkpoints, models, text
+from planner import networks, predict
+from planner.shapes import GPT_SHAPES
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.flop_counter import FlopCounterMode
 
 HERE = launch.Cluster(launcher="local")
@@ -52,7 +45,7 @@ def plain(config):
     """The model without the meta device and without any strategy, with its first values."""
     model = models.GPT(config.shape).to(config.dtype)
     if config.lora:
-        models.add_adapters(model, config.lora)
+        models.add_lora(model, config.lora)
     gpt_fsdp.initialise(model, config.seed)
     return model
 
@@ -131,11 +124,31 @@ def world_of_one():
     dist.destroy_process_group()
 
 
-def test_what_is_not_sharded_is_noticed(world_of_one, monkeypatch):
-    real = gpt_fsdp.fully_shard
-    monkeypatch.setattr(gpt_fsdp, "fully_shard", lambda m, **k: real(m, **k) if isinstance(m, models.Block) else m)
-    with pytest.raises(RuntimeError, match=r"embedding.weight is not placed as \(Shard\(dim=0\),\), but whole"):
-        gpt_fsdp.build(gpt_fsdp.Config(), world_of_one)
+@pytest.mark.parametrize("options", [{}, {"lora": 2}, {"tied": True}, {"mesh": "1x1"}], ids=str)
+def test_every_parameter_is_sharded(options, world_of_one):
+    model, _ = gpt_fsdp.build(gpt_fsdp.Config(**options), world_of_one)
+    expected = (Replicate(), Shard(0)) if "mesh" in options else (Shard(0),)
+    assert {getattr(parameter, "placements", "whole") for parameter in model.parameters()} == {expected}
+
+
+def test_validation_needs_no_more_memory_than_training(world_of_one, monkeypatch):
+    """On some numbers of ranks the sequences do not divide evenly: a batch of them must not be larger for it."""
+    monkeypatch.setattr(gpt_fsdp.dist, "all_reduce", lambda _: None)
+    tokens, passes, losses = torch.arange(4000).to(torch.uint8), {}, {}
+
+    def model(inputs):
+        passes[world, rank].append(len(inputs))
+        return torch.zeros(*inputs.shape, 256)
+
+    for world, size in ((3, 1), (3, 4), (5, 3), (1, 8)):
+        config = gpt_fsdp.Config(batch_size=size, seq_len=8, strategy="single")
+        for rank in range(world):
+            passes[world, rank] = []
+            me = dataclasses.replace(world_of_one, rank=rank, world_size=world)
+            losses[world, rank] = gpt_fsdp.evaluate(model, tokens, config, me)
+        assert max(max(passes[world, rank]) for rank in range(world)) <= size
+        assert len({len(passes[world, rank]) for rank in range(world)}) == 1  # each is a collective
+        assert sum(losses[world, rank] for rank in range(world)) == pytest.approx(math.log(256))
 
 
 def test_what_is_not_initialised_is_noticed(world_of_one):
@@ -337,14 +350,14 @@ def test_flops_are_those_that_pytorch_counts(tied):
     with counter:
         model(torch.zeros(2, length, dtype=torch.long)).sum().backward()
     norms = sum(p.numel() for p in model.parameters() if p.ndim == 1)
-    of_matrices = blueprints.flops_per_token(shape, 0) - 6 * norms
+    of_matrices = networks.flops_per_token(shape, 0) - 6 * norms
     assert counter.get_flop_counts()["Global"][torch.ops.aten.mm] == of_matrices * 2 * length
-    attention = blueprints.flops_per_token(shape, length) - blueprints.flops_per_token(shape, 0)
+    attention = networks.flops_per_token(shape, length) - networks.flops_per_token(shape, 0)
     assert attention == 12 * 4 * 128 * length
 
 
 def test_flops_of_a_frozen_base_lack_its_gradients():
-    frozen, trained = (blueprints.flops_per_token(GPT_SHAPES["tiny"], 0, r) for r in (1, None))
+    frozen, trained = (networks.flops_per_token(GPT_SHAPES["tiny"], 0, r) for r in (1, None))
     assert frozen == pytest.approx(trained * 4 / 6, rel=0.01)
 
 
@@ -456,10 +469,10 @@ def test_every_way_computes_the_same(way, losses_of_four, tmp_path, request):
 BAD = {
     "--strategy zero": "argument --strategy: invalid choice: 'zero'",
     "--preset huge": "argument --preset: invalid choice: 'huge'",
-    "--strategy ddp --mesh 1x2": "--mesh is FSDP's; with --strategy ddp leave it out",
-    "--strategy single --cpu-offload": "--cpu-offload is FSDP's",
-    "--strategy ddp --reshard-after-forward true": "--reshard-after-forward is FSDP's",
-    "--strategy fsdp1 --prefetch 2": "--prefetch is FSDP2's",
+    "--strategy ddp --mesh 1x2": "--mesh goes with --strategy fsdp1 or fsdp2; with ddp leave it out",
+    "--strategy single --cpu-offload": "--cpu-offload goes with --strategy fsdp1 or fsdp2",
+    "--strategy ddp --reshard-after-forward true": "--reshard-after-forward goes with --strategy fsdp1 or fsdp2",
+    "--strategy fsdp1 --prefetch 2": "--prefetch goes with --strategy fsdp2",
     "--strategy fsdp1 --reshard-after-forward 2": "--reshard-after-forward N is FSDP2's",
     "--strategy fsdp1 --mesh 1x2 --reshard-after-forward false": "FSDP1 on a --mesh frees parameters after forward",
     "--reshard-after-forward maybe": "--reshard-after-forward is true, false or a number from 2 on, not 'maybe'",
@@ -468,13 +481,15 @@ BAD = {
     "--mesh 2by4": "--mesh is REPLICASxSHARDS, such as 2x4, not '2by4'",
     "--mesh 0x4": "not '0x4'",
     "--strategy single --ranks 2": "--strategy single is one rank",
-    "--resume": "--resume needs --checkpoint DIR",
-    "--checkpoint-every 5": "--checkpoint-every needs --checkpoint DIR",
+    "--resume": "--resume needs --checkpoint",
+    "--checkpoint-every 5": "--checkpoint-every needs --checkpoint",
     "--accumulate 0": "--accumulate must be at least 1, but is 0",
     "--lora 0": "--lora must be at least 1, but is 0",
+    "--strategy fsdp1 --mesh 2x1": "FSDP1 on --mesh 2x1 has nothing to shard",
+    "--strategy fsdp1 --cpu-offload --accumulate 2": "forgets all but the last micro-batch: use --sync last",
     "--prefetch -1": "--prefetch must be at least 0, but is -1",
-    "--clip 0": "--clip must be a number above 0, but is 0.0",
-    "--lr nan": "--lr must be a number above 0, but is nan",
+    "--clip 0": "--clip must be above 0, but is 0.0",
+    "--lr nan": "--lr must be a finite number, but is nan",
 }
 
 
@@ -493,11 +508,11 @@ def test_one_sentence_before_anything_starts(words, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--mesh 2x4", "--mesh 2x4 is for 8 ranks, but 2 were started"),
+        ("--mesh 2x4", "--mesh 2x4 is for 8 ranks, but there are 2"),
         ("--ranks 3 --reshard-after-forward 2", "--reshard-after-forward 2 does not divide the 3 ranks of a model"),
         ("--ranks 4 --mesh 2x2 --reshard-after-forward 4", "does not divide the 2 ranks of a model"),
         ("--strategy fsdp1 --cpu-offload", "FSDP1's --cpu-offload needs a GPU"),
-        ("--strategy single --seq-len 100000", "--seq-len 100000 is longer than the validation text of"),
+        ("--strategy single --seq-len 100000", "--seq-len must be less than the"),
         ("--strategy single --record {tmp}", "the record cannot be written to"),
         ("--preset llama3-405b --lora 8", "--preset llama3-405b with --strategy fsdp2 needs"),
     ],
@@ -518,13 +533,13 @@ def test_one_sentence_from_the_ranks(words, sentence, tmp_path):
 def test_refused_with_the_planners_figure(given, monkeypatch, world_of_one):
     me = dataclasses.replace(world_of_one, world_size=1 if given.get("strategy") == "single" else 4)
     config = gpt_fsdp.Config(preset="small", **given)
-    plan = predict.plan_of({"script": "gpt_fsdp.py", "ranks": me.world_size, "config": {"preset": "small"} | given})
+    plan = Lab(device="cpu").plan("gpt_fsdp.py", preset="small", ranks=me.world_size, **given)
     needed = predict.total(plan.peak()[1])
     monkeypatch.setattr(meters, "free_memory_of_a_rank", lambda *_: needed)
-    gpt_fsdp.refuse_if_too_big(config, me)
+    limits.refuse_if_too_big(config, me)
     monkeypatch.setattr(meters, "free_memory_of_a_rank", lambda *_: needed - 1)
     with pytest.raises(UserError, match=f"needs {needed / 2**30:.1f} GiB on each of {me.world_size} ranks"):
-        gpt_fsdp.refuse_if_too_big(config, me)
+        limits.refuse_if_too_big(config, me)
 
 
 def test_refused_for_what_stays_where_the_peak_is_not_predicted(monkeypatch, world_of_one):
@@ -532,7 +547,7 @@ def test_refused_for_what_stays_where_the_peak_is_not_predicted(monkeypatch, wor
     kept = 16 * sum(p.numel() for p in plain(gpt_fsdp.Config()).parameters())  # with two moments and DDP's buckets
     monkeypatch.setattr(meters, "free_memory_of_a_rank", lambda *_: kept - 1)
     with pytest.raises(UserError, match="take a smaller preset or more ranks"):
-        gpt_fsdp.refuse_if_too_big(gpt_fsdp.Config(strategy="ddp", precision="bf16"), me)
+        limits.refuse_if_too_big(gpt_fsdp.Config(strategy="ddp", precision="bf16"), me)
 
 
 def test_ranks_of_a_node_share_its_memory(world_of_one, monkeypatch):
@@ -548,7 +563,7 @@ def test_device_without_bf16(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla T4")
     me = ranks.Rank(0, 0, 1, "here", torch.device("cuda", 0), "nccl")
     with pytest.raises(UserError, match="Tesla T4 does not compute in bf16: use --precision fp32"):
-        gpt_fsdp.check(gpt_fsdp.Config(precision="bf16"), me)
+        limits.check(gpt_fsdp.Config(precision="bf16"), me)
 
 
 @pytest.mark.parametrize(
@@ -569,7 +584,7 @@ def test_nothing_left_to_train_and_a_damaged_checkpoint(tmp_path):
     assert script(*lab).returncode == 0
     again = script(*lab, "--resume")
     assert again.returncode == 2
-    assert "nothing left to train: the checkpoint is at step 2; raise --max-steps above it" in again.stderr
+    assert "nothing left to train: the checkpoint is at step 2 of 2" in again.stderr
     saved = checkpoints.latest(tmp_path)
     for part in saved.glob("*.distcp"):
         part.write_bytes(part.read_bytes()[:100])
@@ -585,3 +600,18 @@ def test_help_is_a_page_a_learner_can_read(capsys):
     page = capsys.readouterr().out
     assert "python gpt_fsdp.py --ranks 4 --mesh 2x2" in page
     assert "--tied, --no-tied" in page
+
+
+def test_a_resumed_run_trains_at_the_rate_it_is_given(world_of_one, monkeypatch, tmp_path):
+    """The optimizer's saved state has the old one in it."""
+    real, rates = gpt_fsdp.train_step, []
+
+    def watched(model, optimizer, *about):
+        rates.extend(group["lr"] for group in optimizer.param_groups)
+        return real(model, optimizer, *about)
+
+    monkeypatch.setattr(gpt_fsdp, "train_step", watched)
+    common = {"strategy": "single", "checkpoint": str(tmp_path), "seq_len": 8, "batch_size": 1}
+    gpt_fsdp.train(gpt_fsdp.Config(max_steps=1, lr=1e-3, **common), world_of_one)
+    gpt_fsdp.train(gpt_fsdp.Config(max_steps=2, lr=1e-4, resume=True, **common), world_of_one)
+    assert rates == [1e-3, 1e-4]

@@ -10,7 +10,8 @@ import json
 import gpt_fsdp
 import pytest
 from forked import by_value
-from labkit import cells, launch, meters
+from labkit.measuring import meters
+from labkit.running import cells, launch
 
 pytestmark = pytest.mark.long
 HERE = launch.Cluster(launcher="local")

@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from labkit import UserError, exercises, launch
-from labkit.lab import Lab
-from labkit.verdicts import about_guess, verdict
+from labkit import UserError
+from labkit.running import launch
+from labkit.running.lab import Lab
+from labkit.teaching import exercises
+from labkit.teaching.verdicts import about_guess, verdict
 
 HERE = Lab(ranks=3, launcher="local")
 

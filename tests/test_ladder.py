@@ -5,8 +5,11 @@ import sys
 import ladder
 import matplotlib.pyplot as plt
 import pytest
-from labkit import UserError, launch, options, plots, records
-from labkit.trace import CATEGORIES
+from labkit import UserError
+from labkit.measuring import records
+from labkit.measuring.trace import CATEGORIES
+from labkit.running import launch, options
+from labkit.teaching import plots
 
 ROOT = launch.SOURCE.parent
 sys.path.insert(0, str(ROOT / "images"))
@@ -74,7 +77,7 @@ def test_every_category_has_a_colour_of_its_own():
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--data cifar", "--data cifar is no data set"),
+        ("--data cifar", "invalid choice: 'cifar'"),
         ("--epochs 0", "--epochs must be at least 1"),
         ("--ranks x", "invalid int"),
     ],
@@ -88,13 +91,13 @@ def test_bad_settings_are_one_sentence(words, sentence, capsys):
 
 @pytest.mark.long
 def test_climb_on_two_ranks(monkeypatch, tmp_path, capsys):
-    """The real thing, cut short: every rung runs and is measured; the last one is stopped and resumed."""
+    """The real thing, as short as may be: every rung runs and is measured; the last one is stopped and resumed."""
     monkeypatch.setattr(ladder.launch, "RUNS", tmp_path)
     monkeypatch.setattr(ladder, "RUNGS", [rung for rung in ladder.RUNGS if rung[0] in ("DDP", "FSDP2, resumed")])
-    runs = ladder.climb(ladder.Climb(data="mnist-5k", epochs=1, ranks=2, batch_size=100))
+    runs = list(ladder.climb(ladder.Climb(data="mnist-5k", epochs=1, ranks=2, batch_size=285)))
     ddp, resumed = (run["record"] for run in runs)
-    assert len(ddp["losses"]) == 20
-    assert (resumed["first_step"], len(resumed["losses"])) == (10, 10)
+    assert len(ddp["losses"]) == ladder.FEWEST_STEPS
+    assert (resumed["first_step"], len(resumed["losses"])) == (3, 4)
     assert all(sum(run["record"]["memory"]["peak"].values()) == run["predicted"] for run in runs)
     assert list(tmp_path.glob("checkpoints-*")) == []
     assert "FSDP2, resumed" in ladder.tables(runs)
@@ -103,4 +106,37 @@ def test_climb_on_two_ranks(monkeypatch, tmp_path, capsys):
 def test_climb_refuses_more_ranks_than_gpus(monkeypatch):
     monkeypatch.setattr(ladder.torch.cuda, "device_count", lambda: 1)
     with pytest.raises(UserError, match="--ranks 2, but 1 GPUs are visible"):
-        ladder.climb(ladder.Climb(data="mnist-5k", ranks=2))
+        next(ladder.climb(ladder.Climb(data="mnist-5k", ranks=2)))
+
+
+@pytest.fixture
+def no_gpus(monkeypatch):
+    monkeypatch.setattr(ladder.torch.cuda, "device_count", lambda: 0)
+
+
+@pytest.mark.parametrize(("epochs", "batch_size", "steps"), [(1, 500, 2), (1, 1000, 1), (9, 1001, 0), (6, 1000, 6)])
+def test_a_climb_too_short_to_be_measured_is_refused_before_it_begins(epochs, batch_size, steps, no_gpus, monkeypatch):
+    monkeypatch.setattr(ladder.launch, "run", lambda *_, **__: pytest.fail("it began"))
+    with pytest.raises(UserError, match=f"^{steps} steps on 4 ranks are too few .* takes 7: lower --batch-size"):
+        next(ladder.climb(ladder.Climb(data="mnist-5k", epochs=epochs, batch_size=batch_size)))
+
+
+def test_a_climb_that_breaks_off_keeps_what_it_has(reference, no_gpus, monkeypatch, tmp_path, capsys):
+    made = iter(reference[:3])
+
+    def run(*_, **__):
+        if (rung := next(made, None)) is None:
+            raise launch.RunFailed("the fourth rung broke")
+        return rung["record"]
+
+    monkeypatch.setattr(ladder.launch, "run", run)
+    monkeypatch.setattr(ladder.launch, "RUNS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["ladder.py", "--data", "mnist-5k"])
+    with pytest.raises(SystemExit) as exit_:
+        ladder.main()
+    assert exit_.value.code == 2
+    (folder,) = tmp_path.iterdir()
+    assert [records.load(path) for path in sorted(folder.glob("*.json"))] == [r["record"] for r in reference[:3]]
+    assert (folder / "ladder.md").read_text() == ladder.tables(reference[:3]) + "\n"
+    printed = capsys.readouterr()
+    assert "the fourth rung broke" in printed.err and str(folder) in printed.out

@@ -1,5 +1,6 @@
 """The lab script starts in all the ways the course shows, computes the same in each, and fails tidily."""
 
+import contextlib
 import json
 import os
 import re
@@ -12,8 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import call, run_job, ways
-from labkit import launch, progress, ranks, records
+from commands import call, run_job, script, ways
+from labkit.measuring import machine, records
+from labkit.running import launch, progress, ranks, warm
+from labkit.running.lab import Lab
 
 SOURCE = launch.SOURCE
 TORCHRUN = f"{shlex.quote(sys.executable)} -m torch.distributed.run"
@@ -64,17 +67,20 @@ def test_launch_run_and_submit_on_slurm(slurm, losses_of_four):
     options = "strategy='fsdp2', wrap='size', precision='fp64', dropout=False, global_batch_size=48, data='mnist-5k', max_steps=6"
     code = f"""
 import json
-from labkit import launch
+from labkit.running import launch
 ran = launch.run("mnist_fsdp.py", ranks=4, nodes=2, {options})
 queued = launch.submit("mnist_fsdp.py", ranks=4, nodes=2, {options}).wait()
-print(json.dumps([ran["losses"], queued["losses"]]))
+alone = launch.run("mnist_fsdp.py", ranks=1, data="mnist-5k", max_steps=1)
+print(alone["ranks"], json.dumps([ran["losses"], queued["losses"]]))
 """
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=SOURCE, env=slurm, capture_output=True, text=True, timeout=200
     )
     assert run.returncode == 0, run.stderr
-    assert "$ srun -N 2 --ntasks-per-node=2 --gpus-per-task=1" in run.stdout
-    for losses in json.loads(run.stdout.splitlines()[-1]):
+    assert "$ srun --nodes=2 --ntasks-per-node=2 --gpus-per-task=1" in run.stdout
+    alone, losses_of_both = run.stdout.splitlines()[-1].split(maxsplit=1)
+    assert alone == "1"
+    for losses in json.loads(losses_of_both):
         assert losses == pytest.approx(losses_of_four, rel=1e-10)
 
 
@@ -89,7 +95,7 @@ def test_job_templates_train(slurm, template, tmp_path):
 
 
 def test_unknown_partition_shows_slurms_own_message(slurm):
-    code = "from labkit import launch; launch.run('mnist_fsdp.py', cluster=launch.Cluster(partition='nope'))"
+    code = "from labkit.running import launch; launch.run('mnist_fsdp.py', cluster=launch.Cluster(partition='nope'))"
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=SOURCE, env=slurm, capture_output=True, text=True, timeout=60
     )
@@ -104,7 +110,8 @@ import sys
 sys.path.insert(0, {str(SOURCE)!r})
 import torch, torch.distributed as dist
 from dataclasses import dataclass
-from labkit import UserError, ranks
+from labkit import UserError
+from labkit.running import ranks
 
 @dataclass(frozen=True)
 class Config:
@@ -158,6 +165,38 @@ def test_users_error_in_a_rank_is_one_sentence(start, tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("way", ["python", "torchrun"])
+def test_an_error_before_the_process_group_is_told_once(way, tmp_path):
+    """Every rank makes it, and all of them have met: the first says it."""
+    stub = tmp_path / "stub.py"
+    text = STUB.format(error="ValueError()", arguments="ranks=4" if way == "python" else "")
+    stub.write_text(text.replace("    dist.init_process_group", "    raise UserError('too small')\n    dist.init"))
+    run = bash(f"{PYTHON} {stub}" if way == "python" else f"{TORCHRUN} --standalone --nproc-per-node 4 {stub}")
+    assert run.stderr.count("stub.py: too small\n") == 1
+    assert run.stderr == "stub.py: too small\n" or way == "torchrun"  # which adds a page of its own
+
+
+@pytest.mark.long
+def test_a_rank_that_fails_alone_says_so(tmp_path):
+    """One node has no GPU, or cannot reach rank 0: nobody else can know."""
+    stub = tmp_path / "stub.py"
+    stub.write_text(STUB.format(error="ValueError()", arguments=""))
+    environ = "RANK=1 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=1"
+    short = f"import runpy; from labkit.running import ranks; ranks.RENDEZVOUS_SECONDS = 1; runpy.run_path('{stub}', run_name='__main__')"
+    run = bash(f'{environ} {PYTHON} -c "{short}"')
+    assert run.returncode == 2
+    assert "rank 0 was not found at 127.0.0.1, ports [1], within 1 s" in run.stderr
+
+
+def test_an_error_of_ones_own_keeps_its_traceback(tmp_path):
+    stub = tmp_path / "stub.py"
+    stub.write_text(STUB.format(error="OSError('the licence server timed out: socket')", arguments="ranks=2"))
+    run = script(stub)
+    assert run.returncode == 1
+    assert "stub.py: rank 1 failed:\nTraceback" in run.stderr and "lost contact" not in run.stderr
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("way", ways(["python", "srun"]))
 def test_kill_9_on_a_rank_ends_the_run_and_names_it(way, tmp_path, request):
     env = dict(request.getfixturevalue("slurm") if way == "srun" else os.environ)
@@ -189,6 +228,64 @@ def test_kill_9_on_a_rank_ends_the_run_and_names_it(way, tmp_path, request):
             process.wait()
     assert process.returncode != 0
     assert ("rank 1 was killed by SIGKILL; the other ranks were ended" if way == "python" else "task 1: Killed") in err
+
+
+ASK = f"""
+import ctypes, os, sys
+sys.path.insert(0, {str(SOURCE)!r})
+from labkit.running import launch, warm
+ctypes.CDLL = None  # as if another thread of this process had been loading a library, and held the lock
+launch.follow([sys.executable, "-u", sys.argv[1]], on_progress=lambda pid, total: print(pid, flush=True))
+"""
+WAIT = """
+import os, signal
+from pathlib import Path
+Path(os.environ["FSDP_LABS_PROGRESS"]).write_text(f"{os.getpid()} 0")
+signal.pause()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_what_a_killed_notebook_has_started_ends_with_it(tmp_path):
+    (tmp_path / "wait.py").write_text(WAIT)
+    words = [sys.executable, "-c", ASK, tmp_path / "wait.py"]
+    notebook = subprocess.Popen(words, env=os.environ | {warm.VARIABLE: "0"}, stdout=subprocess.PIPE, text=True)
+    with notebook:
+        started = psutil.Process(int(notebook.stdout.readline()))
+        notebook.kill()
+        wait_for_end(started)
+
+
+@pytest.mark.parametrize("way", ways(["python", "forked", "srun"]))
+def test_what_a_run_has_started_ends_when_it_is_interrupted(way, tmp_path, monkeypatch, request):
+    """Its ranks, even where no kernel ends them with the process that started them."""
+    (tmp_path / "wait.py").write_text(WAIT)
+    (tmp_path / "start.py").write_text(
+        f"import subprocess, sys; subprocess.run([sys.executable, '{tmp_path}/wait.py'])"
+    )
+    if way == "python":
+        monkeypatch.setenv(warm.VARIABLE, "0")
+    if way == "srun":
+        for name, value in request.getfixturevalue("slurm").items():
+            monkeypatch.setenv(name, value)
+    cluster = launch.Cluster(launcher="slurm" if way == "srun" else "local")
+    started = []
+
+    def interrupt(pid, total):
+        started.append(psutil.Process(pid))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        launch.follow(launch.started([str(tmp_path / "start.py")], 1, 1, "cpu", cluster), on_progress=interrupt)
+    wait_for_end(started[0])
+
+
+def wait_for_end(process: psutil.Process):
+    try:
+        process.wait(30)
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def pid_of_rank(rank: int, way: str, launcher: int) -> int:
@@ -229,8 +326,8 @@ def test_meeting_takes_the_next_port_when_one_is_in_use():
         other.listen()
         port = other.getsockname()[1]
         code = (
-            "import os, sys; from labkit import ranks; import torch.distributed as dist;"
-            f"ranks.meet(int(sys.argv[1]), 2, '127.0.0.1', range({port}, {port} + 8), 'job');"
+            "import os, sys; from labkit.running import ranks; import torch.distributed as dist;"
+            f"ranks.rendezvous(int(sys.argv[1]), 2, '127.0.0.1', range({port}, {port} + 8), 'job');"
             "dist.init_process_group('gloo'); dist.barrier(); print(os.environ['MASTER_PORT'])"
         )
         pair = [
@@ -307,26 +404,141 @@ def test_slurm_asked_for_and_absent(monkeypatch):
     assert launch.Cluster(launcher="auto").uses_slurm() is False
 
 
-def test_cluster_settings_come_from_the_environment(monkeypatch):
-    for name, value in {"PARTITION": "a100", "ACCOUNT": "course", "TIME": "30"}.items():
-        monkeypatch.setenv(f"FSDP_LABS_{name}", value)
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    words = " ".join(launch.Cluster().srun(8, 2))
-    assert words == (
-        "srun -N 2 --ntasks-per-node=4 --gpus-per-task=1 --partition=a100 --account=course --time=30 --kill-on-bad-exit=1"
+def command(path: Path, does: str):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{does}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """A folder with a stand-in for Slurm in bin/, first in PATH: commands that write their words to NAME.words."""
+    commands = {
+        "sinfo": "echo 'gpu* 2'",
+        "sbatch": "echo 'Submitted batch job 7'",
+        # One task, which runs here
+        "srun": 'while case $1 in -*) true;; *) false;; esac; do shift; done; SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=1 exec "$@"',
+    }
+    for name, does in commands.items():
+        command(tmp_path / "bin" / name, f"""printf '%s\\n' "$@" > '{tmp_path}/{name}.words'\n{does}""")
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "FSDP_LABS_LAUNCHER"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.setattr(machine, "SLURM_CONFS", ())
+    monkeypatch.setattr(launch, "RUNS", tmp_path / "runs")
+    return tmp_path
+
+
+def test_slurm_that_answers_is_used(stand_in):
+    assert launch.Cluster(launcher="auto").uses_slurm() is True
+    assert launch.Cluster(launcher="local").uses_slurm() is False
+
+
+UNREACHABLE = "echo 'sinfo: error: a detail' >&2; echo 'Unable to contact slurm controller' >&2; exit 1"
+
+
+def test_slurm_that_is_only_installed_is_not_used(stand_in):
+    """The packages, for the practice cluster, on a machine of one's own."""
+    command(stand_in / "bin" / "sinfo", UNREACHABLE)
+    assert launch.Cluster(launcher="auto").uses_slurm() is False
+    with pytest.raises(launch.UserError, match="Slurm was asked for, but it is not configured on this machine"):
+        launch.Cluster(launcher="slurm").uses_slurm()
+    assert "it is not configured on this machine (make slurm brings up a practice cluster)" in machine.about(
+        Lab(launcher="local")
     )
 
 
+@pytest.mark.parametrize("sign", ["SLURM_CONF", "SLURM_JOB_ID", "where packages look", "beside srun"])
+def test_slurm_that_is_in_use_and_does_not_answer_stops_the_run(sign, stand_in, monkeypatch):
+    """On a cluster, to train on the login node instead is no help."""
+    command(stand_in / "bin" / "sinfo", UNREACHABLE)
+    conf = stand_in / "etc" / "slurm.conf"
+    if sign.startswith("SLURM_"):
+        monkeypatch.setenv(sign, "7")
+    else:
+        conf.parent.mkdir()
+        conf.touch()
+    if sign == "where packages look":
+        monkeypatch.setattr(machine, "SLURM_CONFS", (conf.rename(stand_in / "slurm.conf"),))
+    words = "Slurm does not answer (Unable to contact slurm controller): try again, or set FSDP_LABS_LAUNCHER=local"
+    for launcher in ("auto", "slurm"):
+        with pytest.raises(launch.UserError, match=re.escape(words)):
+            launch.Cluster(launcher=launcher).uses_slurm()
+    assert words in machine.about(Lab(launcher="local"))
+
+
+@pytest.mark.parametrize(
+    ("does", "words"), [("exec sleep 20", "sinfo was silent for 0.2 s"), (None, "sinfo cannot be started")]
+)
+def test_slurm_that_is_silent_stops_the_run(does, words, stand_in, monkeypatch):
+    monkeypatch.setattr(machine, "SINFO_SECONDS", 0.2)
+    monkeypatch.setenv("SLURM_CONF", "here")
+    (stand_in / "bin" / "sinfo").unlink()
+    if does:
+        command(stand_in / "bin" / "sinfo", does)
+    else:
+        monkeypatch.setenv("PATH", str(stand_in / "bin"))
+    with pytest.raises(launch.UserError, match=f"Slurm does not answer \\({words}"):
+        launch.Cluster(launcher="auto").uses_slurm()
+
+
+def asked(words: str) -> dict:
+    """What srun's words, or a batch job, ask of Slurm."""
+    names = "nodes|ntasks-per-node|gpus-per-task|partition|account|time|wckey"
+    return dict(re.findall(rf"--({names})=(\S+)", words))
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_run_and_submit_ask_slurm_for_the_same(device, stand_in, monkeypatch):
+    for name, value in {"PARTITION": "a100", "ACCOUNT": "course", "TIME": "0:30:00"}.items():
+        monkeypatch.setenv(f"FSDP_LABS_{name}", value)
+    with pytest.raises(launch.RunFailed, match="no-such-option"):
+        launch.run("hello.py", ranks=4, nodes=2, device=device, no_such_option=1)
+    job = launch.submit("hello.py", ranks=4, nodes=2, device=device)
+    expected = {"nodes": "2", "ntasks-per-node": "2", "partition": "a100", "account": "course", "time": "0:30:00"}
+    expected |= {} if device == "cpu" else {"gpus-per-task": "1"}
+    assert asked((stand_in / "srun.words").read_text()) == expected
+    assert asked(job.handle.paths.submission_file.read_text()) == expected
+
+
+def test_without_a_time_slurms_own_limit_holds(stand_in):
+    job = launch.submit("hello.py", ranks=2, device="cpu")
+    assert "--time" not in job.handle.paths.submission_file.read_text()
+
+
+@pytest.mark.parametrize("options", [{"ranks": 1}, {"strategy": "single"}], ids=str)
+def test_one_rank_is_one_rank_under_slurm_too(options, stand_in, capsys):
+    """A script that is a single task would start ranks of its own, two if nobody said how many."""
+    record = launch.run("mnist_fsdp.py", device="cpu", data="mnist-5k", max_steps=2, **options)
+    assert record["ranks"] == 1
+    assert "--ntasks-per-node=1\n" in (stand_in / "srun.words").read_text()
+    job = launch.submit("mnist_fsdp.py", **{"ranks": 2} | options)
+    assert "--ntasks-per-node=1\n" in job.handle.paths.submission_file.read_text()
+    assert ("srun python mnist_fsdp.py --ranks 1" in capsys.readouterr().out) == ("ranks" in options)
+
+
+@pytest.mark.parametrize("start", [launch.run, launch.submit])
+def test_ranks_that_nodes_cannot_share_are_refused(start, stand_in):
+    with pytest.raises(launch.UserError, match="5 ranks cannot be shared evenly by 2 nodes"):
+        start("hello.py", ranks=5, nodes=2)
+
+
 def test_run_that_fails_raises_with_its_last_words():
-    with pytest.raises(launch.RunFailed, match=re.escape("--cpu-offload is FSDP's; with --strategy ddp leave it out")):
+    with pytest.raises(
+        launch.RunFailed, match=re.escape("--cpu-offload goes with --strategy fsdp1 or fsdp2; with ddp leave it out")
+    ):
         launch.run(
             "mnist_fsdp.py", strategy="ddp", cpu_offload=True, cluster=launch.Cluster(launcher="local"), quiet=True
         )
 
 
-def test_long_command_is_folded_as_one_types_it():
-    command = ["python", "mnist_fsdp.py", "--checkpoint", "a folder/" + "x" * 60, "--resume", "--record", "y" * 40]
-    shown = launch._folded(command)
-    assert shown.splitlines()[1].startswith("    --checkpoint 'a folder/xxx")
-    assert shlex.split(shown.removeprefix("$ ").replace("\\\n", " ")) == command
-    assert max(map(len, shown.splitlines())) < 100
+def test_a_command_is_shown_and_recorded_as_one_types_it(tmp_path, capsys):
+    folder = tmp_path / "a folder with a long name, of the kind that people make"
+    options = {"strategy": "single", "data": "mnist-5k", "max_steps": 2, "batch_size": 8, "checkpoint": folder}
+    here = launch.Cluster(launcher="local")
+    record = launch.run("mnist_fsdp.py", cluster=here, record=folder / "run.json", device="cpu", **options)
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith("$ python mnist_fsdp.py --") and all(line.startswith("    --") for line in others)
+    typed = shlex.split("\n".join([first.removeprefix("$ python "), *others]).replace("\\\n", " "))
+    assert typed[-4:] == ["--checkpoint", str(folder), "--record", str(folder / "run.json")]
+    assert shlex.split(record["command"]) == typed

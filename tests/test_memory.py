@@ -1,4 +1,4 @@
-"""Peak memory as measured is the arithmetic, written down here and in labkit/predict.py, term by term."""
+"""Peak memory as measured is the arithmetic, written down here and in planner/predict.py, term by term."""
 
 import functools
 import json
@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 import trial
 from forked import by_value
-from labkit import cells, launch, predict, trace
-from labkit.models import Net
+from labkit.measuring import trace
+from labkit.running import cells, launch
+from labkit.training.models import Net
+from planner import predict
 
 PARAMETERS = 1_199_882
 FC1 = 9216 * 128 + 128
@@ -125,7 +127,7 @@ def test_traffic_in_model_sizes(strategy, options, expected, ranks):
 def peaks_of_steps(me, config, steps):
     """The peak of each of some steps, bytes. Four micro-batches, so that a unit is gathered soon after the one before."""
     import gpt_fsdp
-    from labkit import text
+    from labkit.training import text
 
     model, _ = gpt_fsdp.build(config, me)
     optimizer = gpt_fsdp.make_optimizer(model, config)
@@ -134,10 +136,7 @@ def peaks_of_steps(me, config, steps):
     peaks = []
     for _ in range(steps):
         with watch:
-            for micro in range(config.accumulate):
-                gpt_fsdp.compute_loss(model, inputs[micro], targets[micro], config).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            gpt_fsdp.train_step(model, optimizer, inputs, targets, config)
         peaks.append(trace.peak(watch.timeline())[1])
     return peaks[2:]  # the first makes the optimizer's state, the second acquaints the tracer
 
@@ -145,7 +144,9 @@ def peaks_of_steps(me, config, steps):
 @pytest.mark.long
 def test_a_buffer_that_gloo_still_holds_is_not_in_a_peak():
     every = cells.on_ranks(by_value(peaks_of_steps), gpt_fsdp.Config(batch_size=1, accumulate=4), 16, ranks=2)
-    assert [len(set(peaks)) for peaks in every] == [1, 1]
+    # Where the tracer does not let gloo's threads run, every other step is higher. One in hundreds is so all the same,
+    # which is why a meter takes the lowest of three.
+    assert all(peaks.count(min(peaks)) >= len(peaks) - 2 for peaks in every), every
 
 
 def test_trace_agrees_with_pytorchs_own_tracker():
@@ -176,5 +177,5 @@ def test_trace_agrees_with_pytorchs_own_tracker():
 
 
 def test_prediction_imports_no_torch():
-    code = "import sys; import labkit.predict; sys.exit('torch' in sys.modules)"
+    code = "import sys; import planner.predict; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=launch.SOURCE, timeout=60).returncode == 0

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from labkit.models import GPT, rotary, rotated
-from labkit.shapes import GPT_SHAPES, GPTShape
+from labkit.training.models import GPT, apply_rope, rotary
+from planner.shapes import GPT_SHAPES, GPTShape
 
 TINY = GPT_SHAPES["tiny"]
 
@@ -41,7 +41,7 @@ def test_rotary_positions_depend_on_the_distance_only():
     torch.manual_seed(0)
     query, key = torch.randn(16, dtype=torch.float64), torch.randn(16, dtype=torch.float64)
     rotation = rotary(10, 16, query)
-    queries, keys = (rotated(x.expand(10, 16), *rotation) for x in (query, key))
+    queries, keys = (apply_rope(x.expand(10, 16), *rotation) for x in (query, key))
     products = queries @ keys.T
     for distance in range(-9, 10):
         diagonal = products.diagonal(distance)
@@ -62,7 +62,7 @@ def test_grouped_queries_share_keys_and_values():
             layer(x).unflatten(-1, (TINY.kv_heads, -1))[:, :, head // group]
             for layer in (attention.key, attention.value)
         )
-        scores = rotated(q, *rotation) @ rotated(k, *rotation).mT / attention.head_width**0.5
+        scores = apply_rope(q, *rotation) @ apply_rope(k, *rotation).mT / attention.head_width**0.5
         heads.append(scores.masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf).softmax(-1) @ v)
     assert torch.allclose(attention(x, rotation), attention.output(torch.cat(heads, -1)), rtol=1e-9)
 

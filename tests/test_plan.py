@@ -7,7 +7,8 @@ import sys
 import plan
 import pytest
 from commands import call, script
-from labkit import launch, options, predict
+from labkit.running import launch, options
+from planner import predict, report
 
 ISSUE = "--model llama3-8b --ranks 8 --strategy fsdp2 --seq 8192 --batch 1 --precision bf16 --recompute full --gpu-memory 80"
 TINY = "--model tiny --ranks 4 --batch 2 --seq 64 --precision fp32 --recompute none --device cpu"
@@ -37,7 +38,7 @@ def test_the_command_answers():
 def test_planning_imports_no_torch():
     program = """
 import sys, plan
-for changes in ({}, {"sweep": True}, {"explain": True}, {"json": True}, {"model": "mnist", "precision": "fp32"}):
+for changes in ({}, {"sweep": True}, {"explain": True}, {"json": True}):
     plan.answer(plan.Options(**changes))
 assert "torch" not in sys.modules
 """
@@ -48,7 +49,7 @@ assert "torch" not in sys.modules
 def test_the_page_says_what_was_found():
     page, facts = answer(ISSUE), found(ISSUE)
     for name, size in facts["by_category"].items():
-        assert re.search(rf"^  {name} +{re.escape(plan.gib(size))}$", page, re.MULTILINE), name
+        assert re.search(rf"^  {name} +{re.escape(report.gib(size))}$", page, re.MULTILINE), name
     assert sum(facts["by_category"].values()) == facts["peak"] == 80 * 2**30 - facts["room"]
     assert sum(facts["persistent"].values()) == pytest.approx(3 * 4 * facts["parameters"] / 8, rel=1e-3)
     assert f"communication {facts['seconds']['communication']:.3g} s" in page
@@ -58,13 +59,13 @@ def test_the_page_says_what_was_found():
 
 def test_it_says_by_how_much_it_does_not_fit():
     room = found(f"{ISSUE} --gpu-memory 20")["room"]
-    assert f"does not fit in 20 GiB: {plan.gib(-room)} too much" in answer(f"{ISSUE} --gpu-memory 20")
+    assert f"does not fit in 20 GiB: {report.gib(-room)} too much" in answer(f"{ISSUE} --gpu-memory 20")
 
 
-@pytest.mark.parametrize("words", [ISSUE, TINY, "--model mnist --ranks 2 --precision fp32", "--model 1b --mesh 2x4"])
+@pytest.mark.parametrize("words", [ISSUE, TINY, "--model 1b --mesh 2x4"])
 def test_explained_terms_add_up_to_the_peak(words):
     planned = plan.plan_of(asked(words))
-    lines = plan.explained(planned).splitlines()
+    lines = report.explained(planned).splitlines()
     shown = [(float(number.replace(",", "")), unit) for number, unit in (line.split()[:2] for line in lines)]
     peak = predict.total(planned.peak()[1])
     units = {"GiB": 2**30, "MiB": 2**20}
@@ -135,6 +136,28 @@ def build():
             return x
     return Net(), (torch.zeros(7, 96),), lambda module, x: module(x).mean()
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        x = self.mix(x)
+        return x + sum(expert(x) for expert in self.experts)
+
+def experts():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+            self.last = nn.Linear(8, 8)
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return self.last(x)
+    return Net(), (torch.zeros(7, 8),), lambda module, x: module(x).mean()
+
 def a_number():
     return 3
 
@@ -142,8 +165,8 @@ def too_little():
     return nn.Linear(2, 2), ()
 
 def odd_heads():
-    from labkit.models import GPT
-    from labkit.shapes import GPTShape
+    from labkit.training.models import GPT
+    from planner.shapes import GPTShape
     return GPT(GPTShape(layers=1, width=30, heads=4, kv_heads=4, hidden=8)), (), None
 
 def broken():
@@ -168,12 +191,40 @@ def test_a_model_of_ones_own(own):
     parameters = 3 * (96 * 96 + 96)
     assert f"{parameters:,} parameters in 4 units" in run.stdout
     persistent = 3 * 4 * parameters / 4 + 4 * 6
-    assert f"predicted, between steps  {plan.gib(int(persistent)):>14}" in run.stdout
+    assert f"predicted, between steps  {report.gib(int(persistent)):>14}" in run.stdout
     facts = json.loads(
         script("plan.py", "--model", f"{own}/own.py:build", "--ranks", "4", "--precision", "fp32", "--json").stdout
     )
     kept = ("parameters", "optimizer state")
     assert sum(facts["simulated_by_category"][name] for name in kept) == persistent
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_experts_inside_blocks_are_counted_once(own, strategy):
+    words = ("--model", f"{own}/own.py:experts", "--ranks", "4", "--precision", "fp32", "--strategy", strategy)
+    run = script("plan.py", *words)
+    assert run.returncode == 0, run.stderr
+    linear = 8 * 8 + 8  # divides by four ranks: nothing is padded
+    parameters = 2 * 5 * linear + linear
+    assert f"{parameters:,} parameters in 3 units, {strategy}" in run.stdout
+    facts = json.loads(script("plan.py", *words, "--json").stdout)["simulated_by_category"]
+    steps = 4 * (22 if strategy == "fsdp2" else 3)  # a counter for each parameter; FSDP1's are one a unit
+    assert facts["parameters"] == 4 * parameters / 4
+    assert facts["optimizer state"] == 2 * 4 * parameters / 4 + steps
+
+
+def test_units_are_the_members_of_the_outermost_lists():
+    from labkit.measuring.own_model import units_of
+    from torch import nn
+
+    layers = [nn.Linear(2, 2) for _ in range(5)]
+    block = nn.Sequential(layers[0], nn.ModuleList(layers[1:3]))  # a list inside
+    grid = nn.ModuleList([nn.ModuleList([layers[3]]), nn.ModuleList([layers[4]])])  # a list of lists
+    encoder = nn.ModuleDict({"blocks": nn.ModuleList([block, block]), "grid": grid, "head": nn.Linear(2, 2)})
+    assert units_of(encoder) == [block, layers[3], layers[4]]
+    assert units_of(nn.ModuleList(layers)) == layers
+    assert units_of(layers[0]) == []
 
 
 def test_a_model_that_cannot_be_trained_is_one_sentence(own):
@@ -184,7 +235,7 @@ def test_a_model_that_cannot_be_trained_is_one_sentence(own):
 
 
 BAD = {
-    "--model gpt9": "--model gpt9 is unknown: take mnist, tiny",
+    "--model gpt9": "--model gpt9 is unknown: take tiny",
     "--model no.py:build": "there is no file no.py",
     "--model {own}/own.py:other": "own.py has no function other",
     "--model {own}/own.py:nothing": "own.py has no function nothing",
@@ -194,29 +245,32 @@ BAD = {
     "--model {own}/torn.py:build": "torn.py cannot be imported: SyntaxError",
     "--model {own}/text.txt:build": "is not a file of Python",
     "--model {own}/own.py:build --batch 4": "--batch is for the course's models",
-    "--model {own}/own.py:build --strategy ddp": "--strategy ddp: your own model is simulated",
+    "--model {own}/own.py:build --strategy ddp": "--strategy ddp cannot be simulated",
     "--model {own}/own.py:build --sweep": "--sweep compares predictions",
     "--model {own}/own.py:build --explain": "--explain shows predicted terms",
-    "--ranks 0": "--ranks must be above 0, but is 0",
-    "--batch -1": "--batch must be above 0, but is -1",
-    "--seq 0": "--seq must be above 0",
+    "--ranks 0": "--ranks must be at least 1, but is 0",
+    "--batch -1": "--batch must be at least 1, but is -1",
+    "--seq 0": "--seq must be at least 1",
     "--gpu-memory -80": "--gpu-memory must be above 0",
-    "--gpu-memory nan": "--gpu-memory must be above 0",
-    "--efficiency 40": "--efficiency is a share, at most 1",
+    "--gpu-memory nan": "--gpu-memory must be a finite number, but is nan",
+    "--gpu-memory inf": "--gpu-memory must be a finite number, but is inf",
+    "--flops inf": "--flops must be a finite number, but is inf",
+    "--link inf": "a number of GB/s above 0, not 'inf'",
+    "--efficiency 40": "--efficiency must be at most 1, but is 40.0",
     "--ranks eight": "argument --ranks: invalid int value: 'eight'",
     "--strategy zero4": "argument --strategy: invalid choice: 'zero4'",
-    "--mesh 2x8": "--mesh 2x8 is for 16 ranks, but --ranks is 8",
+    "--mesh 2x8": "--mesh 2x8 is for 16 ranks, but there are 8",
     "--mesh two": "--mesh is REPLICASxSHARDS, such as 2x4, not 'two'",
-    "--mesh=-2x-4": "both at least 1",
-    "--strategy ddp --precision fp32 --mesh 2x4": "--mesh and --reshard-after-forward are FSDP's",
-    "--strategy zero1 --precision fp32 --reshard-after-forward false": "are FSDP's",
-    "--reshard-after-forward maybe": "is true, false or a number of ranks, not 'maybe'",
-    "--reshard-after-forward 3": "does not divide the ranks",
+    "--mesh=-2x-4": "--mesh is REPLICASxSHARDS, such as 2x4, not '-2x-4'",
+    "--strategy ddp --precision fp32 --mesh 2x4": "--mesh goes with --strategy fsdp1 or fsdp2; with ddp leave it out",
+    "--strategy zero1 --precision fp32 --reshard-after-forward false": "--reshard-after-forward goes with --strategy fsdp1 or fsdp2",
+    "--reshard-after-forward maybe": "is true, false or a number from 2 on, not 'maybe'",
+    "--reshard-after-forward 3": "does not divide the 8 ranks of a model",
     "--strategy fsdp1 --reshard-after-forward 2": "is FSDP2's",
     "--strategy single --precision fp32": "--strategy single is one rank: give --ranks 1",
     "--link copper": "--link is nvlink, pcie, or a number of GB/s above 0, not 'copper'",
     "--network -3": "--network is infiniband, ethernet, or a number of GB/s above 0",
-    "--model mnist --precision fp32 --simulate": "--simulate is for the GPTs and your own models",
+    "--model mnist": "--model mnist: ladder.py predicts the MNIST lab and measures it; plan.py is for transformers",
     "--strategy ddp --precision fp32 --simulate": "--strategy ddp cannot be simulated",
     "--sweep --simulate": "leave --simulate and --explain out",
     "--nothing": "unrecognized arguments: --nothing",

@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 from commands import call, run_job
-from labkit import UserError, cost, network, predict
+from labkit import UserError
+from labkit.measuring import practice_link
+from labkit.running.lab import Lab
+from planner import cost
 from test_practice_cluster import BASH, SCRIPT, TEMPLATES, cluster, processes_of
 
 SOURCE = TEMPLATES.parent
@@ -26,8 +29,8 @@ def up(folder, rate="200mbit", **options):
 
 def interfaces(folder):
     """The numbers, which are never used again, of what a cluster has added to this machine's network."""
-    number = (folder / "network").read_text().strip()
-    return {int((each / "ifindex").read_text()) for each in Path("/sys/class/net").glob(f"fsdp{number}n*")}
+    aliases = Path("/sys/class/net").glob("fsdp*/ifalias")
+    return {int(each.with_name("ifindex").read_text()) for each in aliases if each.read_text().strip() == str(folder)}
 
 
 def nothing_left(folder, made):
@@ -142,6 +145,23 @@ def test_one_that_broke_off_half_way_is_cleared_away(folder, tmp_path):
     assert nothing_left(folder, made)
 
 
+def test_down_of_a_dead_one_spares_the_one_that_has_its_number(networks_allowed, tmp_path):
+    """In a network of its own, with links that are named alike: as after a restart of the machine."""
+    dead, live = tmp_path / "dead", tmp_path / "live"
+    dead.mkdir()
+    (dead / "pids").write_text("999999999 network.1\n")
+    (dead / "network").write_text("0\n")  # where it is remembered by its number
+    links = f"""
+mount -t sysfs sysfs /sys
+ip link add fsdp0n1 type veth peer name x; ip link set fsdp0n1 alias "{live}"
+ip link add fsdp1n1 type veth peer name y; ip link set fsdp1n1 alias "{dead}"
+{BASH} {SCRIPT} down {dead}
+ls /sys/class/net"""
+    run = call("unshare", "--net", "--mount", BASH, "-ec", links)
+    assert run.returncode == 0, run.stderr
+    assert {"fsdp0n1", "x"} <= set(run.stdout.split()) and not {"fsdp1n1", "y"} & set(run.stdout.split())
+
+
 def test_one_that_is_up_without_a_network_stays_as_it_is(folder):
     assert cluster("up", folder).returncode == 0
     daemons = processes_of(folder)
@@ -203,9 +223,9 @@ def test_where_there_can_be_no_network(networks_allowed, tmp_path, situation):
 
 def test_changing_a_link_where_there_is_none(monkeypatch):
     monkeypatch.delenv("FSDP_LABS_LINK", raising=False)
-    assert network.link() is None and network.interface_bytes() is None
+    assert practice_link.link() is None and practice_link.interface_bytes() is None
     with pytest.raises(UserError, match="no link to change"):
-        network.change_link("100mbit")
+        practice_link.change_link("100mbit")
 
 
 # Every way to start ranks
@@ -254,7 +274,7 @@ def test_sbatch_starts_a_torchrun_on_each_host(linked, tmp_path):
 def test_the_notebooks_functions_run_on_both_hosts(linked):
     code = """
 import json
-from labkit import launch
+from labkit.running import launch
 options = dict(ranks=4, nodes=2, strategy="ddp", data="mnist-5k", max_steps=2, global_batch_size=8)
 ran = launch.run("mnist_fsdp.py", **options)
 queued = launch.submit("mnist_fsdp.py", **options).wait()
@@ -281,29 +301,29 @@ def entry(kind, ranks, size=1.0, count=1):
 
 
 def plan(ranks, **config):
-    return predict.plan_of({"script": "gpt_fsdp.py", "config": config, "ranks": ranks})
+    return Lab(device="cpu").plan("gpt_fsdp.py", ranks=ranks, **config)
 
 
 def test_bytes_that_leave_a_node():
     for (kind, ranks), share in CALLS.items():
-        assert cost.leaving([entry(kind, ranks, 8e6, 3)], plan(4), 2, "gloo") == 3 * 8e6 * share
+        assert cost.inter_node_bytes([entry(kind, ranks, 8e6, 3)], plan(4), 2, "gloo") == 3 * 8e6 * share
     # a record does not say how many take part, but its configuration does
     hybrid = [{"kind": "all-gather", "count": 2, "bytes": 8.0}, {"kind": "all-reduce", "count": 1, "bytes": 4.0}]
-    assert cost.leaving(hybrid, plan(4, mesh="2x2"), 2) == 8.0
-    assert cost.leaving(hybrid[1:], plan(4, strategy="ddp"), 2) == 6
-    assert cost.leaving(hybrid[:1], plan(4), 2) == 2 * 6
-    assert cost.leaving([entry("reduce-scatter", 8)], plan(8), 4) == 7 / 8
-    assert cost.leaving([entry("all-gather", 2)], plan(8), 4) == 0  # reshard_after_forward=2
-    assert cost.leaving([entry("all-gather", 2)], plan(6), 3) == 1 / 2  # ranks 2 and 3 are on two nodes
+    assert cost.inter_node_bytes(hybrid, plan(4, mesh="2x2"), 2) == 8.0
+    assert cost.inter_node_bytes(hybrid[1:], plan(4, strategy="ddp"), 2) == 6
+    assert cost.inter_node_bytes(hybrid[:1], plan(4), 2) == 2 * 6
+    assert cost.inter_node_bytes([entry("reduce-scatter", 8)], plan(8), 4) == 7 / 8
+    assert cost.inter_node_bytes([entry("all-gather", 2)], plan(8), 4) == 0  # reshard_after_forward=2
+    assert cost.inter_node_bytes([entry("all-gather", 2)], plan(6), 3) == 1 / 2  # ranks 2 and 3 are on two nodes
 
 
 def test_speeds():
-    assert network.bytes_per_second("200mbit") == pytest.approx(25e6 * 8948 / 9014)
-    assert network.bytes_per_second("1gbit") == 5 * network.bytes_per_second("200mbit")
-    assert network.bytes_per_second("none") == math.inf
-    assert network.saved_up("100mbit") == 66_000 and network.saved_up("1gbit") == 250_000
-    assert network.saved_up("100mbit", pause=1e-3) == pytest.approx(12_500 * 8948 / 9014)
-    assert network.saved_up("none") == 0
+    assert practice_link.bytes_per_second("200mbit") == pytest.approx(25e6 * 8948 / 9014)
+    assert practice_link.bytes_per_second("1gbit") == 5 * practice_link.bytes_per_second("200mbit")
+    assert practice_link.bytes_per_second("none") == math.inf
+    assert practice_link.saved_up("100mbit") == 66_000 and practice_link.saved_up("1gbit") == 250_000
+    assert practice_link.saved_up("100mbit", pause=1e-3) == pytest.approx(12_500 * 8948 / 9014)
+    assert practice_link.saved_up("none") == 0
 
 
 # The law: the time of a collective is latency + bytes / rate
@@ -311,7 +331,8 @@ def test_speeds():
 MEASURE = """
 import json, os, sys, time
 import torch, torch.distributed as dist
-from labkit import network, ranks
+from labkit.measuring import practice_link
+from labkit.running import ranks
 
 rank, _, world = ranks.placement(dict(os.environ))
 dist.init_process_group("gloo")
@@ -347,17 +368,17 @@ for kind, n in json.loads(sys.argv[1]):
     times(small, 2), times(large, 1)
     latency = shortest(times(small, 21))
     dist.barrier()
-    before = network.interface_bytes()
+    before = practice_link.interface_bytes()
     taken = times(large, 6)
     dist.barrier()
-    after = network.interface_bytes()
+    after = practice_link.interface_bytes()
     moved = [None] * world
     dist.all_gather_object(moved, [after[way] - before[way] for way in ("sent", "received")])
-    result.append({"latency": latency, "seconds": shortest(taken), "moved": moved, "link": network.link()})
+    result.append({"latency": latency, "seconds": shortest(taken), "moved": moved, "link": practice_link.link()})
 if rank == 0:
     print(json.dumps(result), flush=True)
 dist.barrier()
-os._exit(0)  # as labkit.ranks does: a tidy way out can end in gloo's threads
+os._exit(0)  # as labkit.running.ranks does: a tidy way out can end in gloo's threads
 """
 SIZE = 4 * 2**20  # bytes of the tensor in MEASURE: 84 ms of a link of 100 Mbit/s and more, latency is one or two
 REPEATED = 6
@@ -374,8 +395,8 @@ def measured(linked, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FSDP_LABS_LINK", linked["FSDP_LABS_LINK"])
         for rate in ("200mbit", "100mbit"):
-            network.change_link(rate)
-            assert network.link() == rate
+            practice_link.change_link(rate)
+            assert practice_link.link() == rate
             words = ["srun", "-N2", "--ntasks-per-node=2", "python", script, json.dumps(calls)]
             run = call(*words, env=env, cwd=SOURCE, timeout=150)
             assert run.returncode == 0, run.stderr
@@ -388,14 +409,16 @@ def measured(linked, tmp_path_factory):
 def test_time_is_latency_and_bytes_over_rate(measured, rate, kind, ranks):
     found = measured[rate][kind, ranks]
     assert found["link"] == rate
-    seconds = cost.leaving([entry(kind, ranks, SIZE)], plan(4), 2, "gloo") / network.bytes_per_second(rate)
+    seconds = cost.inter_node_bytes([entry(kind, ranks, SIZE)], plan(4), 2, "gloo") / practice_link.bytes_per_second(
+        rate
+    )
     predicted = found["latency"] + seconds
     assert found["seconds"] == pytest.approx(predicted, rel=0.15)
 
 
 @pytest.mark.parametrize("kind, ranks", [call for call, share in CALLS.items() if share])
 def test_bytes_at_the_interface_are_those_predicted(measured, kind, ranks):
-    predicted = cost.leaving([entry(kind, ranks, SIZE, REPEATED)], plan(4), 2, "gloo")
+    predicted = cost.inter_node_bytes([entry(kind, ranks, SIZE, REPEATED)], plan(4), 2, "gloo")
     for rate in measured:
         for sent, received in measured[rate][kind, ranks]["moved"]:
             assert sent == pytest.approx(predicted, rel=0.05)

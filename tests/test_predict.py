@@ -11,15 +11,17 @@ from collections import Counter
 import pytest
 import trial
 from forked import forked
-from labkit import UserError, blueprints, cost, launch, predict
-from labkit.shapes import GPT_SHAPES, GPTShape
+from labkit import UserError
+from labkit.running import launch
+from labkit.running.lab import Lab
+from planner import cost, networks, predict
+from planner.shapes import GPT_SHAPES, GPTShape
 
 REFERENCE = launch.SOURCE / "results" / "reference"
 
 
 def plan(**options):
-    config = {"batch_size": 2, "seq_len": 16} | {k: v for k, v in options.items() if k != "ranks"}
-    return predict.plan_of({"script": "gpt_fsdp.py", "ranks": options.get("ranks", 4), "config": config})
+    return Lab(device="cpu").plan("gpt_fsdp.py", **{"batch_size": 2, "seq_len": 16, "ranks": 4} | options)
 
 
 # Against the meters
@@ -39,7 +41,7 @@ def test_the_committed_trial_is_of_these_configurations_and_this_arithmetic():
     assert len(rows) == len(tried) >= 40
     for row, one in zip(rows, tried, strict=True):
         assert {k: row[k] for k in one} == one
-        assert row["predicted"] == predict.by_category(predict.plan_of(one | {"device": "cpu"}).peak()[1])
+        assert row["predicted"] == predict.by_category(trial.planned(one).peak()[1])
         assert predict.total(row["predicted"]) == pytest.approx(sum(row["measured"].values()), rel=0.01)
 
 
@@ -90,7 +92,7 @@ def test_the_committed_simulations_of_llama_3_are_predicted():
     known = {(row["model"], row["ranks"]): row for row in rows}
     assert {("llama3-8b", 8), ("llama3-8b", 128), ("llama3-70b", 64), ("llama3-405b", 512)} <= set(known)
     for row in rows:
-        network = blueprints.gpt(GPT_SHAPES[row["model"]], batch=1, length=8192, recompute="full")
+        network = networks.gpt(GPT_SHAPES[row["model"]], batch=1, length=8192, recompute="full")
         _, terms = predict.Plan(network, "fsdp2", row["ranks"], precision="bf16").peak()
         assert predict.total(terms) == pytest.approx(row["simulated"], rel=0.02)
 
@@ -115,9 +117,9 @@ def test_the_committed_simulations_of_llama_3_are_predicted():
 def test_leaving_out_the_middle_of_a_long_row_changes_nothing(monkeypatch, strategy, options):
     shape = GPTShape(layers=12, width=32, heads=4, kv_heads=2, hidden=96)
     ranks = 1 if strategy == "single" else 4
-    long = predict.Plan(blueprints.gpt(shape, 2, 16, "full"), strategy, ranks, **options)
+    long = predict.Plan(networks.gpt(shape, 2, 16, "full"), strategy, ranks, **options)
     shortened = long.peak(), long.timeline()["backward of the loss"]
-    monkeypatch.setattr("labkit.steps.WALKED", 100)
+    monkeypatch.setattr("planner.step.WALKED", 100)
     assert (long.peak(), long.timeline()["backward of the loss"]) == shortened
 
 
@@ -150,7 +152,7 @@ def test_what_is_not_predicted_says_so():
 
 def test_a_prediction_of_the_largest_shape_is_little_work():
     """Some hundredths of a second; counted in calls, since seconds depend on what else runs."""
-    network = blueprints.gpt(GPT_SHAPES["llama3-405b"], 1, 8192, "full")
+    network = networks.gpt(GPT_SHAPES["llama3-405b"], 1, 8192, "full")
     calls = Counter()
     sys.setprofile(lambda frame, event, argument: calls.update([event]))
     try:
@@ -181,7 +183,7 @@ def test_differences_of_torchtitan_822():
     """Llama 3 8B, 8 ranks, bf16: optimizer state, and parameters kept after forward, in GiB (reserved, on H100s)."""
 
     def peak(reshard, first=False):
-        network = blueprints.gpt(GPT_SHAPES["llama3-8b"], 1, 8192, "selective")
+        network = networks.gpt(GPT_SHAPES["llama3-8b"], 1, 8192, "selective")
         plan = predict.Plan(network, "fsdp2", 8, reshard=reshard, precision="bf16", on_gpu=True)
         return predict.total(plan.peak(first)[1]) / 2**30
 

@@ -2,15 +2,15 @@
 
 import pytest
 from forked import forked
-from labkit import predict
+from planner import predict
 
 
 def simulated_step(strategy, wrap, ranks, batch):
     """In a process of its own: it can join one world only."""
     import torch
     import torch.nn.functional as F
-    from labkit import simulate
-    from labkit.models import Net
+    from labkit.measuring import simulate
+    from labkit.training.models import Net
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 from conftest import SOURCE
-from labkit import launch, warm
+from labkit.running import launch, warm
 
 pytestmark = pytest.mark.skipif(not warm.possible(), reason="programs are not forked here (no Linux, or GPUs)")
 
@@ -114,7 +114,7 @@ def test_it_can_be_told_to_end(program):
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.01)
     assert process.poll() is None
-    process.terminate()
+    os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(15) == -signal.SIGTERM
     assert not psutil.pid_exists(process.pid)
 
@@ -122,7 +122,7 @@ def test_it_can_be_told_to_end(program):
 ASK = f"""
 import sys
 sys.path.insert(0, {str(SOURCE)!r})
-from labkit import warm
+from labkit.running import warm
 process = warm.start([sys.executable, "-u", sys.argv[1]], ".", __import__("os").environ, sys.stdout, sys.stderr)
 print(process.pid, warm.address() if sys.argv[2] == "own" else "", flush=True)
 process.wait()

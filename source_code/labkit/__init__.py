@@ -1,8 +1,9 @@
-"""labkit: what the labs share and no chapter is about. Each file has one job; see its first line."""
+"""labkit: what the labs share and no chapter is about, in four rooms. Each file has one job; see its first line.
 
+running      ranks, on this machine or by Slurm; a notebook's settings; command lines
+measuring    peak memory, time, collectives; what this machine is; a rank that is not there
+training     the models, the data, checkpoints
+teaching     verdicts, exercises, figures
+"""
 
-class UserError(Exception):
-    """Something the user can put right. Its text is one sentence: what is wrong, and what to do.
-
-    Every command of the course prints that sentence alone, without a traceback, and exits with code 2.
-    """
+from planner import UserError as UserError

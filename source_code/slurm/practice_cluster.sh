@@ -332,7 +332,7 @@ tear_down() {
   kill_jobs
   remove_network
 
-  rm -rf "${dir:?}"/{bin,dev,etc,log,munge,spool,state,env.sh,link,network} "$dir"/*.pid
+  rm -rf "${dir:?}"/{bin,dev,etc,log,munge,spool,state,env.sh,link} "$dir"/*.pid
   if [ "$base" != "$dir" ]; then
     rm -f "$base"
     rmdir "${base%/*}" 2>/dev/null || true

@@ -80,7 +80,6 @@ make_network() { # rate
   wait_until networks
 
   number=$(claim_network)
-  echo "$number" > "$dir/network"
   CONTROLLER=$NETWORK.$number.254
   NODES=("$NETWORK.$number.1" "$NETWORK.$number.2")
   name_addresses >> "$dir/etc/hosts"
@@ -111,7 +110,7 @@ add_link() { # its one end, the process in whose network that is (here, if empty
 connect() { # node, its control link's end here, its address, the other node's
   local interface
   ip addr add "$CONTROLLER" peer "$3" dev "$2"
-  ip link set "$2" up
+  ip link set "$2" up alias "$base"
   in_node "$1" ip addr add "$3" dev eth0
   # (without IPv6, whose greetings would be counted on the cable)
   for interface in eth0 control; do in_node "$1" ip link set "$interface" addrgenmode none up; done
@@ -139,12 +138,15 @@ write_task_prolog() {
   echo 'echo export GLOO_SOCKET_IFNAME=eth0'
 }
 
-# Now what the kernel would do a little later: the networks went with their last processes.
+# Now what the kernel would do a little later: the networks went with their last processes. Another cluster may have
+# the number by now, and so the names of the links, but not their alias, which says whose they are.
 remove_network() {
-  local number i
-  [ -e "$dir/network" ] || return 0
-  read -r number < "$dir/network"
-  for i in 1 2; do ip link delete "fsdp${number}n$i" 2> /dev/null || true; done
+  local link
+  for link in /sys/class/net/fsdp*; do
+    if [ "$(cat "$link/ifalias" 2> /dev/null)" = "$base" ]; then
+      ip link delete "${link##*/}" 2> /dev/null || true # gone already
+    fi
+  done
 }
 
 # ---- the speed ------------------------------------------------------------------------------------------------

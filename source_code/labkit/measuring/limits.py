@@ -1,0 +1,46 @@
+"""What this machine cannot do for a run, said in a sentence before anything is allocated."""
+
+import dataclasses
+import os
+import shutil
+import sys
+
+import torch
+from planner import predict
+
+from labkit import UserError
+from labkit.measuring import meters, records
+
+
+def check(config, me):
+    """UserError for a lab's options that this rank's device, compiler or disk cannot serve. me: a ``ranks.Rank``."""
+    on_cpu = me.device.type == "cpu"
+    if config.precision == "bf16" and not on_cpu and torch.cuda.get_device_capability(me.device) < (8, 0):
+        raise UserError(f"{torch.cuda.get_device_name(me.device)} does not compute in bf16: use --precision fp32")
+    if config.strategy == "fsdp1" and config.cpu_offload and on_cpu:
+        raise UserError(
+            "FSDP1's --cpu-offload needs a GPU (it page-locks memory); --strategy fsdp2 shows it on the CPU"
+        )
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if getattr(config, "compile", False) and on_cpu and not shutil.which(compiler):
+        raise UserError(f"--compile needs a C++ compiler on the CPU, and there is no {compiler} here: leave it out")
+    if config.record and me.rank == 0:
+        records.check_writable(config.record)
+
+
+def refuse_if_too_big(config, me):
+    """UserError, on every rank, if the planner's peak of a run of gpt_fsdp.py is more than the memory there is."""
+    run = {"script": "gpt_fsdp.py", "ranks": me.world_size, "device": me.device.type}
+    try:
+        plan = predict.plan_of(run | {"config": dataclasses.asdict(config)})
+    except UserError:  # not predicted: nothing to go by
+        return
+    # With offload, what persists lies in the CPU's memory.
+    needed = predict.total(plan.persistent() if config.cpu_offload else plan.peak()[1])
+    free = meters.free_memory_of_a_rank(me, torch.device("cpu") if config.cpu_offload else me.device)
+    if needed > free:
+        raise UserError(
+            f"--preset {config.preset} with --strategy {config.strategy} needs {needed / 2**30:.1f} GiB on each of "
+            f"{me.world_size} ranks, and {free / 2**30:.1f} GiB are free: take a smaller preset or more ranks "
+            "(plan.py says what takes them)"
+        )

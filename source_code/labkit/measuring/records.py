@@ -1,0 +1,138 @@
+"""One JSON record a run: what was run, on what, and what was measured. Figures are made from records only.
+
+A record is a dict with these keys (sizes in bytes, times in seconds):
+
+  schema       this file's version of the layout
+  script, config, command      what was run, and how
+  ranks, nodes, device, backend, hardware, versions, date      where and with what
+  data         {"name", "train", "test"}: the data set and how many images, or tokens, of it
+  batch_size   images, or sequences of a micro-batch, on each rank
+  units        how many groups of parameters are gathered together (FSDP)
+  first_step   how many steps an earlier run had made
+  memory       see ``meters.Meter.summary``
+  time         {"step": {"median", "p10", "p90", "steps"}, "samples_per_second", "elapsed"}
+  traffic      [{"kind", "count", "bytes"}, …] of one step: bytes is the size of the whole tensor
+  losses       the loss of every step, averaged over the global batch
+  accuracy     {"correct", "total"} on the test set (MNIST)
+  test_loss    mean loss on the test set (MNIST)
+  validation_loss              mean loss on the text kept for it, in nats a token (GPT)
+  tokens_per_second            of all ranks together (GPT)
+  model_flops_utilisation      {"flops_per_token", "peak_flops", "peak_of", "value"}: floating-point operations that
+               training on a token takes; those a second that a rank can do, and how that was found; the share (GPT)
+"""
+
+import dataclasses
+import json
+import os
+import platform
+import shlex
+import sys
+import uuid
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from labkit import UserError
+
+SCHEMA = 1
+
+
+def new(script: str, config: dict, rank, nodes: list[str]) -> dict:
+    """The part of a record that is known when the run starts. rank: a ``ranks.Rank``."""
+    return {
+        "schema": SCHEMA,
+        "script": Path(script).name,
+        "config": config,
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "ranks": rank.world_size,
+        "nodes": len(nodes),
+        "device": rank.device.type,
+        "backend": rank.backend,
+        "hardware": hardware(rank.device),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def report(script: str, config, me, result: dict, elapsed: float):
+    """Print what a run has measured, and write its record if --record says where. Collective.
+
+    result: the run's part of the record. me: a ``ranks.Rank``. elapsed: seconds since the run began.
+    """
+    nodes = [None] * me.world_size
+    dist.all_gather_object(nodes, me.node)
+    result["time"]["elapsed"] = elapsed
+    speed, memory = result.get("model_flops_utilisation"), result["memory"]
+    if speed and speed["value"]:
+        me.say(f"{result['tokens_per_second']:,.0f} tokens/s, {speed['value']:.1%} of the {speed['peak_of']}")
+    if memory and memory["peak"]:
+        me.say(f"peak memory of rank 0: {sum(memory['peak'].values()) / 2**20:.2f} MiB of tensors")
+    me.say(f"elapsed {elapsed:.1f} s")
+    if config.record and me.rank == 0:
+        about = new(script, dataclasses.asdict(config), me, sorted(set(nodes)))
+        write(config.record, about | result)
+
+
+def place(me) -> str:
+    """How many ranks compute, and on what: "4 ranks on cpu (gloo), AMD EPYC, 2 cores". me: a ``ranks.Rank``."""
+    return f"{me.world_size} rank{'s' * (me.world_size > 1)} on {me.device.type} ({me.backend}), {hardware(me.device)}"
+
+
+def hardware(device: torch.device) -> str:
+    """What computed, in a few words for a figure's caption: "NVIDIA H200" or "AMD EPYC, 2 cores"."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return (
+        f"{_processor()}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
+    )
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def check_writable(path: str | Path, option: str = "--record"):
+    """Before hours of training: can a record be written to ``path``, which ``option`` named? UserError if not."""
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder")
+        probe = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(
+            f"the record cannot be written to {path} ({error.strerror or error}): name another {option}"
+        ) from None
+
+
+def write(path: str | Path, record: dict):
+    """Write a record so that ``path`` is either whole or not there."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    partial.write_text(json.dumps(record, indent=1) + "\n")
+    partial.replace(path)
+
+
+def load(path: str | Path) -> dict:
+    """Read a record. UserError if it is not there, is no record, or has another layout."""
+    try:
+        record = json.loads(Path(path).read_text())
+        schema = record["schema"]
+    except OSError as error:
+        raise UserError(f"no record at {path} ({error.strerror}): run the lab first") from None
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path} is not a record of a run: delete it and run the lab again") from None
+    if schema != SCHEMA:
+        raise UserError(f"{path} has layout {schema}, this version reads {SCHEMA}: run the lab again")
+    return record

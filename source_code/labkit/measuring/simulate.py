@@ -1,0 +1,96 @@
+"""A rank of a world that is not there: the real PyTorch code, with tensors that have shapes but no memory.
+
+  simulate.join(128)                       this process becomes rank 0 of 128; collectives send nothing
+  memory = simulate.step(setup)            trace one training step by the tracer that also measures real ones
+  with simulate.ranks_are_real(): …        inside setup, around what makes device meshes
+
+What comes out is *simulated*, never measured: FSDP, autograd and the optimizer ran, and allocated nothing.
+DDP cannot be simulated: its reducer looks inside the tensors.
+
+Private PyTorch used here, and only here: ``FakeTensorMode`` and its switch, the process group of the kind "fake",
+how FSDP2 cuts a parameter, and how DTensor decides whether to use its cache.
+"""
+
+import contextlib
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor import _dispatch
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from labkit.measuring.trace import CATEGORIES, StepTrace, peak
+
+
+def join(world_size: int):
+    """Make this process rank 0 of a world of that size in which nobody else is."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+
+
+def step(setup) -> dict:
+    """Trace a steady training step on rank 0 of the world that was joined.
+
+    setup: called with no arguments and no memory, returns (model, optimizer, batch, train); ``batch`` is a tuple of
+    tensors, and ``train(*batch)`` is one step, forward to ``zero_grad``. It must make its tensors itself, and its
+    device meshes (``fully_shard`` may make one too) before, outside, or in ``ranks_are_real()``.
+
+    Returns what a record has under "memory" and "traffic": {"peak": {category: bytes}, "peak_phase",
+    "peak_operator", "start", "timeline", "traffic": [{"kind", "count", "bytes"}, …]}.
+    """
+    # The first step fills DTensor's cache of what its operators return, as it does in a real run. On tensors without
+    # memory DTensor would think that it is being compiled, and work it out each time, on whole parameters.
+    cached = mock.patch.object(_dispatch, "_are_we_tracing", return_value=False)
+    with FakeTensorMode(allow_non_fake_inputs=True), _Counters(), cached:
+        model, optimizer, batch, train = setup()
+        train(*batch)  # makes the optimizer's state
+        trace = StepTrace(model, optimizer, torch.device("meta"))  # where fake tensors have their storage
+        trace.batch = batch
+        with trace:
+            train(*batch)
+    timeline = trace.timeline()
+    highest, _ = peak(timeline)
+    return {
+        "peak": {category: highest[category] for category in CATEGORIES},
+        "peak_phase": highest["phase"],
+        "peak_operator": highest["operator"],
+        "start": {category: timeline[0][category] for category in CATEGORIES},
+        "timeline": [[moment["phase"], *(moment[category] for category in CATEGORIES)] for moment in timeline],
+        "traffic": [{"kind": k, "count": n, "bytes": b} for (k, b), n in sorted(trace.collectives.items())],
+    }
+
+
+@contextlib.contextmanager
+def ranks_are_real():
+    """A context in which new tensors are real: a device mesh has its ranks in a tensor, and must read them."""
+    with unset_fake_temporarily(), mock.patch.object(_fsdp_param, "_chunk_with_empty", _Parts):
+        yield
+
+
+class _Parts:
+    """A tensor's parts, one a rank, each cut when it is asked for.
+
+    FSDP2 cuts every parameter into as many tensors as there are ranks and keeps one. For a thousand ranks, making
+    tensors that are only thrown away took most of a simulation's time.
+    """
+
+    def __init__(self, tensor, count: int, dim: int):
+        self.tensor, self.count, self.dim = tensor, count, dim
+
+    def __getitem__(self, rank: int):
+        length = self.tensor.size(self.dim)
+        size = -(-length // self.count)
+        if rank * size >= length:
+            return self.tensor.new_empty(0)
+        return self.tensor.narrow(self.dim, rank * size, min(size, length - rank * size))
+
+
+class _Counters(TorchDispatchMode):
+    """Answers 1 where an optimizer asks a step counter, which has no memory either, for its number."""
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator._schema.name == "aten::_local_scalar_dense":
+            return 1.0
+        return operator(*args, **(kwargs or {}))

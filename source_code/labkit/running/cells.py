@@ -1,0 +1,67 @@
+"""Run a function of a notebook on several ranks, and bring back what each rank returned.
+
+  on_ranks(function, 3.0, ranks=4)      calls function(me, 3.0) on every rank; me: a ``ranks.Rank``
+
+The ranks are new processes with a process group, started like those of a lab script: here, or by srun. The
+function travels by value (cloudpickle), so it may be one that a cell has defined, with whatever it refers to.
+This file is also the program that those processes run.
+"""
+
+import dataclasses
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from labkit.running import launch, ranks
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What ``ranks.run`` needs to know. folder: where the function is, and where its results go."""
+
+    folder: str
+    ranks: int
+    device: str
+    backend: str = "auto"
+    quiet: bool = True
+
+
+def on_ranks(
+    function, *arguments, ranks: int, nodes: int = 1, device: str = "cpu", cluster=None, timeout: float = 120
+) -> list:
+    """[what ``function(me, *arguments)`` returned on rank 0, on rank 1, …]; what the ranks print is printed.
+
+    nodes: over how many the ranks are spread (Slurm only). Tensors come back on the CPU. timeout: seconds. Raises
+    ``launch.RunFailed`` with the first error's text.
+    """
+    import cloudpickle  # only a notebook needs it
+
+    launch.RUNS.mkdir(parents=True, exist_ok=True)
+    # On a shared file system, so that the ranks of another node find it too
+    with tempfile.TemporaryDirectory(dir=launch.RUNS, prefix=".call-") as folder:
+        (Path(folder) / "function").write_bytes(cloudpickle.dumps((function, arguments)))
+        words = ["-m", "labkit.running.cells", folder, str(ranks), device]
+        printed = launch.follow(launch.started(words, ranks, nodes, device, cluster), timeout=timeout)
+        if printed:
+            print(printed)
+        return [torch.load(_result(folder, r), map_location="cpu", weights_only=False) for r in range(ranks)]
+
+
+def _result(folder, rank: int) -> Path:
+    return Path(folder) / f"rank-{rank}"
+
+
+def main(call, me):
+    import cloudpickle
+
+    dist.init_process_group(me.backend, device_id=me.device if me.device.type == "cuda" else None)
+    function, arguments = cloudpickle.loads((Path(call.folder) / "function").read_bytes())
+    torch.save(function(me, *arguments), _result(call.folder, me.rank))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    ranks.run(main, Call(sys.argv[1], int(sys.argv[2]), sys.argv[3]))

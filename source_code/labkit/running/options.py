@@ -1,0 +1,163 @@
+"""Declare a command's options once: what each accepts and with what it goes stands beside it.
+
+  @dataclass(frozen=True)
+  class Config(Options):
+      strategy: Literal["single", "ddp", "fsdp2"] = option("fsdp2", "how the ranks share")
+      prefetch: int = option(0, "gather this many blocks ahead", least=0, only=("fsdp2",))
+
+  config = parse(Config, __doc__)        from the command line; Config(prefetch=-1) is refused in the same words
+
+It imports no torch, and nothing that has to be installed.
+"""
+
+import argparse
+import dataclasses
+import math
+import os
+import re
+import sys
+import types
+import typing
+from dataclasses import dataclass
+from typing import Literal
+
+from labkit import UserError
+
+SHARDED = ("fsdp1", "fsdp2")
+MESH = (r"[1-9]\d*x[1-9]\d*", "REPLICASxSHARDS, such as 2x4")
+RESHARD = (r"true|false|[2-9]|[1-9]\d+", "true, false or a number from 2 on")
+
+
+def option(default, help: str, *, least=None, above=None, at_most=None, form=None, only=(), needs=None, resumed=False):
+    """A dataclass field with its default value and the sentence that ``--help`` shows.
+
+    least, above, at_most: bounds of a number. form: (regular expression, in words) of a text. only: the strategies
+    under which it may differ from its default. needs: the name of the option that must be given with it. resumed:
+    whether a run that goes on from a checkpoint must have the same.
+    """
+    bounds = {"least": least, "above": above, "at_most": at_most, "form": form}
+    company = {"only": only, "needs": needs}
+    return dataclasses.field(default=default, metadata={"help": help, "resumed": resumed} | bounds | company)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The base of every command's options: checks each field by what is declared beside it. UserError."""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                _check_value(flag(field.name), value, **_rules(field, "least", "above", "at_most", "form"))
+            if value != field.default:
+                self._check_company(field, value, **_rules(field, "only", "needs"))
+
+    def _check_company(self, field, value, only, needs):
+        if only and self.strategy not in only:
+            shown = f"{flag(field.name)} {value}" if typing.get_origin(field.type) is Literal else flag(field.name)
+            raise UserError(f"{shown} goes with --strategy {' or '.join(only)}; with {self.strategy} leave it out")
+        if needs and not getattr(self, needs):
+            raise UserError(f"{flag(field.name)} needs {flag(needs)}: give both, or neither")
+
+
+@dataclass(frozen=True)
+class Start(Options):
+    """How a lab is started."""
+
+    ranks: int | None = option(
+        None, "ranks to start, where neither torchrun nor srun does (default: one per GPU, or 2)", least=1
+    )
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "where to compute")
+    backend: Literal["auto", "nccl", "gloo"] = option("auto", "how to communicate; gloo alone means on the CPU")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if getattr(self, "strategy", None) == "single" and self.ranks not in (None, 1):
+            raise UserError("--strategy single is one rank: leave --ranks out, or choose another strategy")
+
+
+@dataclass(frozen=True)
+class Training(Start):
+    """What every run that trains can be told besides: what to keep of it."""
+
+    checkpoint: str | None = option(None, "folder for checkpoints, the last one at the end of training")
+    resume: bool = option(
+        False, "go on from the newest checkpoint in --checkpoint, if there is one", needs="checkpoint"
+    )
+    record: str | None = option(None, "write what was measured to this JSON file")
+    profile: str | None = option(None, "folder for a trace of a few steps, for Perfetto or TensorBoard")
+
+
+def flag(name: str) -> str:
+    """An option as it is typed."""
+    return "--" + name.replace("_", "-")
+
+
+def _rules(field, *names) -> dict:
+    return {name: field.metadata[name] for name in names}
+
+
+def _check_value(name: str, value, least, above, at_most, form):
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{name} must be a finite number, but is {value}")
+    if least is not None and value < least:
+        raise UserError(f"{name} must be at least {least}, but is {value}")
+    if above is not None and not value > above:
+        raise UserError(f"{name} must be above {above}, but is {value}")
+    if at_most is not None and value > at_most:
+        raise UserError(f"{name} must be at most {at_most}, but is {value}")
+    if form and not re.fullmatch(form[0], value):
+        raise UserError(f"{name} is {form[1]}, not {value!r}")
+
+
+def leave(sentence: str):
+    """End a command after a user's error: the sentence, once whatever the number of ranks, and exit code 2.
+
+    For errors that every rank makes, such as a wrong option (``ranks.leave`` is for those that one alone may make).
+    """
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        print(f"{os.path.basename(sys.argv[0])}: {sentence}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        """One sentence instead of a page of usage."""
+        leave(f"{message} (see --help)")
+
+
+def _argument(field) -> dict:
+    """What argparse must be told of one field: its type, choices or switch."""
+    kind = field.type
+    if isinstance(kind, types.UnionType):  # ``int | None``: an int that may be left out
+        kind = typing.get_args(kind)[0]
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if typing.get_origin(kind) is Literal:
+        return {"choices": typing.get_args(kind)}
+    return {"type": kind, "metavar": kind.__name__.upper()}
+
+
+def parse(options_class, description: str, argv: list[str] | None = None):
+    """Read ``options_class`` from the command line. On bad input: one sentence and exit code 2."""
+    parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    own = options_class.__annotations__
+    for field in sorted(dataclasses.fields(options_class), key=lambda field: field.name not in own):
+        shown = "" if field.default is None else f" (default: {field.default})"
+        text = field.metadata["help"].replace("%", "%%") + shown
+        parser.add_argument(flag(field.name), default=field.default, help=text, **_argument(field))
+    try:
+        return options_class(**vars(parser.parse_args(argv)))
+    except UserError as error:
+        leave(str(error))
+
+
+def arguments(options: dict) -> list[str]:
+    """The command line that gives ``options``: {"wrap": "size", "dropout": False} → --wrap size --no-dropout."""
+    words = []
+    for name, value in options.items():
+        if isinstance(value, bool):
+            words.append(flag(name) if value else f"--no-{flag(name)[2:]}")
+        elif value is not None:
+            words += [flag(name), str(value)]
+    return words

@@ -1,0 +1,200 @@
+"""Start a Python program without waiting for its imports: fork it from a process that has imported torch already.
+
+Importing torch and FSDP is most of a short run's time. ``start`` keeps one process that has done so (the *warm*
+process) and asks it to fork. The fork becomes the program that was asked for: the same words, environment, folder and
+output as ``python words``, a session of its own, and an end with whoever asked for it. Only third-party modules are
+warm: scripts, labkit and planner are read anew each time, so that an edit counts at once.
+
+  FSDP_LABS_WARM     0: never fork, always start a new Python. Or the address of a warm process to share (tests
+                     set it). Otherwise the first ``start`` makes one, which ends with this process.
+
+Never used on machines with GPUs, which do not survive a fork, nor for what srun starts.
+This file is also the program that the warm process runs.
+"""
+
+import atexit
+import contextlib
+import functools
+import gc
+import importlib
+import os
+import pickle
+import runpy
+import secrets
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+VARIABLE = "FSDP_LABS_WARM"
+MODULES = (
+    "cloudpickle",
+    "tqdm",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.device_mesh",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.nn.parallel",
+    "torch.profiler",
+)
+# What Python and the libraries read while they are imported: a program that wants other values must import them itself.
+READ_AT_IMPORT = ("PYTHON", "LANG", "LC_", "LD_", "MALLOC_", "OMP_", "MKL_", "TORCH_", "TORCHDYNAMO_", "CUDA_VISIBLE")
+GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+PREFIX = "fsdp-labs-"  # of every address
+IMPORTED_WITH = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_IMPORT)}
+END_SECONDS = 20  # how long a program that is told to end may take
+NUMBER = struct.Struct("!q")
+
+
+def possible() -> bool:
+    """Whether programs are forked from a warm process here."""
+    gpus = any(Path(file).exists() for file in GPU_FILES)
+    return sys.platform == "linux" and os.environ.get(VARIABLE) != "0" and not gpus
+
+
+def start(words: list[str], cwd, env: dict, stdout, stderr) -> "Process":
+    """Start ``python words[1:]``; words[0] is this Python. stdout, stderr: open files, which need a descriptor."""
+    connection = _connected()
+    request = pickle.dumps((words, str(cwd), dict(env)))
+    socket.send_fds(connection, [NUMBER.pack(len(request))], [stdout.fileno(), stderr.fileno()])
+    connection.sendall(request)
+    return Process(words, connection)
+
+
+def _connected() -> socket.socket:
+    connection, shared = socket.socket(socket.AF_UNIX), os.environ.get(VARIABLE, "")
+    try:
+        connection.connect("\0" + (shared if shared.startswith(PREFIX) else address()))
+    except ConnectionRefusedError:  # somebody has ended it
+        address.cache_clear()
+        connection.connect("\0" + address())
+    return connection
+
+
+class Process:
+    """A program that was forked, with what ``subprocess.Popen`` has: pid (leader of its group), poll, wait."""
+
+    def __init__(self, words, connection):
+        self.args, self.returncode = words, None
+        self._connection = connection
+        self.pid = _received(connection)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, as ``Popen.wait`` gives it. timeout: seconds; raises subprocess.TimeoutExpired."""
+        if self.returncode is None:
+            if not select.select([self._connection], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            self.returncode = _received(self._connection)
+            self._connection.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+
+def _received(connection) -> int:
+    data = connection.recv(NUMBER.size, socket.MSG_WAITALL)
+    if len(data) < NUMBER.size:
+        raise ConnectionError(f"the warm process has ended (set {VARIABLE}=0 to do without one)")
+    return NUMBER.unpack(data)[0]
+
+
+@functools.cache
+def address() -> str:
+    """The address of this process's own warm process, which is started at the first call."""
+    name = PREFIX + secrets.token_hex(16)
+    words = [sys.executable, "-u", "-m", "labkit.running.warm", name]
+    # It ends when its standard input does: with this process, however that ends. A group of its own keeps Ctrl-C away.
+    folder = Path(__file__).resolve().parents[2]
+    process = subprocess.Popen(words, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    process.stdout.readline()  # it listens
+    _kept.append(process)
+    return name
+
+
+_kept = []  # a Popen that is forgotten closes its pipes
+
+
+# The warm process
+
+
+def serve(name: str) -> tuple:
+    """Import, listen, and fork at every request. Returns in the forks: the request."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("\0" + name)  # an abstract name: no file to clean up; who may connect is checked
+    listener.listen(64)
+    print("listening", flush=True)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks: let the kernel
+    for module in MODULES:
+        importlib.import_module(module)
+    gc.freeze()  # collections in the forks leave out what is there now, so that its pages stay shared
+    while True:
+        ready, _, _ = select.select([listener, sys.stdin], [], [])
+        if sys.stdin in ready:
+            os._exit(0)
+        connection, _ = listener.accept()
+        _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if user == os.getuid() and os.fork() == 0:
+            listener.close()
+            return attend(connection)
+        connection.close()
+
+
+def attend(connection) -> tuple:
+    """Fork the program and stay as its keeper: tell its end, and end it if whoever asked is gone. Returns in the program."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    header, outputs, _, _ = socket.recv_fds(connection, NUMBER.size, 2)
+    (size,) = NUMBER.unpack(header)
+    request = pickle.loads(connection.recv(size, socket.MSG_WAITALL))
+    program = os.fork()
+    if program == 0:
+        os.setsid()
+        connection.sendall(NUMBER.pack(os.getpid()))
+        connection.close()
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for descriptor, place in zip((nothing, *outputs), (0, 1, 2), strict=True):
+            os.dup2(descriptor, place)
+            os.close(descriptor)
+        return request
+    for descriptor in outputs:
+        os.close(descriptor)
+    over = os.pidfd_open(program)
+    if over not in select.select([over, connection], [], [])[0]:  # nobody waits for it any more
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(program, signal.SIGTERM)
+            if not select.select([over], [], [], END_SECONDS)[0]:
+                os.killpg(program, signal.SIGKILL)
+    _, status = os.waitpid(program, 0)
+    with contextlib.suppress(OSError):
+        connection.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
+    os._exit(0)
+
+
+def become(words: list[str], cwd: str, env: dict):
+    """Be the program: in this process if what it imports would be the same, else as a new Python."""
+    os.chdir(cwd)
+    python, unbuffered, *rest = words
+    as_imported = {name: value for name, value in env.items() if name.startswith(READ_AT_IMPORT)} == IMPORTED_WITH
+    if os.path.normpath(python) != sys.executable or unbuffered != "-u" or not as_imported:
+        os.execve(python, words, env)
+    os.environ.clear()
+    os.environ.update(env)
+    atexit.register(gc.unfreeze)  # what is frozen as Python ends counts as leaked
+    for module in [name for name in sys.modules if name.partition(".")[0] in ("labkit", "planner")]:
+        del sys.modules[module]
+    if rest[0] == "-m":
+        sys.argv, sys.path[0] = rest[1:], cwd
+        runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = rest, str(Path(rest[0]).resolve().parent)
+        runpy.run_path(rest[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    become(*serve(sys.argv[1]))

@@ -1,0 +1,138 @@
+"""The exercises of chapter 02, collectives."""
+
+import torch
+
+from labkit.teaching.exercises import Do, Predict, unanswered
+
+
+def _all_gather(tensors):
+    """What the learner's function is given: an all-gather as strict as the real one."""
+    if len({len(tensor) for tensor in tensors}) > 1:
+        raise ValueError(
+            f"all_gather wants tensors of equal length and got {', '.join(str(len(t)) for t in tensors)}: pad them first"
+        )
+    return torch.cat(tensors)
+
+
+def _judge_uneven(answer) -> str:
+    # Every length is a case of its own: even, FSDP2's (the last ones short or empty), and any
+    for lengths in ((2, 2), (3, 3, 3, 1), (3, 3, 2, 0), (1, 4, 2)):
+        whole = torch.arange(1.0, sum(lengths) + 1)
+        parts = whole.split(lengths)
+        calls = []
+
+        def all_gather(tensors, calls=calls):
+            calls.append(len(tensors))
+            return _all_gather(tensors)
+
+        given = answer([part.clone() for part in parts], all_gather)
+        if unanswered(given):
+            return "not answered yet"
+        where = f"parts of {', '.join(map(str, lengths))} numbers"
+        if not isinstance(given, torch.Tensor):
+            return f"not quite: a tensor is wanted, not a {type(given).__name__}"
+        if calls != [len(parts)]:
+            return f"not quite: {where}: all_gather was called {len(calls)} times; it is to be called once, with a tensor of every rank"
+        if len(given) > len(whole):
+            return (
+                f"not quite: {where}: {len(given)} numbers came back instead of {len(whole)}: the padding is still in"
+            )
+        if len(given) < len(whole):
+            return f"not quite: {where}: {len(given)} numbers came back instead of {len(whole)}: something real was cut off"
+        if not torch.equal(given, whole):
+            first = int((given != whole).nonzero()[0])
+            cause = "a padding zero from the middle stayed in" if given[first] == 0 else "the order is not the ranks'"
+            return f"not quite: {where}: position {first} holds {given[first]:g} instead of {whole[first]:g}: {cause}"
+    return "right"
+
+
+GRADIENT = 50_000_000 * 2 / 1e6  # MB
+LATENCY, BANDWIDTH = 40e-6, 5e9
+
+EXERCISES = {
+    "02.1": Predict(
+        title="An all-reduce in bf16",
+        level=1,
+        minutes=3,
+        answer=2 * 7 / 8 * GRADIENT,
+        unit="MB",
+        slips={
+            "that is both halves in full, but a rank keeps one of the eight chunks at home in each": 2 * GRADIENT,
+            "that is one half only; an all-reduce is a reduce-scatter and an all-gather": 7 / 8 * GRADIENT,
+            "that is with 4 bytes a number; bf16 has 2": 2 * 7 / 8 * 2 * GRADIENT,
+            "that is everybody posting the whole gradient to everybody; the ring sends chunks": 7 * GRADIENT,
+            "that is the size of the gradient; how often does a chunk leave a rank?": GRADIENT,
+        },
+        hint="How large is the gradient in MB? Cut it into 8 chunks. How many steps has a half, and what is sent in each?",
+        solution="""
+# 8 chunks; 7 steps in each of the two halves; one chunk a step.
+gradient = 50_000_000 * 2 / 1e6  # MB
+chunk = gradient / 8
+answer = 2 * 7 * chunk
+""",
+    ),
+    "02.2": Predict(
+        title="When bytes outweigh latency",
+        level=2,
+        minutes=5,
+        answer=9 * LATENCY * BANDWIDTH / 1e6,
+        unit="MB",
+        slips={
+            "there latency and bytes take the same time: only half goes into bytes": LATENCY * BANDWIDTH / 1e6,
+            "there bytes take ten times the latency: that is 10 parts of 11, not 9 of 10": 10
+            * LATENCY
+            * BANDWIDTH
+            / 1e6,
+            "that is in bytes; the answer is wanted in MB": 9 * LATENCY * BANDWIDTH,
+            "that is the other way round: nine tenths of the time are latency": LATENCY * BANDWIDTH / 9 / 1e6,
+        },
+        hint="If nine tenths of the time are bytes, one tenth is latency. How long is the whole, then?",
+        solution="""
+# Latency is the tenth part, so the bytes take nine times as long as the latency.
+latency, bandwidth = 40e-6, 5e9  # seconds, bytes a second
+answer = 9 * latency * bandwidth / 1e6  # MB
+# A unit much smaller than this wastes the link. That is why FSDP does not gather every small parameter by itself.
+""",
+    ),
+    "02.3": Do(
+        title="Gather uneven parts",
+        level=2,
+        minutes=10,
+        judge=_judge_uneven,
+        hint="Pad every part with zeros to the longest. Afterwards each rank's piece begins at rank × longest; of it, "
+        "keep what the part's own length says. Cutting at the end only is not enough.",
+        solution="""
+def answer(parts, all_gather):
+    longest = max(len(part) for part in parts)
+    padded = [torch.nn.functional.pad(part, (0, longest - len(part))) for part in parts]
+    gathered = all_gather(padded)
+    # The padding of a rank lies behind its own part, in the middle of the whole: cut piece by piece.
+    pieces = gathered.split(longest)
+    return torch.cat([piece[: len(part)] for piece, part in zip(pieces, parts)])
+""",
+    ),
+    "02.4": Predict(
+        title="Traffic with gradient accumulation",
+        level=3,
+        minutes=10,
+        answer=(4 * 2 + 1) / 2,
+        unit="times DDP's traffic",
+        slips={
+            "that is one micro-batch a step; FSDP gathers anew for each of the four": 3 / 2,
+            "that reduce-scatters in each of the four; it has been told to wait for the last": 4 * 3 / 2,
+            "you gathered once a micro-batch; the parameters are freed after forward and gathered again": (4 + 1) / 2,
+            "that has DDP all-reduce in each of the four; under no_sync() it does once": (4 * 2 + 1) / (4 * 2),
+            "that forgets the reduce-scatter of the last micro-batch": 4 * 2 / 2,
+        },
+        hint="Count halves, each (W−1)/W of the model. DDP: one all-reduce. FSDP: how many all-gathers does a micro-batch "
+        "need, and how many reduce-scatters do the four have together?",
+        solution="""
+# Halves, each of (W−1)/W × M.
+ddp = 2  # one all-reduce, in the last micro-batch
+fsdp = 4 * 2 + 1  # forward and backward gather in each of four; one reduce-scatter
+answer = fsdp / ddp
+# Accumulation saves DDP's traffic and hardly any of FSDP's. Where memory allows, not freeing after forward
+# (reshard_after_forward=False) halves the gathers.
+""",
+    ),
+}

@@ -1,0 +1,122 @@
+"""Exercises of chapter 07, checkpoints."""
+
+import torch
+
+from labkit.teaching.exercises import Do, Predict, unanswered
+
+GIB = 2**30
+EIGHT_BILLION, RANKS = 8_030_261_248, 64
+STATE = 3 * 4 * EIGHT_BILLION  # the parameter and Adam's two moments, 4 bytes each
+SAVING, BETWEEN_FAILURES = 30, 6 * 3600  # seconds
+
+
+def judge_read_rows(read_rows) -> str:
+    whole = 10 * torch.arange(10).view(10, 1) + torch.arange(2)
+    for writers, readers in ((4, 4), (4, 3), (3, 4), (5, 1), (2, 5)):
+        pieces = {int(part[0]): whole[part] for part in torch.arange(10).chunk(writers)}
+        pieces = dict(reversed(pieces.items()))  # files are found in any order
+        for part in torch.arange(10).chunk(readers):
+            begin, end = int(part[0]), int(part[-1]) + 1
+            given = read_rows(dict(pieces), begin, end)
+            if unanswered(given):
+                return "not answered yet"
+            if message := _difference(given, whole, begin, end):
+                return f"not quite: {writers} pieces, rows {begin} to {end}: {message}"
+    return "right"
+
+
+def _difference(given, whole, begin, end) -> str | None:
+    """What is wrong with the rows given, in words, or None."""
+    right = whole[begin:end]
+    if not isinstance(given, torch.Tensor):
+        return f"a tensor is wanted, and this is a {type(given).__name__}; torch.cat makes one of several"
+    if given.dim() != 2 or given.shape[1:] != whole.shape[1:]:
+        return f"each row has 2 numbers, but your tensor has the shape {tuple(given.shape)}"
+    if torch.equal(given, right):
+        return None
+    rows = [int(row[0]) // 10 for row in given]
+    if sorted(rows) == list(range(begin, end)):
+        return (
+            f"these are the right rows in the order {rows}; the pieces come in no certain order, so sort by first row"
+        )
+    if set(rows) > set(range(begin, end)):
+        return (
+            f"you give rows {sorted(rows)}, too many: take of each piece what it shares with rows {begin} to {end}; "
+            "inside a piece counting begins at its first row"
+        )
+    if set(rows) < set(range(begin, end)):
+        missing = sorted(set(range(begin, end)) - set(rows))
+        return f"rows {missing} are missing; rows can lie in several pieces, and inside a piece counting begins at its first row"
+    return f"you give rows {rows}; inside a piece counting begins at its first row, not at row 0 of the whole"
+
+
+EXERCISES = {
+    "07.1": Predict(
+        title="what one of 64 ranks writes",
+        level=1,
+        minutes=3,
+        answer=STATE / RANKS / GIB,
+        unit="GiB",
+        slips={
+            "that is the whole checkpoint; each rank writes its 64th part": STATE / GIB,
+            "that is the parameters alone; without Adam's two numbers the run cannot go on": STATE / 3 / RANKS / GIB,
+            "Adam keeps two numbers for each parameter, not one": STATE * 2 / 3 / RANKS / GIB,
+            "that has the gradient in it, which the next step makes anew": STATE * 4 / 3 / RANKS / GIB,
+            "those are GB (1000³); GiB are 1024³": STATE / RANKS / 1e9,
+        },
+        hint="Which numbers does the next step depend on? Count them for one parameter. Who writes each of them?",
+        solution="""
+# Parameters and Adam's two moments, 4 bytes each: 12 bytes a parameter. Each is held by one rank, which writes it.
+answer = 3 * 4 * 8_030_261_248 / 64 / 2**30
+""",
+    ),
+    "07.2": Do(
+        title="rows out of somebody else's pieces",
+        level=2,
+        minutes=10,
+        judge=judge_read_rows,
+        hint="Go through the pieces in the order of their first rows. Which rows does a piece share with begin to end: "
+        "from the larger of the two beginnings to the smaller of the two ends. Subtract the piece's first row.",
+        solution='''
+# What a piece and a reader share goes from the larger beginning to the smaller end. Where they share nothing the
+# slice must be empty; without max(..., 0) a negative index would count from the end of the piece.
+import torch
+
+
+def answer(pieces, begin, end):
+    """Rows begin to end of the whole tensor. pieces: {first row: tensor of rows}, in no certain order."""
+    found = []
+    for first, piece in sorted(pieces.items()):
+        low, high = max(begin, first), min(end, first + len(piece))
+        if low < high:
+            found.append(piece[low - first : high - first])
+    return torch.cat(found)
+''',
+    ),
+    "07.3": Predict(
+        title="how often to save",
+        level=3,
+        minutes=8,
+        answer=(2 * SAVING * BETWEEN_FAILURES) ** 0.5 / 60,
+        unit="minutes",
+        slips={
+            "an interruption costs half an interval on average, not a whole one": (SAVING * BETWEEN_FAILURES) ** 0.5
+            / 60,
+            "that is in seconds": (2 * SAVING * BETWEEN_FAILURES) ** 0.5,
+            "once between two interruptions loses three hours each time; balance it against the 30 s": BETWEEN_FAILURES
+            / 60,
+            "half the time between interruptions still loses one and a half hours each time": BETWEEN_FAILURES / 120,
+        },
+        hint="Train t seconds between two saves. A second of training then costs 30 / t in saving. An interruption "
+        "loses t / 2 on average, which makes t / 2 / 21,600 a second. For which t is the sum least? Try some, or set "
+        "the derivative to zero.",
+        solution="""
+# Lost in each second of training: save / t + t / (2 between). The derivative, -save / t² + 1 / (2 between), is zero
+# where t² = 2 save between: Young's formula (1974). At that point both losses are equal. An asynchronous save
+# makes `save` smaller, and with it the best interval, and the loss, by the square root.
+save, between = 30, 6 * 3600  # seconds
+answer = (2 * save * between) ** 0.5 / 60
+""",
+        tolerance=0.03,
+    ),
+}

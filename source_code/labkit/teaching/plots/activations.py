@@ -1,0 +1,120 @@
+"""Figures of chapter 08: what precision and recomputation do to what is kept, to a step's cost, and to the loss."""
+
+import matplotlib.pyplot as plt
+
+from labkit.measuring.trace import CATEGORIES
+from labkit.teaching.plots import COLOURS, MIB, caption, headline, show, time_bars
+
+TONES = ("#f2f2f2", "#d9d9d9", "#bdbdbd", "#969696", "#737373", "#525252")
+PHASE_COLUMN = 1  # a moment of a record's timeline is [phase, bytes by category …]
+LINES = {
+    "fp32": ("#0072B2", "-", "fp32"),
+    "bf16": ("#E69F00", "--", "bf16, fp32 master weights"),
+    "bf16 throughout": ("#D55E00", "-.", "bf16 throughout"),
+}
+SPLIT = {"none": ("#0072B2", "nothing recomputed"), "full": ("#D55E00", "full recomputation")}
+
+
+def most(record: dict, category: str) -> int:
+    """The most bytes of a category at any moment of the step."""
+    column = PHASE_COLUMN + CATEGORIES.index(category)
+    return max(moment[column] for moment in record["memory"]["timeline"])
+
+
+def kept(rows: list[tuple[str, dict, dict]], title: str, under: str):
+    """What a block keeps of a token: rows of (label, {what: bytes} measured, the same predicted), in tones of grey."""
+    figure, axes = plt.subplots(figsize=(10, 0.7 * len(rows) + 1.9), layout="constrained")
+    widest = max(sum(parts.values()) for _, parts, _ in rows)
+    for place, (_, parts, predicted) in enumerate(rows):
+        left = 0
+        for tone, size in zip(TONES, parts.values(), strict=False):
+            axes.barh(place, size, left=left, color=tone, edgecolor="black", linewidth=0.8, height=0.62)
+            if size > 0.07 * widest:
+                dark = TONES.index(tone) > 2
+                axes.text(left + size / 2, place, f"{size:,}", ha="center", va="center", color="w" if dark else "k")
+            left += size
+        axes.barh(place, sum(predicted.values()), fill=False, edgecolor="black", linewidth=1.3, height=0.78)
+        axes.text(left + widest * 0.01, place, f"{left:,}", va="center", fontweight="bold")
+    names = list(rows[0][1])
+    handles = [plt.Rectangle((0, 0), 1, 1, facecolor=tone, edgecolor="black") for tone in TONES[: len(names)]]
+    axes.set_yticks(range(len(rows)), [label for label, _, _ in rows])
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.set(xlim=(0, widest * 1.12), xlabel="bytes a token that one block keeps for backward")
+    headline(figure, title, under)
+    figure.legend(handles, names, loc="outside lower left", ncols=3, fontsize=11)
+    show(figure)
+
+
+def cost(rows: list[tuple[str, dict, int, int]], title: str):
+    """Operations and time of a step: rows of (label, record, operations counted, operations predicted).
+
+    Operations are shown against those of the first row.
+    """
+    figure, (flops, time) = plt.subplots(1, 2, figsize=(11.5, 0.6 * len(rows) + 2.0), layout="constrained", sharey=True)
+    base = rows[0][2]
+    for place, (_, _, counted, predicted) in enumerate(rows):
+        flops.barh(place, counted / base, color="#666666", height=0.62)
+        flops.barh(place, predicted / base, fill=False, edgecolor="black", linewidth=1.3, height=0.76)
+        flops.text(counted / base, place, f"{counted / base:.3f}  ", va="center", ha="right", color="white")
+    flops.axvline(4 / 3, color="black", linestyle="--", linewidth=1)
+    flops.text(4 / 3, len(rows) / 2 - 0.5, " 4/3", va="center")
+    flops.set(xlim=(0, 1.55), xlabel="floating-point operations of a step, relative")
+    time_bars(time, [(label, record["time"]["step"]) for label, record, _, _ in rows])
+    headline(figure, title, f"{caption(rows[0][1])}\nsolid: counted (left) and measured (right), outlined: predicted")
+    show(figure)
+
+
+def crossing(runs: list[dict], predicted, where: dict, title: str):
+    """Activations and model state against the tokens on a rank, two panels of one scale: none and full recomputation.
+
+    predicted(tokens, recompute): bytes of activations at their most. where: the predicted crossings, {recompute: tokens}.
+    """
+    figure, panels = plt.subplots(1, 2, figsize=(11.5, 4.9), layout="constrained", sharey=True)
+    for axes, (recompute, (_, name)) in zip(panels, SPLIT.items(), strict=True):
+        mine = [run for run in runs if run["config"]["recompute"] == recompute]
+        tokens = [run["config"]["batch_size"] * run["config"]["seq_len"] for run in mine]
+        state = [
+            (run["memory"]["start"]["parameters"] + run["memory"]["start"]["optimizer state"]) / MIB for run in mine
+        ]
+        measured = [most(run, "activations") / MIB for run in mine]
+        axes.plot(tokens, state, "s-", color=COLOURS["optimizer state"], label="parameters and optimizer state")
+        axes.plot(tokens, measured, "o-", color="#666666", label="activations at their most")
+        outlined = [predicted(count, recompute) / MIB for count in tokens]
+        axes.plot(tokens, outlined, "o", markersize=13, markerfacecolor="none", color="black")
+        axes.axvline(where[recompute], color="black", linestyle="--", linewidth=1)
+        axes.text(
+            where[recompute], 0.98, f" {where[recompute]:.0f} tokens", transform=axes.get_xaxis_transform(), va="top"
+        )
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_xticks(tokens, [str(count) for count in tokens])
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set(xlabel="tokens on a rank")
+        axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
+        axes.set_title(name, loc="right", fontsize=12, fontweight="bold")
+    panels[0].set_ylabel("memory a rank [MiB]")
+    about = runs[0]
+    under = f"{about['hardware']} · {about['ranks']} ranks · {about['data']['name']} · 1 sequence a rank"
+    figure.suptitle(f"{title}\n", x=0.01, ha="left", fontweight="bold")
+    figure.text(0.01, 0.93, f"{under}; solid: measured, outlined: predicted", fontsize=11, va="top")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=2, fontsize=11)
+    show(figure)
+
+
+def losses(curves: dict[str, dict], title: str, under: str):
+    """Left: the loss of each step; right: the share of weights that the step changed.
+
+    curves: {one of LINES: {"losses", "changed"}}.
+    """
+    figure, (loss, changed) = plt.subplots(1, 2, figsize=(11.5, 4.4), layout="constrained")
+    for name, curve in curves.items():
+        colour, line, label = LINES[name]
+        steps = range(1, len(curve["losses"]) + 1)
+        loss.plot(steps, curve["losses"], line, color=colour, label=label, linewidth=2)
+        changed.plot(steps, [100 * share for share in curve["changed"]], line, color=colour, linewidth=2)
+    loss.set(xlabel="step", ylabel="loss [nats a token]")
+    changed.set(xlabel="step", ylabel="weights that the step changed [%]", ylim=(0, 104))
+    headline(figure, title, under)
+    figure.legend(*loss.get_legend_handles_labels(), loc="outside lower left", ncols=3, fontsize=11)
+    show(figure)

@@ -1,0 +1,79 @@
+"""Figures of chapter 07: a run that goes on from a checkpoint, and what the checkpoint holds."""
+
+import matplotlib.pyplot as plt
+
+from labkit.teaching.plots import MIB, STRATEGY_COLOURS, caption, headline, show
+
+# One look a resumed run, larger marks first so that the smaller ones on top leave them visible
+MARKS = ({"marker": "s", "markersize": 12, "color": "#56B4E9"}, {"marker": "o", "markersize": 6, "color": "#0072B2"})
+ODD = {"marker": "X", "markersize": 8, "color": "#D55E00"}  # a run that is meant to go wrong
+LIMIT = 1e-10
+FLOOR = 1e-17  # where two losses that are equal to the last bit are drawn
+
+
+def seam(whole: dict, resumed: dict[str, list[float]], saved_at: int, killed_at: int | None, title: str):
+    """Losses of a run and of its continuations, and how far they lie apart: resumed is {label: losses after the seam}.
+
+    whole: the record of the run that was not interrupted. killed_at: the last step whose work was lost, if any. The
+    label "without …" marks a run that should part.
+    """
+    figure, (above, below) = plt.subplots(
+        2, 1, figsize=(10, 6.4), height_ratios=[3, 2], sharex=True, layout="constrained"
+    )
+    losses = whole["losses"]
+    above.plot(range(1, len(losses) + 1), losses, color="#666666", linewidth=2, label="not interrupted, 4 ranks")
+    for (label, found), mark in zip(resumed.items(), MARKS, strict=False):
+        look = (ODD if label.startswith("without") else mark) | {"linestyle": "none", "label": label}
+        steps = range(saved_at + 1, saved_at + 1 + len(found))
+        above.plot(steps, found, **look)
+        differences = [abs(a - b) / b for a, b in zip(found, losses[saved_at:], strict=False)]
+        below.plot(steps, [max(d, FLOOR) for d in differences], **look)
+    for axes in (above, below):
+        axes.axvline(saved_at + 0.5, color="black", linewidth=1)
+        if killed_at:
+            axes.axvspan(saved_at + 0.5, killed_at + 0.5, color="#dddddd", alpha=0.6, linewidth=0)
+    above.text(saved_at + 0.4, above.get_ylim()[1], "saved", ha="right", va="top")
+    if killed_at:
+        above.text((saved_at + killed_at + 1) / 2, above.get_ylim()[1], "lost, computed again", ha="center", va="top")
+    below.axhline(LIMIT, color="black", linestyle="--", linewidth=1)
+    below.text(1, LIMIT * 1.6, "limit of the verdict", va="bottom")
+    below.set(yscale="log", ylim=(FLOOR / 30, 1), xlabel="step")
+    below.set_yticks([FLOOR, 1e-13, 1e-9, 1e-5, 1e-1], ["equal", "1e-13", "1e-9", "1e-5", "0.1"])
+    below.minorticks_off()
+    above.set_ylabel("loss of the global batch")
+    below.set_ylabel("relative difference")
+    below.set_xticks(range(2, len(losses) + 1, 2))
+    headline(figure, title, f"{_about(whole)}; measured")
+    figure.legend(*above.get_legend_handles_labels(), loc="outside lower left", ncols=3, fontsize=11)
+    show(figure)
+
+
+def files(record: dict, written: dict[int, dict[str, int]], predicted: int, guess: float | None):
+    """Bytes of a checkpoint by file, a bar for each number of ranks: written is {ranks: {file: bytes}}; guess in MiB."""
+    figure, axes = plt.subplots(figsize=(10, 0.75 * len(written) + 1.9), layout="constrained")
+    for place, by_file in enumerate(written.values()):
+        left = 0.0
+        for number, size in enumerate(size for name, size in by_file.items() if name.endswith(".distcp")):
+            width = size / MIB
+            axes.barh(place, width, left=left, color=STRATEGY_COLOURS["fsdp2"], edgecolor="white", height=0.62)
+            axes.text(left + width / 2, place, f"rank {number}\n{width:.1f}", color="white", ha="center", va="center")
+            left += width
+        axes.barh(place, predicted / MIB, fill=False, edgecolor="black", linewidth=1.3, height=0.78)
+        axes.text(left * 1.02, place, f"{left:.1f}", va="center")
+    if guess is not None:
+        axes.plot(guess, -0.39, "D", color="black", markersize=7, clip_on=False, zorder=5)
+    axes.set_yticks(range(len(written)), [f"{ranks} ranks" for ranks in written])
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.set_xlim(0, predicted / MIB * 1.1)
+    axes.set_xlabel("size on disk [MiB], a part a file")
+    marks = "solid: measured, outlined: predicted" + ", diamond: your guess" * (guess is not None)
+    headline(figure, "More ranks cut the same bytes into more files", f"{_about(record)}\n{marks}")
+    show(figure)
+
+
+def _about(record: dict) -> str:
+    """Hardware and data, without the ranks, which differ from run to run."""
+    hardware, _, *rest = caption(record).split(" · ")
+    batch = f"global batch {record['config']['global_batch_size']}"
+    return " · ".join([hardware, *rest[:-1], batch, record["config"]["precision"]])

@@ -1,0 +1,74 @@
+"""The figures of chapter 02: what a rank sends, and how long a collective takes."""
+
+import matplotlib.pyplot as plt
+from matplotlib.ticker import MaxNLocator
+
+from labkit.teaching.plots import COLOURS, headline, show
+
+COLLECTIVE_COLOURS = {
+    "all-reduce": COLOURS["all-reduce buckets"],
+    "all-gather": COLOURS["all-gather"],
+    "reduce-scatter": COLOURS["reduce-scatter"],
+}
+
+
+def sent_by_world(measured: dict[int, float], size: float, guess: tuple[int, float | None], title: str, under: str):
+    """What a rank sends in an all-reduce of ``size`` MB, against the world size.
+
+    measured: {ranks: MB}. guess: (ranks, MB or None). The law, 2 (W−1)/W × size, is drawn for 1 to 8 ranks.
+    """
+    figure, axes = plt.subplots(figsize=(10, 4.2), layout="constrained")
+    worlds = range(1, max(8, *measured) + 1)
+    law = [2 * (world - 1) / world * size for world in worlds]
+    axes.plot(worlds, law, "o-", color="#888888", markerfacecolor="white", markeredgecolor="black", markersize=12)
+    axes.plot(*zip(*measured.items(), strict=True), "o", color=COLLECTIVE_COLOURS["all-reduce"], markersize=7)
+    for world, sent in measured.items():
+        axes.annotate(f"{sent:.1f}", (world, sent), (8, -16), textcoords="offset points")
+    if guess[1] is not None:
+        axes.plot(*guess, "D", color="black", markersize=7, zorder=5)
+    axes.axhline(2 * size, color="black", linestyle="--", linewidth=1)
+    axes.text(1, 2 * size, "2 × the size", va="bottom")
+    axes.set(xlabel="ranks W", ylabel="sent by each rank [MB]", ylim=(0, max(2.3 * size, 1.1 * (guess[1] or 0))))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    marks = "solid: measured, outlined: predicted" + ", diamond: your guess" * (guess[1] is not None)
+    headline(figure, title, f"{under}\n{marks}")
+    show(figure)
+
+
+def sent_bars(rows: list[tuple[str, float, float, str]], title: str, under: str):
+    """What a rank sends: rows of (label, predicted MB, measured MB, colour)."""
+    figure, axes = plt.subplots(figsize=(10, 0.7 * len(rows) + 1.9), layout="constrained")
+    longest = max(max(predicted, measured) for _, predicted, measured, _ in rows)
+    for place, (_, predicted, measured, colour) in enumerate(rows):
+        axes.barh(place, measured, color=colour, height=0.52)
+        axes.barh(place, predicted, fill=False, edgecolor="black", linewidth=1.3, height=0.72)
+        text = f"{measured:.2f}, predicted {predicted:.2f}"
+        axes.text(max(predicted, measured) + 0.015 * longest, place, text, va="center")
+    axes.set_yticks(range(len(rows)), [row[0] for row in rows])
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 1.32 * longest), xlabel="sent by each rank [MB]")
+    headline(figure, title, f"{under}\nsolid: measured, outlined: predicted")
+    show(figure)
+
+
+def time_against_size(sizes, timed: dict, lines: dict, title: str, under: str):
+    """Time of collectives against the tensor's size, both axes logarithmic.
+
+    sizes: bytes. timed: {collective: (10th percentile, median, 90th percentile), each by size, in seconds}.
+    lines: {collective: the seconds that the fitted line gives, by size}.
+    """
+    figure, axes = plt.subplots(figsize=(10, 4.8), layout="constrained")
+    for place, (name, (low, middle, high)) in enumerate(timed.items()):
+        colour, kilo = COLLECTIVE_COLOURS[name], [size / 1e3 * 1.06 ** (place - 1) for size in sizes]
+        axes.plot([size / 1e3 for size in sizes], [t * 1e3 for t in lines[name]], color=colour, linewidth=1.3)
+        spread = [[(m - a) * 1e3 for m, a in zip(middle, low, strict=True)]]
+        spread.append([(b - m) * 1e3 for m, b in zip(middle, high, strict=True)])
+        axes.errorbar(kilo, [t * 1e3 for t in middle], spread, fmt="o", color=colour, markersize=7, label=name)
+    axes.set(xscale="log", yscale="log", xlabel="size of the whole tensor [kB]", ylabel="time [ms]")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:,g}")
+    axes.grid(True, which="major", color="#dddddd", linewidth=0.6)
+    axes.legend()
+    headline(figure, title, f"{under}\npoints: measured, median and 10th to 90th percentile; lines: fitted")
+    show(figure)

@@ -1,0 +1,16 @@
+"""The digits themselves: what every lab of the MNIST network looks at."""
+
+import matplotlib.pyplot as plt
+
+from labkit.teaching.plots import show
+
+
+def row(images, labels, under: str):
+    """A row of images (uint8, 28 × 28), each with its label above it; under: what data set it is."""
+    figure, panels = plt.subplots(1, len(images), figsize=(10, 1.5), layout="constrained")
+    for axes, image, label in zip(panels, images, labels, strict=True):
+        axes.imshow(image, cmap="gray_r")
+        axes.set_title(int(label), loc="center")
+        axes.set_axis_off()
+    figure.supxlabel(under, fontsize=11, x=0.01, ha="left")
+    show(figure, alt=f"{under}: the digits {', '.join(str(int(label)) for label in labels)}")

@@ -1,0 +1,69 @@
+"""What the meters say of one process: its resident memory beside what its tensors hold."""
+
+import matplotlib.pyplot as plt
+
+from labkit.teaching.plots import MIB, headline, show
+
+MEASURED = "#444444"
+# Parts of a process' resident memory: not categories of tensors, so none of their colours
+PARTS = {
+    "Python and libraries": "#444444",
+    "loaded by the first step": "#999999",
+    "live tensors (tracer)": "#882255",
+    "scratch, and freed but kept": "#DDCC77",
+}
+LIGHT = ("loaded by the first step", "scratch, and freed but kept")  # black text is read better on these
+
+
+def moments(grown: dict, predicted: dict, guesses: dict, under: str):
+    """Growth of resident memory at each moment: measured and predicted {moment: bytes}, guesses {moment: MiB or None}."""
+    figure, axes = plt.subplots(figsize=(10, 0.62 * len(grown) + 1.7), layout="constrained")
+    top = max(*grown.values(), *predicted.values()) / MIB
+    for place, (moment, size) in enumerate(grown.items()):
+        axes.barh(place, size / MIB, color=MEASURED, height=0.5)
+        axes.barh(place, predicted[moment] / MIB, fill=False, edgecolor="black", linewidth=1.3, height=0.7)
+        axes.text(max(size, predicted[moment]) / MIB + top * 0.02, place, f"{size / MIB:.1f}", va="center")
+        if guesses[moment] is not None:
+            axes.plot(guesses[moment], place + 0.25, "D", color="black", markersize=8, clip_on=False, zorder=5)
+            axes.plot(guesses[moment], place + 0.25, "D", color="white", markersize=4, clip_on=False, zorder=6)
+    axes.set_yticks(range(len(grown)), list(grown))
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.set_xlim(0, top * 1.14)
+    axes.set_xlabel("growth of resident memory [MiB]")
+    headline(
+        figure,
+        "Resident memory is what was written and not given back",
+        f"{under}\nsolid: measured, outlined: predicted, diamond: your guess",
+    )
+    show(figure)
+
+
+def parts(rows: list[tuple[str, dict]], under: str):
+    """Peak resident memory, taken apart: rows of (label, {part: bytes}), the parts those of ``PARTS``."""
+    figure, axes = plt.subplots(figsize=(10, 0.62 * len(rows) + 2.2), layout="constrained")
+    left, widest = [0.0] * len(rows), max(sum(sizes.values()) for _, sizes in rows) / MIB
+    for part, colour in PARTS.items():
+        widths = [sizes[part] / MIB for _, sizes in rows]
+        axes.barh(range(len(rows)), widths, left=left, color=colour, label=part, height=0.6)
+        for place, (start, width) in enumerate(zip(left, widths, strict=True)):
+            if width > 0.035 * widest:  # wide enough to hold its number
+                axes.text(
+                    start + width / 2,
+                    place,
+                    f"{width:.0f}",
+                    ha="center",
+                    va="center",
+                    color="black" if part in LIGHT else "white",
+                )
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    for place, total in enumerate(left):
+        axes.text(total + widest * 0.01, place, f"{total:.0f}", va="center")
+    axes.set_yticks(range(len(rows)), [label for label, _ in rows])
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.set_xlim(0, widest * 1.08)
+    axes.set_xlabel("peak resident memory [MiB]")
+    headline(figure, "One training process, taken apart", f"{under}; measured")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=4, fontsize=11)
+    show(figure)

@@ -1,0 +1,141 @@
+"""Chapter 06's figures: one step's memory on two sides of a bus, and what offload saves as the batch grows."""
+
+import matplotlib.pyplot as plt
+
+from labkit.measuring.trace import CATEGORIES
+from labkit.teaching import plots
+
+MIB = 2**20
+
+
+def _places(moments: list, on_host: tuple) -> tuple[dict, dict]:
+    """({category: MiB at each moment} on the device, the same on the host).
+
+    on_host: the categories that offload moves; what the optimizer makes is on the host too.
+    """
+    device, host = {}, {}
+    for i, category in enumerate(CATEGORIES):
+        levels = [moment[1 + i] / MIB for moment in moments]
+        here = [category in on_host or (moment[0] == "optimizer" and category == "temporary") for moment in moments]
+        host[category] = [level if moved else 0 for level, moved in zip(levels, here, strict=True)]
+        device[category] = [0 if moved else level for level, moved in zip(levels, here, strict=True)]
+    return device, host
+
+
+def two_sides(record: dict, on_host: tuple):
+    """One step of a record, moment by moment: the device's share above the axis, the host's below it."""
+    moments = record["memory"]["timeline"]
+    figure, (above, below) = plt.subplots(
+        2, 1, figsize=(10, 6.2), sharex=True, height_ratios=[5, 3], layout="constrained"
+    )
+    tops, names = [], {}
+    for axes, side in zip((above, below), _places(moments, on_host), strict=True):
+        used = [c for c in CATEGORIES if max(side[c]) > 0.005]
+        areas = axes.stackplot(
+            range(len(moments)),
+            [side[c] for c in used],
+            colors=[plots.COLOURS[c] for c in used],
+            step="post",
+            linewidth=0,
+        )
+        names |= dict(zip(used, areas, strict=True))
+        totals = [sum(levels) for levels in zip(*side.values(), strict=True)]
+        tops.append(max(totals))
+        where = len(totals) - 1 - totals[::-1].index(tops[-1])
+        axes.axhline(tops[-1], color="black", linestyle="--", linewidth=1)
+        axes.plot(where, tops[-1], "v" if axes is above else "^", color="black", markersize=8, clip_on=False)
+    above.text(len(moments), tops[0], f"device side's peak {tops[0]:.1f} MiB ", ha="right", va="bottom")
+    below.text(0, tops[1] * 1.04, f" host side's peak {tops[1]:.1f} MiB", ha="left", va="top")
+    plots.name_phases(above, [moment[0] for moment in moments], tops[0] * 1.22)
+    above.set(xlim=(0, len(moments)), ylim=(0, tops[0] * 1.3), ylabel="device side [MiB]")
+    below.set(
+        ylim=(tops[1] * 1.35, 0), ylabel="host side [MiB]", xlabel="one step, left to right: every change of memory"
+    )
+    below.set_xticks([])
+    plots.headline(
+        figure,
+        "What stays, and what offload moves",
+        f"{plots.caption(record)}\nmeasured by category on a CPU, put on a side by the rule; no GPU was there",
+    )
+    ordered = [c for c in CATEGORIES if c in names]
+    figure.legend([names[c] for c in ordered], ordered, loc="outside lower left", ncols=4, fontsize=11)
+    plots.show(figure)
+
+
+def side_bars(record: dict, on_host: tuple, predicted: dict[str, int], guess: float | None):
+    """Three bars: the peak in one memory, and the peaks of the device's side and the host's side.
+
+    predicted: {"one memory", "device side", "host side"} in bytes. guess: MiB, of the device's side.
+    """
+    rows = [("one memory", record["memory"]["peak"])]
+    for name, side in zip(("device side", "host side"), _places(record["memory"]["timeline"], on_host), strict=True):
+        highest = max(zip(*side.values(), strict=True), key=sum)
+        rows.append((name, {c: level * MIB for c, level in zip(CATEGORIES, highest, strict=True)}))
+    figure, axes = plt.subplots(figsize=(10, 4.2), layout="constrained")
+    plots.memory_bars(axes, [(name, terms, predicted[name]) for name, terms in rows], {"device side": guess})
+    plots.headline(
+        figure,
+        "One memory, or two sides of a bus",
+        f"{plots.caption(record)}\nsolid: measured by category on a CPU, outlined: predicted, diamond: your guess",
+    )
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=4, fontsize=11)
+    plots.show(figure)
+
+
+def against_batch(points: dict, lines: dict, record: dict):
+    """Left: peaks against the batch size. Right: the share of the peak that offload saves.
+
+    points, lines: {ranks: [(batch, peak bytes, device side's peak bytes)]}, measured and predicted. The left
+    panel shows the ranks that were measured. record: names the hardware and the data.
+    """
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5), layout="constrained")
+    tones = {ranks: plt.cm.viridis(0.1 + 0.7 * i / (len(lines) - 1)) for i, ranks in enumerate(lines)}
+    for ranks, curve in lines.items():
+        batches, whole, device = zip(*curve, strict=True)
+        share = [100 * (1 - d / w) for _, w, d in curve]
+        right.plot(batches, share, color=tones[ranks], linewidth=1.2)
+        right.text(batches[0] * 0.93, share[0], _ranks(ranks), color=tones[ranks], ha="right", va="center")
+        if ranks in points:
+            left.plot(batches, [w / MIB for w in whole], color=tones[ranks], linewidth=1.2)
+            left.plot(batches, [d / MIB for d in device], color=tones[ranks], linewidth=1.2, linestyle=":")
+            left.fill_between(
+                batches,
+                [d / MIB for d in device],
+                [w / MIB for w in whole],
+                color=tones[ranks],
+                alpha=0.12,
+                linewidth=0,
+            )
+    for ranks, measured in points.items():
+        batches, whole, device = zip(*measured, strict=True)
+        left.plot(batches, [w / MIB for w in whole], "o", color=tones[ranks], label=f"{_ranks(ranks)}, no offload")
+        left.plot(
+            batches,
+            [d / MIB for d in device],
+            "v",
+            color=tones[ranks],
+            markersize=11 if ranks == 1 else 6,
+            label=f"{_ranks(ranks)}, device side",
+        )
+        right.plot(batches, [100 * (1 - d / w) for _, w, d in measured], "s", color=tones[ranks])
+    left.set(xlabel="batch a rank [images]", ylabel="peak memory a rank [MiB]")
+    widest = 1.1 * max(batch for measured in points.values() for batch, _, _ in measured)
+    highest = max(whole for curve in lines.values() for batch, whole, _ in curve if batch <= widest)
+    left.set(xlim=(0, widest), ylim=(0, 1.3 * highest / MIB))
+    left.legend(fontsize=11, loc="upper left")
+    right.set_xscale("log", base=2)
+    first, last = lines[max(lines)][0][0], lines[max(lines)][-1][0]
+    right.set(xlabel="batch a rank [images]", ylabel="share of the peak that offload saves [%]", ylim=(0, None))
+    right.set_xlim(first / 3.4, last * 1.1)
+    right.set_xticks([2**k for k in range(first.bit_length() - 1, last.bit_length())])
+    right.xaxis.set_major_formatter("{x:.0f}")
+    plots.headline(
+        figure,
+        "The same bytes saved, a smaller and smaller share",
+        f"{record['hardware']} · {record['data']['name']}\nmarks: measured by category; lines: predicted, dotted with offload",
+    )
+    plots.show(figure)
+
+
+def _ranks(ranks: int) -> str:
+    return f"{ranks} rank" + "s" * (ranks > 1)

@@ -1,0 +1,70 @@
+"""Figure of chapter 09: each setting of FSDP2 as a point, peak memory over traffic."""
+
+import matplotlib.pyplot as plt
+
+from labkit.teaching.plots import MIB, STRATEGY_COLOURS, caption, headline, show
+
+GAP = 0.052  # the least distance between two labels, as a share of the axis
+
+
+def micro_batches(record: dict) -> int:
+    return record["config"].get("accumulate") or 1
+
+
+def traffic(entries: list[dict], among: int | None = None) -> int:
+    """Bytes that a step's collectives gather and reduce; of those of ``among`` ranks only, if that is given."""
+    return sum(e["count"] * e["bytes"] for e in entries if among in (None, e.get("ranks")))
+
+
+def plane(points: list[tuple], title: str, guesses: dict[str, float] | None = None):
+    """points: (label, record, planner.predict.Plan); guesses: {label: MiB or None}, drawn where the traffic is predicted.
+
+    Solid: the record's peak and traffic. Outlined: the plan's. An arrow leads to the traffic that all ranks share,
+    where the rest stays in smaller groups: of that the plan knows, and the record does not.
+    """
+    figure, axes = plt.subplots(figsize=(10, 6.2), layout="constrained")
+    places = []
+    for label, record, plan in points:
+        times = 1e6 * micro_batches(record)
+        x, y = traffic(record["traffic"]) / times, sum(record["memory"]["peak"].values()) / MIB
+        places.append((label, x, y))
+        expected, terms = traffic(plan.traffic()) / times, plan.peak()[1]
+        axes.plot(x, y, "o", color=STRATEGY_COLOURS["fsdp2"], markersize=8)
+        axes.plot(expected, sum(terms.values()) / MIB, "o", color="black", markersize=14, markerfacecolor="none")
+        shared = traffic(plan.traffic(), among=plan.ranks) / times
+        if shared < expected:
+            axes.annotate("", (shared, y), (x, y), arrowprops={"arrowstyle": "->", "shrinkA": 9, "linestyle": "--"})
+            middle, up = ((shared + x) / 2, y), (0, 5)
+            axes.annotate("what leaves the groups", middle, up, textcoords="offset points", ha="center", fontsize=11)
+        guess = (guesses or {}).get(label)
+        if guess is not None:
+            axes.plot(expected, guess, "D", color="black", markersize=7)
+    guessed = [guess for guess in (guesses or {}).values() if guess is not None]
+    heights = [y for _, _, y in places] + guessed
+    low, high = min(heights), max(heights)
+    axes.set_ylim(low - 0.1 * (high - low), high + 0.1 * (high - low))
+    right = max(x for _, x, _ in places)
+    axes.set_xlim(0, right * 1.42)
+    _name(axes, places, right)
+    axes.set(xlabel="gathered + reduced, a micro-batch [MB]", ylabel="peak memory a rank [MiB]")
+    axes.grid(color="#DDDDDD", linewidth=0.6)
+    marks = "solid: measured, outlined: predicted" + ", diamond: your guess" * bool(guessed)
+    headline(figure, title, f"{caption(points[0][1])}\n{marks}")
+    show(figure)
+
+
+def _name(axes, places: list[tuple[str, float, float]], right: float):
+    """Write each label to the right of its point; where points crowd, one above the other."""
+    low, high = axes.get_ylim()
+    taken = {}  # column → the height of the last label
+    for label, x, y in sorted(places, key=lambda place: place[2]):
+        column = right if x > 0.85 * right else x
+        height = max(y, taken.get(column, low) + GAP * (high - low))
+        taken[column] = height
+        axes.annotate(
+            label,
+            (x, y),
+            (column + 0.045 * right, height),
+            va="center",
+            arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.7, "shrinkB": 8},
+        )

@@ -1,0 +1,148 @@
+"""Figures of chapter 11: what is predicted, simulated and measured, side by side; errors of estimators; a published figure."""
+
+import matplotlib.pyplot as plt
+
+from labkit.measuring.trace import CATEGORIES
+from labkit.teaching.plots import COLOURS, headline, show
+
+GIB = 2**30
+WAYS = ("measured", "simulated", "predicted")  # from top to bottom
+MARKS = {"measured": "solid", "simulated": "hatched", "predicted": "outlined"}
+
+
+def look(way: str, colour: str) -> dict:
+    """How a bar of that way is drawn."""
+    if way == "measured":
+        return {"color": colour}
+    return {
+        "facecolor": "white",
+        "edgecolor": colour,
+        "linewidth": 1.6,
+        "hatch": "////" if way == "simulated" else None,
+    }
+
+
+def ways(rows: list[tuple], title: str, under: str, unit=(2**20, "MiB"), limit=None, guesses=None):
+    """Peak memory by category: rows of (label, {"measured" | "simulated" | "predicted": {category: bytes}}).
+
+    limit: bytes, a dashed line. guesses: {label: number in ``unit`` or None}.
+    """
+    size, name = unit
+    present = [way for way in WAYS if any(way in row for _, row in rows)]
+    pitch = 0.8 / len(present)
+    figure, axes = plt.subplots(figsize=(10, (0.3 * len(present) + 0.18) * len(rows) + 2.4), layout="constrained")
+    handles, longest = {}, 0
+    for place, (_, row) in enumerate(rows):
+        for way, terms in row.items():
+            y, left = place + pitch * (present.index(way) - (len(present) - 1) / 2), 0
+            for category in [c for c in CATEGORIES if terms.get(c, 0) > 0.001 * sum(terms.values())]:
+                width = terms[category] / size
+                bar = axes.barh(y, width, left=left, height=0.82 * pitch, **look(way, COLOURS[category]))
+                handles.setdefault(category, bar) if way == present[0] else None
+                left += width
+            number = f"{left:,.{2 if name == 'GiB' else 1}f}"
+            paper = {
+                "facecolor": "white",
+                "edgecolor": "none",
+                "pad": 1,
+            }  # the number stays legible on the limit's line
+            axes.annotate(number, (left, y), (5, 0), textcoords="offset points", va="center", fontsize=11, bbox=paper)
+            longest = max(longest, left)
+    for label, guess in (guesses or {}).items():
+        if guess is not None:
+            axes.plot(guess, [row[0] for row in rows].index(label) - 0.47, "D", color="black", markersize=7, zorder=5)
+    if limit:
+        axes.axvline(limit / size, color="black", linestyle="--", linewidth=1)
+        axes.text(limit / size, 1, f" {limit / size:g} {name}", transform=axes.get_xaxis_transform(), va="bottom")
+    axes.set_yticks(range(len(rows)), [label for label, _ in rows])
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(rows) - 0.5, -0.6)
+    axes.set_xlim(0, max(longest, (limit or 0) / size, *[g or 0 for g in (guesses or {}).values()], 0) * 1.13)
+    axes.set_xlabel(f"peak memory a rank [{name}]")
+    marks = ", ".join(f"{MARKS[way]}: {way}" for way in present)
+    marks += ", diamond: your guess" * any(g is not None for g in (guesses or {}).values())
+    headline(figure, title, f"{under}\n{marks}")
+    ordered = [c for c in CATEGORIES if c in handles]
+    figure.legend([handles[c] for c in ordered], ordered, loc="outside lower left", ncols=4, fontsize=11)
+    show(figure)
+
+
+def places(moments: dict, title: str, under: str):
+    """The highest moment of each place of a predicted step: ``Plan.timeline()``'s dict, in order."""
+    figure, axes = plt.subplots(figsize=(10, 6.4), layout="constrained")
+    handles = {}
+    for x, (_, terms) in enumerate(moments.values()):
+        bottom = 0
+        for category in CATEGORIES:
+            height = sum(size for (kind, _), size in terms.items() if kind == category) / GIB
+            if height > 0.05:
+                bar = axes.bar(x, height, bottom=bottom, width=0.68, **look("predicted", COLOURS[category]))
+                handles.setdefault(category, bar)
+                bottom += height
+    totals = [size / GIB for size, _ in moments.values()]
+    top = max(range(len(totals)), key=lambda i: totals[i])
+    axes.text(top, totals[top], f"{totals[top]:.2f}", ha="center", va="bottom", fontweight="bold")
+    axes.set_xticks(range(len(moments)), list(moments), rotation=60, ha="right", rotation_mode="anchor", fontsize=11)
+    axes.set(ylabel="highest moment [GiB]", ylim=(0, 1.12 * max(totals)), xlim=(-0.6, len(totals) - 0.4))
+    headline(figure, title, f"{under}; outlined: predicted")
+    ordered = [c for c in CATEGORIES if c in handles]
+    figure.legend([handles[c] for c in ordered], ordered, loc="outside lower left", ncols=4, fontsize=11)
+    show(figure)
+
+
+def errors(panels: dict[str, dict[str, float]], title: str, under: str):
+    """Signed relative errors of estimators: {what they estimated: {estimator: error}}, a panel each."""
+    names = list(next(iter(panels.values())))
+    figure, axes = plt.subplots(1, len(panels), figsize=(10, 0.5 * len(names) + 2.2), sharey=True, layout="constrained")
+    for panel, (about, found) in zip(axes, panels.items(), strict=True):
+        reach = max(abs(error) for error in found.values()) * 100
+        for place, name in enumerate(names):
+            error = found[name] * 100
+            panel.barh(place, error, color="#222222" if place == len(names) - 1 else "#999999", height=0.6)
+            side, gap = ("left", 0.05 * reach) if error >= 0 else ("right", -0.05 * reach)
+            panel.text(
+                error + gap, place, f"{error:+.0f} %" if abs(error) >= 0.5 else f"{error:+.2f} %", ha=side, va="center"
+            )
+        panel.axvline(0, color="black", linewidth=1)
+        low, high = min(0, *[100 * e for e in found.values()]), max(0, *[100 * e for e in found.values()])
+        panel.set_xlim(low - 0.45 * reach, high + 0.45 * reach)
+        panel.set_xlabel("error of the estimate [%]")
+        panel.set_title(about, loc="right", fontsize=11)
+        panel.set_yticks(range(len(names)), names)
+        panel.tick_params(axis="y", length=0)
+    axes[0].set_ylim(len(names) - 0.5, -0.5)
+    figure.suptitle(f"{title}\n", x=0.01, ha="left", fontweight="bold")
+    figure.text(0.01, 0.9, under, fontsize=11, va="top")
+    show(figure)
+
+
+def bridge(terms: list[tuple], published: float, title: str, under: str):
+    """From the terms to a published sum, a row each: terms of (name, bytes, category or None where it is no tensor)."""
+    figure, axes = plt.subplots(figsize=(10, 0.36 * len(terms) + 2.4), layout="constrained")
+    left = 0
+    for place, (_, size, category) in enumerate(terms):
+        start, width = (left, size / GIB) if size >= 0 else (left + size / GIB, -size / GIB)
+        style = look("predicted", COLOURS[category] if category else "black")
+        axes.barh(place, width, left=start, height=0.62, **style | ({} if category else {"linestyle": "--"}))
+        axes.text(start + width, place, f" {size / GIB:+.2f}".replace("-", "−"), va="center", fontsize=11)
+        left += size / GIB
+    axes.barh(len(terms), published / GIB, color="#666666", height=0.62)
+    axes.text(published / GIB, len(terms), f" {published / GIB:.2f}", va="center", fontweight="bold")
+    axes.set_yticks(range(len(terms) + 1), [name for name, *_ in terms] + ["published: peak reserved"])
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(published / GIB, left) * 1.15)
+    axes.set_xlabel("memory a rank [GiB]")
+    headline(figure, title, under)
+    show(figure)
+
+
+def sliders(redraw, **controls):
+    """ipywidgets' ``interactive``, with words instead of the widget where a page cannot move it."""
+    from IPython.display import display
+    from ipywidgets import interactive
+
+    found = interactive(redraw, **controls)
+    data = found._repr_mimebundle_()
+    words = "[Sliders: run this cell in JupyterLab to move them. Saved pages show the figure below instead.]"
+    display(data | {"text/plain": words}, raw=True)

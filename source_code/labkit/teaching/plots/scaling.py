@@ -1,0 +1,35 @@
+"""Memory against the number of ranks: a curve as predicted, points as measured."""
+
+from labkit.teaching.plots import MIB, caption, headline, plt, show
+
+
+def against_ranks(measured: dict[int, dict], predicted: dict[int, tuple[dict, dict]], floor: int, title: str):
+    """Peak and persistent memory of a rank over the world size.
+
+    measured: {world size: record}; predicted: {world size: (persistent terms, peak terms)}, terms in bytes.
+    floor: bytes below which the peak cannot fall.
+    """
+    figure, axes = plt.subplots(figsize=(10, 4.6), layout="constrained")
+    for place, (name, colour) in enumerate((("between steps", "#009E73"), ("peak", "#0072B2"))):
+        heights = [sum(terms[place].values()) / MIB for terms in predicted.values()]
+        axes.plot(
+            list(predicted), heights, "o", markerfacecolor="none", color=colour, markersize=9, markeredgewidth=1.5
+        )
+        axes.annotate(
+            name, (max(predicted), heights[-1]), (0, 12), textcoords="offset points", ha="right", color=colour
+        )
+        moment = ("start", "peak")[place]
+        points = [sum(record["memory"][moment].values()) / MIB for record in measured.values()]
+        axes.plot(list(measured), points, "o", color=colour, markersize=9)
+        for world_size, point in zip(measured, points, strict=True):
+            axes.annotate(f"{point:.1f}", (world_size, point), (5, 6), textcoords="offset points", fontsize=11)
+    axes.axhline(floor / MIB, color="black", linestyle="--", linewidth=1)
+    axes.annotate("floor", (2, floor / MIB), (0, -16), textcoords="offset points")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(predicted), [str(world_size) for world_size in predicted])
+    axes.minorticks_off()
+    axes.set(ylim=(0, None), xlabel="ranks", ylabel="memory a rank [MiB]")
+    record = next(iter(measured.values()))
+    under = caption(record).replace(f"{record['ranks']} ranks", f"{min(measured)} to {max(measured)} ranks")
+    headline(figure, title, f"{under}; filled: measured, hollow: predicted")
+    show(figure)

@@ -1,0 +1,167 @@
+"""Figures of chapter 12: where a step's time goes, and what each memory saver costs of it."""
+
+from labkit.teaching.plots import COLOURS, MIB, STRATEGY_COLOURS, headline, plt, show
+
+COMPUTE, REST = COLOURS["activations"], "#666666"
+TONES = {
+    "all-gather": COLOURS["all-gather"],
+    "reduce-scatter": COLOURS["reduce-scatter"],
+    "all-reduce": COLOURS["all-reduce buckets"],
+}
+SHARES = {
+    "operators": COMPUTE,
+    "exposed communication": "#D55E00",
+    "rest": "white",
+}
+GRID = {"color": "#DDDDDD", "linewidth": 0.6}
+
+
+def lanes(runs: dict[str, list[dict]], under: str, title: str):
+    """Two lanes a rank: what the computing thread does, and what is on its way meanwhile.
+
+    runs: {name: [a rank's {"begin", "end", "operators": [(begin, end)], "collectives": [(kind, begin, end)]}]}, seconds.
+    """
+    figure, panels = plt.subplots(len(runs), 1, figsize=(11, 2.15 * len(runs) + 1.3), layout="constrained", sharex=True)
+    names = {}
+    for axes, (name, ranks) in zip(panels, runs.items(), strict=True):
+        zero = min(rank["begin"] for rank in ranks)
+        for number, rank in enumerate(ranks):
+            row = 2.4 * number
+            spans = [(1e3 * (begin - zero), 1e3 * (end - begin)) for begin, end in rank["operators"]]
+            names["operators compute"] = axes.broken_barh(spans, (row - 0.45, 0.9), color=COMPUTE, linewidth=0)
+            for kind, begin, end in rank["collectives"]:
+                bar = axes.barh(row + 1, 1e3 * (end - begin), left=1e3 * (begin - zero), color=TONES[kind], height=0.9)
+                names[kind] = bar
+        rows = [2.4 * number + lane for number in range(len(ranks)) for lane in (0, 1)]
+        labels = [f"rank {number}, {lane}" for number in range(len(ranks)) for lane in ("compute", "gloo")]
+        axes.set_yticks(rows, labels, fontsize=11)
+        axes.tick_params(axis="y", length=0)
+        axes.invert_yaxis()
+        axes.set_title(name, loc="right", fontsize=12, fontweight="bold")
+    longest = max(rank["end"] - min(r["begin"] for r in ranks) for ranks in runs.values() for rank in ranks)
+    panels[-1].set(xlim=(0, 1e3 * longest), xlabel="milliseconds since the first rank began this step")
+    headline(figure, title, under)
+    figure.legend(names.values(), names, loc="outside lower left", ncols=5, fontsize=11)
+    show(figure)
+
+
+def shares(rows: dict[str, dict[str, float]], under: str, title: str):
+    """Stacked bars of a step's shares: rows {name: {share's name: 0 to 1}}."""
+    figure, axes = plt.subplots(figsize=(10, 0.62 * len(rows) + 2), layout="constrained")
+    left = [0.0] * len(rows)
+    for share, colour in SHARES.items():
+        widths = [100 * row[share] for row in rows.values()]
+        axes.barh(range(len(rows)), widths, left=left, color=colour, edgecolor=REST, height=0.62, label=share)
+        for place, (begin, width) in enumerate(zip(left, widths, strict=True)):
+            if width > 4:
+                axes.text(begin + width / 2, place, f"{width:.0f}", ha="center", va="center")
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 100), xlabel="share of the step [%]")
+    headline(figure, title, under)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=3, fontsize=11)
+    show(figure)
+
+
+def ratios(rows: dict[str, dict], under: str, title: str, label: str, guesses: dict | None = None, log=False):
+    """A dot and its spread a row, on an axis of ratios with 1 marked. rows: {name: {"median", "p10", "p90"}}."""
+    figure, axes = plt.subplots(figsize=(10, 0.6 * len(rows) + 1.7), layout="constrained")
+    for place, (name, ratio) in enumerate(rows.items()):
+        axes.plot([ratio["p10"], ratio["p90"]], [place, place], color="black", linewidth=1.5)
+        axes.plot(ratio["median"], place, "o", color=STRATEGY_COLOURS["fsdp2"], markersize=9)
+        axes.annotate(
+            f"{ratio['median']:.3g} ×", (ratio["p90"], place), (9, 0), textcoords="offset points", va="center"
+        )
+        if (guesses or {}).get(name) is not None:
+            axes.plot(guesses[name], place - 0.28, "D", color="black", markersize=7, clip_on=False, zorder=5)
+    axes.axvline(1, color="black", linestyle="--", linewidth=1)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(rows) - 0.5, -0.6)
+    if log:
+        axes.set_xscale("log")
+        axes.set_xlim(right=3 * max(row["p90"] for row in rows.values()))
+    else:
+        axes.set_xlim(0, 1.2 * max([row["p90"] for row in rows.values()] + [g for g in (guesses or {}).values() if g]))
+    axes.set_xlabel(label)
+    headline(figure, title, under)
+    show(figure)
+
+
+def batch_scaling(tokens: list[int], steps: list[dict], fixed: float, each: float, under: str, title: str):
+    """Step time and tokens/s against tokens a step: measured, and by ``fixed + each × tokens`` seconds."""
+    figure, (time, rate) = plt.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
+    fine = [max(tokens) * n / 200 for n in range(201)]
+    time.plot(fine, [1e3 * (fixed + each * n) for n in fine], "--", color="black", linewidth=1)
+    time.plot(0, 1e3 * fixed, "o", markerfacecolor="none", markeredgecolor="black", markersize=10)
+    time.annotate(f"a = {1e3 * fixed:.0f} ms", (0, 1e3 * fixed), (12, -6), textcoords="offset points")
+    rate.plot(fine[1:], [n / (fixed + each * n) for n in fine[1:]], "--", color="black", linewidth=1)
+    rate.axhline(1 / each, color="#888888", linewidth=1)
+    rate.annotate(
+        f"ceiling 1/b = {1 / each:,.0f}", (max(tokens), 1 / each), (0, 5), textcoords="offset points", ha="right"
+    )
+    for axes, of in ((time, lambda n, t: 1e3 * t), (rate, lambda n, t: n / t)):
+        points = [of(n, s["median"]) for n, s in zip(tokens, steps, strict=True)]
+        ends = [sorted((of(n, s["p10"]), of(n, s["p90"]))) for n, s in zip(tokens, steps, strict=True)]
+        spread = [[max(0, p - e[0]) for p, e in zip(points, ends, strict=True)]]
+        spread += [[max(0, e[1] - p) for p, e in zip(points, ends, strict=True)]]
+        axes.errorbar(tokens, points, spread, fmt="o", color=STRATEGY_COLOURS["fsdp2"], capsize=3, markersize=8)
+        axes.set(xlabel="tokens a step, all ranks", ylim=(0, None), xlim=(-0.02 * max(tokens), None))
+        axes.grid(axis="y", **GRID)
+    time.set_ylabel("step time [ms]")
+    rate.set_ylabel("tokens/s")
+    headline(figure, title, under)
+    show(figure)
+
+
+def efficiency(strong: dict[int, float], weak: dict[int, float], cores: int, under: str, title: str):
+    """Strong and weak efficiency against ranks, and the ceiling that the cores set: {ranks: share of 1}."""
+    figure, axes = plt.subplots(figsize=(10, 4.2), layout="constrained")
+    places = range(len(strong))
+    for shift, name, values, colour in (
+        (-0.2, "strong: the same work, shared", strong, STRATEGY_COLOURS["fsdp2"]),
+        (0.2, "weak: the same work a rank", weak, STRATEGY_COLOURS["zero2"]),
+    ):
+        heights = [100 * value for value in values.values()]
+        axes.bar([place + shift for place in places], heights, width=0.36, color=colour, label=name)
+        for place, height in zip(places, heights, strict=True):
+            axes.text(place + shift, height + 2, f"{height:.0f}", ha="center")
+    for place, ranks in enumerate(strong):
+        ceiling = 100 * min(ranks, cores) / ranks
+        axes.bar(place, ceiling, width=0.86, fill=False, edgecolor="black", linewidth=1.3)
+    axes.bar(0, 0, fill=False, edgecolor="black", label=f"outlined: what {cores} cores allow")
+    axes.set_xticks(places, [f"{ranks} rank{'s' * (ranks > 1)}" for ranks in strong])
+    axes.set(ylabel="efficiency [%]", ylim=(0, 1.18 * max(100, *(100 * v for v in [*strong.values(), *weak.values()]))))
+    axes.tick_params(axis="x", length=0)
+    headline(figure, title, under)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=3, fontsize=11)
+    show(figure)
+
+
+def pareto(records: list[dict], labels: list[str], predicted: list[int], front: list[int], under: str, title: str):
+    """Memory against throughput, a numbered point a record; front: the numbers of the points on it, in order."""
+    figure, (axes, key) = plt.subplots(1, 2, figsize=(13, 6.2), layout="constrained", width_ratios=[5, 2])
+    x = [sum(record["memory"]["peak"].values()) / MIB for record in records]
+    y = [record["tokens_per_second"] for record in records]
+    axes.plot([x[n] for n in front], [y[n] for n in front], "-", color="#888888", linewidth=1.5, zorder=1)
+    for n, record in enumerate(records):
+        colour = STRATEGY_COLOURS[record["config"]["strategy"]]
+        step = record["time"]["step"]
+        tokens = y[n] * step["median"]
+        axes.plot([x[n]] * 2, [tokens / step["p90"], tokens / step["p10"]], color=colour, linewidth=1)
+        axes.plot(predicted[n] / MIB, y[n], "o", markersize=14, markerfacecolor="none", markeredgecolor="black")
+        axes.plot(x[n], y[n], "o", color=colour, markersize=9)
+        axes.annotate(str(n + 1), (x[n], y[n]), (9, 5), textcoords="offset points", fontsize=11)
+        key.text(0, 1 - n / len(records), f"{n + 1:2}  {labels[n]}", color="black", va="top", fontsize=11,
+                 fontweight="bold" if n in front else "normal")  # fmt: skip
+    for strategy in dict.fromkeys(record["config"]["strategy"] for record in records):
+        axes.plot([], [], "o", color=STRATEGY_COLOURS[strategy], label=strategy.upper())
+    axes.set(xlabel="peak memory a rank [MiB]", ylabel="tokens/s, all ranks", ylim=(0, None))
+    axes.grid(**GRID)
+    key.axis("off")
+    key.set_title("bold: on the front", fontsize=11)
+    headline(figure, title, under)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=4, fontsize=11)
+    show(figure)

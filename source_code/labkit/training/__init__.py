@@ -1,0 +1,1 @@
+"""What is trained, on what, and what is kept of it."""

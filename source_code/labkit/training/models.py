@@ -1,0 +1,197 @@
+"""The networks of the course. They are pure: nothing here knows that there is more than one rank."""
+
+import zlib
+
+import torch
+import torch.nn.functional as F
+from planner.shapes import GPTShape
+from torch import nn
+
+
+class Net(nn.Module):
+    """The MNIST network: two convolutions, two linear layers, 1,199,882 parameters.
+
+    ``fc1`` holds 1,179,776 of them (98.3 %), which is what makes this small network a good subject
+    for sharding: there is one thing worth splitting, and everybody can see which.
+
+    Input: float images of shape (batch, 1, 28, 28). Output: log-probabilities of shape (batch, 10).
+    """
+
+    def __init__(self, dropout: bool = True):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, 3)  # 28×28 → 26×26
+        self.conv2 = nn.Conv2d(32, 64, 3)  # 26×26 → 24×24
+        self.dropout1 = nn.Dropout(0.25 if dropout else 0.0)
+        self.fc1 = nn.Linear(64 * 12 * 12, 128)
+        self.dropout2 = nn.Dropout(0.5 if dropout else 0.0)
+        self.fc2 = nn.Linear(128, 10)
+
+    def forward(self, images):
+        x = F.relu(self.conv1(images))
+        x = F.relu(self.conv2(x))
+        x = F.max_pool2d(x, 2)  # 24×24 → 12×12
+        x = self.dropout1(x).flatten(1)
+        x = self.dropout2(F.relu(self.fc1(x)))
+        return F.log_softmax(self.fc2(x), dim=1)
+
+
+# What computes attention, by device, number format and version of PyTorch
+ATTENTION_OPERATORS = [
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+]
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer in the form of Llama 3: pre-norm, rotary positions, grouped-query attention, SwiGLU.
+
+    Input: token numbers of shape (batch, sequence). Output: logits of shape (batch, sequence, vocabulary).
+    """
+
+    def __init__(self, shape: GPTShape):
+        super().__init__()
+        self.shape = shape
+        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.width, eps=1e-5)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.tie()
+        self.reset_parameters()
+
+    def tie(self):
+        """Make one parameter of the embedding's weight and the head's, if the shape says so.
+
+        To be repeated after ``to_empty``, which gives every module a parameter of its own.
+        """
+        if self.shape.tied:
+            self.head.weight = self.embedding.weight
+
+    def reset_parameters(self):
+        """Give every parameter its first value: a normal distribution for the weights, ones for the norms."""
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+            elif isinstance(module, nn.RMSNorm):
+                nn.init.ones_(module.weight)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        rotation = rotary(tokens.shape[1], self.shape.width // self.shape.heads, x)
+        for block in self.blocks:
+            x = block(x, rotation)
+        return self.head(self.norm(x))
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward part, each added to what comes in. Shape in and out: (batch, sequence, width)."""
+
+    def __init__(self, shape: GPTShape):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(shape.width, eps=1e-5)
+        self.attention = Attention(shape)
+        self.feed_forward_norm = nn.RMSNorm(shape.width, eps=1e-5)
+        self.feed_forward = FeedForward(shape)
+
+    def forward(self, x, rotation):
+        x = x + self.attention(self.attention_norm(x), rotation)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class Attention(nn.Module):
+    """Causal self-attention; each key and value serves ``heads / kv_heads`` queries."""
+
+    def __init__(self, shape: GPTShape):
+        super().__init__()
+        self.head_width = shape.width // shape.heads
+        self.query = nn.Linear(shape.width, shape.width, bias=False)
+        self.key = nn.Linear(shape.width, shape.kv_heads * self.head_width, bias=False)
+        self.value = nn.Linear(shape.width, shape.kv_heads * self.head_width, bias=False)
+        self.output = nn.Linear(shape.width, shape.width, bias=False)
+
+    def forward(self, x, rotation):
+        query, key, value = (
+            layer(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        query, key = apply_rope(query, *rotation), apply_rope(key, *rotation)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: one projection, passed through SiLU, gates another (arXiv:2002.05202)."""
+
+    def __init__(self, shape: GPTShape):
+        super().__init__()
+        self.gate = nn.Linear(shape.width, shape.hidden, bias=False)
+        self.up = nn.Linear(shape.width, shape.hidden, bias=False)
+        self.down = nn.Linear(shape.hidden, shape.width, bias=False)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class LoRALinear(nn.Linear):
+    """A frozen linear layer with a trained low-rank addition, LoRA (arXiv:2106.09685): x Wᵀ + (x downᵀ) upᵀ.
+
+    ``up`` starts at zero, so that training starts from exactly what the frozen layer computes.
+    """
+
+    def __init__(self, layer: nn.Linear, rank: int):
+        like = {"device": layer.weight.device, "dtype": layer.weight.dtype}
+        super().__init__(layer.in_features, layer.out_features, bias=False, **like)
+        self.weight = layer.weight
+        self.down = nn.Parameter(torch.empty(rank, layer.in_features, **like))
+        self.up = nn.Parameter(torch.empty(layer.out_features, rank, **like))
+
+    def forward(self, x):
+        return super().forward(x) + F.linear(F.linear(x, self.down), self.up)
+
+
+def add_lora(model: GPT, rank: int):
+    """Freeze a GPT, and give the query and value projections of each block an adapter of that rank to train.
+
+    The frozen parameters keep their names. The adapters have no values yet: see ``first_values``.
+    """
+    model.requires_grad_(False)
+    for block in model.blocks:
+        for name in ("query", "value"):
+            setattr(block.attention, name, LoRALinear(getattr(block.attention, name), rank))
+
+
+def first_values(model: nn.Module, seed: int):
+    """Yield (parameter, its first value), the value whole, in fp32 and on the CPU, whatever holds the parameter.
+
+    Each value is a function of the seed and the parameter's name alone: the same for every strategy, every
+    number of ranks and every device. Only one is in memory at a time, so that a model which does not fit whole
+    can be filled shard by shard.
+    """
+    given = set()
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter in given:  # tied
+                continue
+            given.add(parameter)
+            shape = parameter.shape
+            if isinstance(module, nn.RMSNorm):
+                yield parameter, torch.ones(shape)
+            elif isinstance(module, LoRALinear) and name == "up":
+                yield parameter, torch.zeros(shape)
+            elif isinstance(module, (nn.Linear, nn.Embedding)):
+                generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {module_name}.{name}".encode()))
+                yield parameter, torch.empty(shape).normal_(std=0.02, generator=generator)
+
+
+def rotary(length: int, width: int, like) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cosines and sines of rotary position embedding, each (length, width), on ``like``'s device (arXiv:2104.09864)."""
+    frequencies = 500_000.0 ** (-torch.arange(0, width, 2, device=like.device) / width)  # Llama 3's base
+    angles = torch.outer(torch.arange(length, device=like.device), frequencies).repeat(1, 2)
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def apply_rope(x, cos, sin):
+    """Each pair of numbers of a head, (x[i], x[i + width/2]), turned by the angle of its position."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin

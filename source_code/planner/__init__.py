@@ -1,0 +1,21 @@
+"""The arithmetic of a training step: its memory, its collectives and its time, from sizes alone.
+
+It needs only the standard library, and imports nothing of this course. From the ground up:
+
+  shapes       the sizes of the course's models
+  sizes        autograd on sizes: what is alive when
+  operators    what each operator keeps for backward, and makes
+  networks     the course's networks, as operators on sizes
+  strategies   what DDP, ZeRO and FSDP gather, free and reduce around each unit
+  step         one training step, walked through
+  predict      a plan: its peak, what persists, its collectives
+  cost         a step's time
+  report       what a plan says, as pages for people
+"""
+
+
+class UserError(Exception):
+    """Something the user can put right. Its text is one sentence: what is wrong, and what to do.
+
+    Every command of the course prints that sentence alone, without a traceback, and exits with code 2.
+    """

@@ -1,0 +1,226 @@
+"""The course's networks as blueprints: their parameters, and their operators on sizes (planner/operators.py). No torch.
+
+A blueprint says what labkit/training/models.py computes, line for line; tests hold the two together.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+
+from planner.operators import INT64, Tape
+from planner.shapes import GPTShape
+from planner.sizes import SizedParameter, SizedTensor
+
+
+@dataclass(frozen=True, eq=False)
+class SizedModule:
+    """A piece of a network that runs once in forward.
+
+    parameters: {name: shape}, in the order in which they are registered; ``frozen`` names those not trained.
+    forward(tape, x, parameters): computes on sizes. wrapped: FSDP makes a unit of it; the rest belongs to the root.
+    """
+
+    name: str
+    parameters: dict[str, tuple]
+    forward: Callable[[Tape, SizedTensor, dict[str, SizedParameter]], SizedTensor]
+    wrapped: bool = False
+    frozen: frozenset = frozenset()
+
+    @property
+    def kind(self) -> str:
+        """What its tensors are called in terms: "block" for each of a GPT's."""
+        return self.name.split()[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Blueprint:
+    """A network with its loss, for a batch of a given size on each rank."""
+
+    name: str
+    modules: tuple[SizedModule, ...]
+    batch: Callable[
+        [Tape, int, int], tuple[SizedTensor, SizedTensor]
+    ]  # (tape, micro-batches, bytes a number) → input, targets
+    loss: Callable[[Tape, SizedTensor, SizedTensor, int], SizedTensor]  # of output, targets, bytes a number
+    samples: int  # images or tokens in a micro-batch on a rank
+    flops: float  # of forward and backward of one sample, without recomputation
+    recomputed_flops: float = 0.0  # of a sample, on top of these
+    tied: dict[str, str] = field(default_factory=dict)  # a parameter → the one that it is
+    holds_output: bool = False  # the training loop holds the network's output until the next step's is there
+
+    @property
+    def numel(self) -> int:
+        """How many parameters the network has."""
+        shapes = [shape for m in self.modules for name, shape in m.parameters.items() if name not in self.tied]
+        return sum(map(prod, shapes))
+
+
+# The MNIST network (labkit/training/models.py: Net)
+
+LAYERS = {
+    "conv1": {"conv1.weight": (32, 1, 3, 3), "conv1.bias": (32,)},
+    "conv2": {"conv2.weight": (64, 32, 3, 3), "conv2.bias": (64,)},
+    "fc1": {"fc1.weight": (128, 9216), "fc1.bias": (128,)},
+    "fc2": {"fc2.weight": (10, 128), "fc2.bias": (10,)},
+}
+IMAGE, POOLED = 28 * 28, 64 * 12 * 12  # numbers an image
+
+
+def mnist(batch: int = 64, dropout: bool = True, min_num_params: int | None = None) -> Blueprint:
+    """batch: images on each rank. min_num_params: layers with at least as many parameters are units of their own."""
+
+    def layer(name, forward):
+        numel = sum(map(prod, LAYERS[name].values()))
+        return SizedModule(name, LAYERS[name], forward, wrapped=min_num_params is not None and numel >= min_num_params)
+
+    def pooling(tape, x, _):
+        x = tape.max_pool(x, batch * POOLED)
+        return tape.dropout(x, "dropout1") if dropout else x
+
+    def hidden(tape, x, _):
+        x = tape.relu(x, "relu3")
+        return tape.dropout(x, "dropout2") if dropout else x
+
+    def make_batch(tape, times, itemsize):
+        return tape.given("images", batch * IMAGE, itemsize, times), tape.given("labels", batch, INT64, times)
+
+    modules = (
+        layer("conv1", lambda tape, x, p: tape.convolution(x, p["conv1.weight"], p["conv1.bias"], batch * 26 * 26)),
+        SizedModule("relu1", {}, lambda tape, x, _: tape.relu(x, "relu1")),
+        layer("conv2", lambda tape, x, p: tape.convolution(x, p["conv2.weight"], p["conv2.bias"], batch * 24 * 24)),
+        SizedModule("relu2", {}, lambda tape, x, _: tape.relu(x, "relu2")),
+        SizedModule("pooling", {}, pooling),
+        layer("fc1", lambda tape, x, p: tape.linear(x, p["fc1.weight"], p["fc1.bias"])),
+        SizedModule("relu3", {}, hidden),
+        layer("fc2", lambda tape, x, p: tape.linear(x, p["fc2.weight"], p["fc2.bias"])),
+        SizedModule("log-softmax", {}, lambda tape, x, _: tape.log_softmax(x)),
+    )
+    return Blueprint(
+        "MNIST net",
+        modules,
+        make_batch,
+        lambda tape, x, targets, itemsize: tape.nll_loss(tape.to(x, itemsize), targets),
+        batch,
+        0.0,
+        holds_output=True,
+    )
+
+
+# The GPT (labkit/training/models.py: GPT)
+
+
+def gpt(shape: GPTShape, batch: int, length: int, recompute: str = "none", lora: int | None = None) -> Blueprint:
+    """batch: sequences on each rank, of ``length`` tokens. recompute: "none", "full" or "selective" for each block.
+
+    lora: the adapters' rank; then they alone are trained.
+    """
+    tokens, in_block = batch * length, _block_parameters(shape, lora)
+
+    def frozen(parameters):
+        """With adapters, all but them."""
+        return frozenset(name for name in parameters if lora and not name.endswith((".down", ".up")))
+
+    def embedding(tape, x, p):
+        x = tape.embedding(x, p["embedding.weight"])
+        for name in ("cosines", "sines"):
+            tape.until_backward(tape.given(name, length * shape.width // shape.heads, x.itemsize))
+        return x
+
+    def call_block(tape, x, p):
+        def block(x):
+            return _block(tape, x, p, shape, batch * shape.heads * length)
+
+        return block(x) if recompute == "none" else tape.recomputed(block, x, selective=recompute == "selective")
+
+    def head(tape, x, p):
+        return tape.linear(tape.rms_norm(x, p["norm.weight"]), p["head.weight"])
+
+    def make_batch(tape, times, _):
+        return tape.given("tokens", tokens, INT64, times), tape.given("targets", tokens, INT64, times)
+
+    def loss(tape, logits, targets, itemsize):
+        logits = tape.to(logits, itemsize, "logits")
+        return tape.divide(tape.nll_loss(tape.log_softmax(logits), targets), "loss, divided by micro-batches")
+
+    outer = {"embedding.weight": (shape.vocabulary, shape.width)}
+    last = {"norm.weight": (shape.width,), "head.weight": (shape.vocabulary, shape.width)}
+    return Blueprint(
+        name="GPT",
+        modules=(
+            SizedModule("embedding", outer, embedding, frozen=frozen(outer)),
+            *(SizedModule(f"block {i}", in_block, call_block, True, frozen(in_block)) for i in range(shape.layers)),
+            SizedModule("head", last, head, frozen=frozen(last)),
+        ),
+        batch=make_batch,
+        loss=loss,
+        samples=tokens,
+        flops=flops_per_token(shape, length, lora),
+        recomputed_flops=2 * shape.layers * (sum(map(prod, in_block.values())) + 2 * shape.width * length)
+        if recompute == "full"
+        else 0.0,
+        tied={"head.weight": "embedding.weight"} if shape.tied else {},
+    )
+
+
+def flops_per_token(shape: GPTShape, length: int, lora: int | None = None) -> float:
+    """Floating-point operations that training on one token takes, by the count of PaLM (arXiv:2204.02311, appendix B).
+
+    For each parameter that multiplies (all but the embedding, which is looked up) 2 in forward, 2 for the gradient
+    of the input, and 2 for its own gradient if it is trained; 12 × layers × width × length for attention. What is
+    computed again to save memory does not count: it is no use to the model.
+    """
+    block = _block_parameters(shape, lora)
+    multiplied = shape.layers * sum(map(prod, block.values())) + (shape.vocabulary + 1) * shape.width
+    trained = multiplied
+    if lora:
+        trained = shape.layers * sum(prod(s) for name, s in block.items() if name.endswith((".down", ".up")))
+    return 4 * multiplied + 2 * trained + 12 * shape.layers * shape.width * length
+
+
+def _block_parameters(shape: GPTShape, lora: int | None) -> dict[str, tuple]:
+    width = shape.width
+
+    def projection(name, outs):
+        weight = {f"{name}.weight": (outs, width)}
+        if lora and name in ("query", "value"):
+            weight |= {f"{name}.down": (lora, width), f"{name}.up": (outs, lora)}
+        return weight
+
+    return {
+        "attention_norm.weight": (width,),
+        **projection("query", width),
+        **projection("key", shape.kv_width),
+        **projection("value", shape.kv_width),
+        "output.weight": (width, width),
+        "feed_forward_norm.weight": (width,),
+        "gate.weight": (shape.hidden, width),
+        "up.weight": (shape.hidden, width),
+        "down.weight": (width, shape.hidden),
+    }
+
+
+def _block(tape: Tape, x: SizedTensor, p: dict, shape: GPTShape, rows: int) -> SizedTensor:
+    """models.py's Block, Attention and FeedForward. rows: of the attention's matrix, batch × heads × length."""
+    x = tape.add(x, _attention(tape, tape.rms_norm(x, p["attention_norm.weight"]), p, rows), "after attention")
+    return tape.add(x, _feed_forward(tape, tape.rms_norm(x, p["feed_forward_norm.weight"]), p), "block's result")
+
+
+def _attention(tape, x, p, rows):
+    query, key, value = (_projection(tape, x, p, name) for name in ("query", "key", "value"))
+    rotated_query, rotated_key = tape.rotate(query, "query"), tape.rotate(key, "key")
+    del query, key
+    mixed = tape.attention(rotated_query, rotated_key, value, rows)
+    return tape.linear(mixed, p["output.weight"])
+
+
+def _projection(tape, x, p, name):
+    out = tape.linear(x, p[f"{name}.weight"])
+    if f"{name}.down" not in p:
+        return out
+    return tape.add(out, tape.linear(tape.linear(x, p[f"{name}.down"]), p[f"{name}.up"]), f"{name}, adapted")
+
+
+def _feed_forward(tape, x, p):
+    return tape.linear(
+        tape.multiply(tape.silu(tape.linear(x, p["gate.weight"])), tape.linear(x, p["up.weight"])), p["down.weight"]
+    )

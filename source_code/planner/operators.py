@@ -1,0 +1,330 @@
+"""The operators of the course's networks, on sizes (planner/sizes.py): what each makes, keeps, and does in backward.
+
+They agree with PyTorch on the CPU to within a few numbers. Imports no torch.
+
+Sources: PyTorch's derivatives.yaml (what is saved), autocast's lists of operators (what is cast), and traces of real
+steps (labkit/measuring/trace.py).
+"""
+
+from functools import partial
+
+from planner.sizes import Autograd, Saved, SizedParameter, SizedTensor, Storage
+
+INT64, FP32 = 8, 4
+
+
+class Cast(SizedTensor):
+    """A parameter in autocast's number format. Its backward casts the gradient back, for the parameter."""
+
+    __slots__ = ("name", "shape", "trained")
+
+    def __init__(self, parameter: SizedParameter, storage: Storage, itemsize: int):
+        super().__init__(storage, parameter.numel, itemsize)
+        self.name, self.shape, self.trained = parameter.name, parameter.shape, parameter.trained
+
+
+class Tape(Autograd):
+    """Each operator makes its result and says what its backward needs, makes, and in which order.
+
+    They remember their inputs' nodes and sizes, never the inputs: what autograd does not save must go. A result that
+    depends on nothing trained gets no backward, and nothing is saved for it. A tensor here is so many numbers in so many
+    bytes; where a docstring gives shapes, they are those of the operator's tensors in PyTorch.
+    """
+
+    def __init__(self, fused: bool = False, autocast: int | None = None):
+        """fused: a GPU's kernels, where a norm and its backward are one operator each.
+
+        autocast: bytes a number in which autocast multiplies matrices; None: there is no autocast.
+        """
+        super().__init__()
+        self.fused, self.autocast = fused, autocast
+        self.casts = {}  # parameter → its Cast: autocast keeps those of trained parameters until it is left
+
+    def put_back(self, frame):
+        super().put_back(frame)
+        self.casts = {}  # recomputation has an autocast of its own
+
+    def to(self, x: SizedTensor, itemsize: int, name: str = "cast") -> SizedTensor:
+        """Another number format; nothing happens where it is the same."""
+        if x.itemsize == itemsize:
+            return x
+        out = self.make(name, x.numel, itemsize)
+        return self._passing_on(x, out, f"gradient of {name}")
+
+    def _passing_on(self, x: SizedTensor, out: SizedTensor, name: str, saved=()) -> SizedTensor:
+        """Give ``out`` the backward that makes one new gradient, as big as ``x``, for ``x``."""
+        node, numel, itemsize = x.node, x.numel, x.itemsize
+        if node is None:
+            return out
+        return self.record(out, lambda _: [(node, self.make(name, numel, itemsize))], saved)
+
+    def embedding(self, tokens: SizedTensor, weight: SizedParameter) -> SizedTensor:
+        """Tokens (…,) and weight (vocabulary, width) → (…, width). Keeps the tokens."""
+        out = self.make("embedding", tokens.numel * weight.shape[1], weight.itemsize)
+        if not weight.trained:
+            return out
+        self.use(weight)
+        return self.record(out, lambda _: [(weight, self.gradient_of(weight))], self.save(tokens))
+
+    def cast(self, parameter: SizedParameter | None) -> SizedParameter | Cast | None:
+        """A parameter as an operator gets it that autocast gives a narrower format; itself without autocast."""
+        if parameter is None or not self.autocast:
+            return parameter
+        if parameter not in self.casts:
+            name = f"{parameter.name} in bf16"
+            out = Cast(parameter, self.make(name, parameter.numel, self.autocast).storage, self.autocast)
+            if not parameter.trained:
+                return out
+            self.use(parameter)
+            self.casts[parameter] = self.record(out, lambda _: [(parameter, self.gradient_of(parameter))])
+        return self.casts[parameter]
+
+    def _in_one_format(self, x: SizedTensor, weight: SizedParameter, bias: SizedParameter | None):
+        """What a product multiplies: autocast casts all three, the last first; FSDP has cast the parameters."""
+        bias, weight = self.cast(bias), self.cast(weight)
+        return self.to(x, weight.itemsize), weight, bias
+
+    def _leaf(self, weight: SizedParameter | Cast) -> tuple:
+        """(who receives a weight's gradient, a function that makes it)"""
+        if isinstance(weight, Cast):
+            return weight.node, partial(self.make, f"gradient of {weight.name}", weight.numel, weight.itemsize)
+        self.use(weight)
+        return weight, partial(self.gradient_of, weight)
+
+    def _save_factors(self, x: SizedTensor, weight) -> list[Saved]:
+        """Each factor of a product is kept for the other's gradient. A Parameter is there anyway."""
+        kept_weight = [weight] if isinstance(weight, Cast) and x.node else []
+        return self.save(*([x] if weight.trained else []), *kept_weight)
+
+    def linear(self, x: SizedTensor, weight: SizedParameter, bias: SizedParameter | None = None) -> SizedTensor:
+        """x (…, in) and weight (out, in) → x @ weight.T + bias, (…, out). Keeps x."""
+        x, weight, bias = self._in_one_format(x, weight, bias)
+        saved = self._save_factors(x, weight)
+        outs, ins = weight.shape
+        rows, itemsize = x.numel // ins, x.itemsize
+        out = self.kept(lambda: [self.make(weight.name, rows * outs, itemsize)])[0]
+        return self._weighed(x, out, weight, bias, saved)
+
+    def convolution(self, x: SizedTensor, weight: SizedParameter, bias: SizedParameter, places: int) -> SizedTensor:
+        """x (images, in, height, width), weight (out, in, 3, 3) → (images, out, height', width'). Keeps x.
+
+        places: images × height' × width'.
+        """
+        x, weight, bias = self._in_one_format(x, weight, bias)
+        saved = self._save_factors(x, weight)
+        return self._weighed(x, self.make(weight.name, places * weight.shape[0], x.itemsize), weight, bias, saved)
+
+    def _weighed(self, x, out, weight: SizedParameter | Cast, bias: SizedParameter | Cast | None, saved) -> SizedTensor:
+        """Backward of a layer with a weight: the gradients of weight, bias and input."""
+        node, numel, itemsize = x.node, x.numel, x.itemsize
+        leaves = [self._leaf(leaf) for leaf in (weight, bias) if leaf and leaf.trained]
+        if not leaves and node is None:
+            return out
+        of_input = f"gradient of {weight.name}'s input"
+
+        def run(_):
+            made = [(receiver, make()) for receiver, make in leaves]
+            if node:
+                made.append((node, self.make(of_input, numel, itemsize)))
+            return made
+
+        return self.record(out, run, saved)
+
+    def add(self, x: SizedTensor, y: SizedTensor, name: str = "sum") -> SizedTensor:
+        """Elementwise. Of two number formats the result has the wider; each input's gradient is in its own. Keeps nothing."""
+        inputs = [(tensor.node, tensor.numel, tensor.itemsize) for tensor in (x, y) if tensor.node]
+        out = self.make(name, x.numel, max(x.itemsize, y.itemsize))
+
+        def run(gradient):
+            return [
+                (node, gradient if itemsize == gradient.itemsize else self.make(f"gradient of {name}", numel, itemsize))
+                for node, numel, itemsize in inputs
+            ]
+
+        return self.record(out, run) if inputs else out
+
+    def multiply(self, x: SizedTensor, y: SizedTensor, name: str = "product") -> SizedTensor:
+        """Elementwise. Keeps each factor for the other's gradient."""
+        nodes, numel, itemsize = [node for node in (x.node, y.node) if node], x.numel, x.itemsize
+        saved = self.save(*([y] if x.node else []), *([x] if y.node else []))
+
+        def run(_):
+            return [(node, self.make(f"gradient of {name}", numel, itemsize)) for node in nodes]
+
+        out = self.like(x, name)
+        return self.record(out, run, saved) if nodes else out
+
+    def silu(self, x: SizedTensor) -> SizedTensor:
+        """Elementwise. Keeps its input."""
+        saved = self.save(x) if x.node else []
+        return self._passing_on(x, self.like(x, "silu"), "gradient of silu", saved)
+
+    def relu(self, x: SizedTensor, name: str = "relu") -> SizedTensor:
+        """Elementwise. Keeps its result, which the next operator often keeps too."""
+        out = self.like(x, name)
+        return self._passing_on(x, out, f"gradient of {name}", self.save(out))
+
+    def max_pool(self, x: SizedTensor, numel: int) -> SizedTensor:
+        """x (images, channels, height, width) → ``numel`` numbers. Keeps its input and, for each result, where it came from."""
+        saved = self.save(x)
+        out, indices = self.make("pooled", numel, x.itemsize), self.make("pooling's indices", numel, INT64)
+        return self._passing_on(x, out, "gradient of pooling's input", saved + self.save(indices))
+
+    def dropout(self, x: SizedTensor, name: str) -> SizedTensor:
+        """Elementwise. Keeps a mask as big as its input."""
+        mask = self.like(x, f"{name}'s mask")
+        saved = self.save(mask)
+        return self._passing_on(x, self.like(x, name), f"gradient of {name}", saved)
+
+    def log_softmax(self, x: SizedTensor) -> SizedTensor:
+        """(rows, classes) → the same, in fp32 at least under autocast. Keeps its result."""
+        x = self.to(x, FP32 if self.autocast else x.itemsize)
+        out = self.like(x, "log-softmax")
+        return self._passing_on(x, out, "gradient of log-softmax's input", self.save(out))
+
+    def nll_loss(self, x: SizedTensor, targets: SizedTensor) -> SizedTensor:
+        """x (rows, classes) and targets (rows,) → a number: minus the mean of the targets' log-probabilities.
+
+        Keeps both, and the targets' weight, another number.
+        """
+        saved = self.save(x, targets)
+        out, weight = self.make("loss", 1, x.itemsize), self.make("loss: weight", 1, x.itemsize)
+        return self._passing_on(x, out, "gradient of log-softmax", saved + self.save(weight))
+
+    def divide(self, x: SizedTensor, name: str) -> SizedTensor:
+        """By a number. Keeps nothing."""
+        return self._passing_on(x, self.like(x, name), f"gradient of {name}")
+
+    def rms_norm(self, x: SizedTensor, weight: SizedParameter) -> SizedTensor:
+        """x (…, width) and weight (width,) → x · 1/rms(x) · weight, as x."""
+        if self.fused:
+            return self._rms_norm_fused(x, weight)
+        itemsize = x.itemsize
+        x = self.to(x, max(itemsize, FP32), "norm: input in fp32")
+        normal = self._normalized(x, rows=x.numel // weight.numel)
+        out = self.like(x, "norm")
+        del x
+        return self.to(self._weigh(out, normal, weight), itemsize, "norm")
+
+    def _rms_norm_fused(self, x, weight):
+        """On a GPU: keeps its input and one fp32 number a row."""
+        rows = self.make("norm: 1/rms", x.numel // weight.numel, FP32)
+        out = self.like(x, "norm")
+        return self._weighed(x, out, weight, None, self.save(x, rows) if x.node or weight.trained else [])
+
+    def _normalized(self, x: SizedTensor, rows: int) -> SizedTensor:
+        """On the CPU a norm is several operators, in fp32 at least: the square, its mean, 1/root, the product."""
+        node, numel, wide = x.node, x.numel, x.itemsize
+        saved = self.save(x) if node else []
+        square = self.like(x, "norm: square")
+        scale = self.make("norm: 1/rms", rows, wide)
+        del square
+        if node is None:
+            return self.like(x, "norm: normalized")
+
+        def square_backward(_):
+            of_mean = self.make("norm: gradient of the mean", numel, wide)
+            power, twice = (self.make(f"norm: gradient, {name}", numel, wide) for name in ("x", "2x"))
+            of_x = self.make("norm: gradient through the mean", numel, wide)
+            del of_mean, power, twice
+            return [(node, of_x)]
+
+        self.record(scale, square_backward, saved + self.save(scale))
+        saved, scale_node = self.save(x, scale), scale.node
+
+        def product_backward(_):
+            of_scale = self.make("norm: gradient of 1/rms, whole", numel, wide)
+            of_x = self.make("norm: gradient through the product", numel, wide)
+            of_rows = self.make("norm: gradient of 1/rms", rows, wide)
+            del of_scale
+            return [(node, of_x), (scale_node, of_rows)]
+
+        return self.record(self.like(x, "norm: normalized"), product_backward, saved)
+
+    def _weigh(self, out: SizedTensor, normal: SizedTensor, weight: SizedParameter) -> SizedTensor:
+        """The product with a weight for each column."""
+        node, numel, wide = normal.node, normal.numel, normal.itemsize
+        if node is None and not weight.trained:
+            return out
+        saved = self.save(normal) if weight.trained else []
+        if weight.trained:
+            self.use(weight)
+
+        def run(_):
+            of_weight = self.make("norm: gradient of weight, a row each", numel, wide) if weight.trained else None
+            made = [(node, self.make("norm: gradient of normalized", numel, wide))] if node else []
+            if weight.trained:
+                made.append((weight, self.gradient_of(weight)))
+            del of_weight
+            return made
+
+        return self.record(out, run, saved)
+
+    def rotate(self, x: SizedTensor, name: str) -> SizedTensor:
+        """Rotary positions of x (batch, heads, length, width): x · cos + cat(−second half, first half) · sin. Keeps nothing of x.
+
+        Under autocast x is narrow; cosines and sines are not, and make the result as wide as they are.
+        """
+        node, numel, itemsize = x.node, x.numel, x.itemsize
+        wide = FP32 if self.autocast else itemsize
+        cosine = self.make(f"{name} · cos", numel, wide)
+        half = self.make(f"{name}: −half", numel // 2, itemsize)
+        swapped = self.like(x, f"{name}: swapped")
+        del half
+        sine = self.make(f"{name} · sin", numel, wide)
+        del swapped
+        out = self.make(f"{name}, rotated", numel, wide)
+        del cosine, sine
+
+        def product(of):
+            """A gradient through a product with a wider factor is made as wide, then cast."""
+            whole = self.make(f"gradient of {name} · {of}", numel, wide)
+            return whole if wide == itemsize else self.make(f"gradient of {name} · {of}, cast", numel, itemsize)
+
+        def run(_):
+            sine = product("sin")
+            half = self.make(f"gradient of {name}: −half", numel // 2, itemsize)
+            cosine = product("cos")
+            swapped = self.make(f"gradient of {name}: swapped", numel, itemsize)
+            del sine, half
+            whole = self.make(f"gradient of {name}", numel, itemsize)
+            del cosine, swapped
+            return [(node, whole)]
+
+        return self.record(out, run) if node else out
+
+    def attention(self, query: SizedTensor, key: SizedTensor, value: SizedTensor, rows: int) -> SizedTensor:
+        """Flash attention of query (batch, heads, length, width), key and value (batch, kv heads, length, width) → as query.
+
+        Keeps its inputs, its result and a number (fp32 at least) for each row of its matrix. rows: batch × heads × length.
+        """
+        query, key, value = (self.to(tensor, self.autocast or tensor.itemsize) for tensor in (query, key, value))
+        inputs = [(tensor.node, tensor.numel, tensor.itemsize) for tensor in (query, key, value)]
+        wanted = any(node for node, _, _ in inputs)
+        saved = self.save(query, key, value) if wanted else []
+        numel, itemsize = query.numel, query.itemsize
+
+        def compute():
+            return [
+                self.make("attention", numel, itemsize),
+                self.make("attention: log-sum-exp", rows, max(FP32, itemsize)),
+            ]
+
+        out, sums = self.kept(compute)
+        saved += self.save(out, sums) if wanted else []
+
+        def run(_):
+            workspace = self._attention_workspace(numel, inputs[1][1], itemsize)
+            names = ("query", "key", "value")
+            made = [self.make(f"gradient of {name}", *size) for name, (_, *size) in zip(names, inputs, strict=True)]
+            del workspace
+            return [(node, gradient) for (node, _, _), gradient in zip(inputs, made, strict=True)]
+
+        return self.record(out, run, saved) if wanted else out
+
+    def _attention_workspace(self, queries: int, keys: int, itemsize: int) -> list[SizedTensor]:
+        """On a GPU backward sums the queries' gradient in fp32; with fewer keys than queries it makes one for each."""
+        if not self.fused:
+            return []
+        grouped = [self.make("attention: gradients a head", queries, itemsize) for _ in range(2 * (keys < queries))]
+        return [self.make("attention: gradient of queries in fp32", queries, FP32), *grouped]

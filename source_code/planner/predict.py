@@ -1,0 +1,279 @@
+"""Predict what a training step needs, by arithmetic: its memory in named terms, its collectives. Imports no torch.
+
+  plan = predict.Plan(networks.gpt(GPT_SHAPES["tiny"], batch=8, length=128), "fsdp2", ranks=4)
+  plan.peak()              where in the step the highest moment is, and what is alive there
+  plan.persistent()        what a rank keeps from step to step
+  plan.traffic()           each collective of a step
+
+The network's operators run on sizes (planner/operators.py), and around them happens what the strategy does (planner/strategies.py).
+Sizes are bytes on rank 0, which never holds less than another rank; the categories are those of the meters
+(labkit/measuring/trace.py). At the end of the file: short forms for the MNIST network, which chapters 00 to 07 use.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+from planner import UserError, networks
+from planner.networks import Blueprint
+from planner.shapes import GPT_SHAPES
+from planner.step import Step
+from planner.strategies import Unit, grid
+
+STEP_COUNTER = 4  # bytes: the number of steps done, one for each tensor that Adam or Adadelta updates
+# What an optimizer keeps, for each number it updates unless it is a counter.
+ADAM = ("step counters", "first moments", "second moments")
+STATES = {
+    "adadelta": ("step counters", "mean squared gradients", "mean squared updates"),
+    "adamw": ADAM,
+    "adamw-fused": ADAM,
+    "adamw-for-loop": ADAM,
+    "momentum": ("momentum",),
+    "sgd": (),
+}
+FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes after which DDP closes its first bucket, and each other
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A network, and how it is trained. UserError where the arithmetic does not reach."""
+
+    blueprint: Blueprint
+    strategy: str = "fsdp2"  # single, ddp, zero1, zero2, zero3, fsdp1 or fsdp2
+    ranks: int = 1
+    replicas: int = 1  # HSDP: the model is there so many times, each time shared by ranks / replicas
+    reshard: str = "true"  # FSDP, after forward: free what was gathered ("true"), keep it, or keep one part in N
+    precision: str = "fp32"  # fp32, fp64, or bf16: gathered parameters and activations; without FSDP, by autocast
+    optimizer: str = "adamw"  # a key of STATES
+    micro_batches: int = 1  # in a step
+    sync: str = "every"  # after which micro-batch the gradients are reduced: every, or last
+    prefetch: int = 0  # FSDP2: so many units are gathered ahead; 0 leaves it to FSDP2
+    on_gpu: bool = False  # a GPU's kernels; the arithmetic has been checked on the CPU only
+
+    def __post_init__(self):
+        if self.flat and any(module.frozen for module in self.blueprint.modules):
+            raise UserError("frozen parameters in FSDP1's flat tensors are not predicted: take FSDP2")
+
+    @property
+    def shards_parameters(self) -> bool:
+        return self.strategy in ("zero3", "fsdp1", "fsdp2")
+
+    @property
+    def flat(self) -> bool:
+        """Whether a unit's parameters are cut as one flat tensor."""
+        return self.strategy in ("zero1", "zero2", "zero3", "fsdp1")
+
+    @property
+    def shards(self) -> int:
+        """Among how many ranks the parameters are cut."""
+        return self.ranks // self.replicas if self.shards_parameters else 1
+
+    @property
+    def state_shards(self) -> int:
+        """Among how many ranks the optimizer's state is cut."""
+        return self.ranks if self.strategy in ("zero1", "zero2") else self.shards
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes a number of parameters, reduced gradients, optimizer state and loss."""
+        return 8 if self.precision == "fp64" else 4
+
+    @property
+    def compute_itemsize(self) -> int:
+        """Bytes a number of the parameters that a module computes with."""
+        return 2 if self.precision == "bf16" and not self.autocast else self.itemsize
+
+    @property
+    def autocast(self) -> bool:
+        """Whether autocast casts to bf16, operator by operator. FSDP casts by a policy of its own."""
+        return self.precision == "bf16" and not self.shards_parameters
+
+    @cached_property
+    def units(self) -> list[list]:
+        """The modules of each unit: the root first, the others in the order of forward."""
+        modules = self.blueprint.modules
+        wrapped = [module for module in modules if module.wrapped and self.strategy not in ("single", "ddp", "zero1")]
+        return [[module for module in modules if module not in wrapped], *([module] for module in wrapped)]
+
+    def make_units(self) -> list[Unit]:
+        return [Unit(m, self.blueprint.tied, self.shards, self.flat, self.compute_itemsize) for m in self.units]
+
+    def persistent(self) -> dict[tuple[str, str], int]:
+        """What a rank keeps from step to step: {(category, name): bytes}."""
+        units = self.make_units()
+        held = sum(unit.shard() for unit in units) * self.itemsize
+        updated = [size for unit in units for size in unit.tensors(trained=True, parts=self.state_shards)]
+        trained = sum(updated) * self.itemsize
+        terms = {("parameters", "parameters"): held}
+        if self.strategy == "ddp":
+            terms["all-reduce buckets", "all-reduce buckets"] = trained
+        for name in STATES[self.optimizer]:
+            terms["optimizer state", name] = len(updated) * STEP_COUNTER if name == "step counters" else trained
+        return terms
+
+    def timeline(self, first: bool = False) -> dict[str, tuple[int, dict]]:
+        """The highest moment of each place of a step: {place: (bytes, {(category, name): bytes})}, in order.
+
+        first: the step in which the optimizer makes its state.
+        """
+        return Step(self, first).run()
+
+    def peak(self, first: bool = False) -> tuple[str, dict]:
+        """(place, {(category, name): bytes}) of the highest moment of a step; of equal ones the last."""
+        moments = self.timeline(first)
+        where = max(reversed(moments), key=lambda place: moments[place][0])
+        return where, moments[where][1]
+
+    def explain(self) -> list[tuple]:
+        """The terms of the peak, the largest first: [((category, name), bytes, its numbers as text), …]."""
+        step = Step(self, first=False)
+        moments = step.run()
+        where = max(reversed(moments), key=lambda place: moments[place][0])
+        largest_first = sorted(moments[where][1].items(), key=lambda item: -item[1])
+        return [(term, size, self._numbers(size, *step.tape.each[term])) for term, size in largest_first]
+
+    def _numbers(self, size: int, numel: int, itemsize: int) -> str:
+        samples = self.blueprint.samples
+        times = size // (numel * itemsize)
+        many = f"{times} × " if times > 1 else ""
+        if numel > samples and numel % samples == 0:
+            return f"{many}{samples:,} samples × {numel // samples:,} numbers × {itemsize} bytes"
+        return f"{many}{numel:,} numbers × {itemsize} bytes" if itemsize > 1 else f"{many}{numel:,} bytes"
+
+    def traffic(self) -> list[dict]:
+        """A step's collectives: [{"kind", "count", "bytes", "ranks"}, …].
+
+        bytes: of the whole tensor, as labkit/measuring/trace.py counts. ranks: how many take part in one.
+        """
+        times = Counter()
+        reductions = self.micro_batches if self.sync == "every" else 1
+        if self.strategy == "ddp":
+            for size in buckets(self):
+                times["all-reduce", size, self.ranks] += reductions
+        for number, unit in enumerate(self.make_units()):
+            if self.strategy in ("zero1", "zero2"):  # the optimizer's parts of the parameters are put together again
+                size = unit.shard(trained=True, parts=self.ranks) * self.ranks * self.itemsize
+                times["reduce-scatter", size, self.ranks] += reductions
+                times["all-gather", size, self.ranks] += 1
+            if not self.shards_parameters:
+                continue
+            gathered = unit.shard() * self.shards * self.compute_itemsize
+            times["all-gather", gathered, self.shards] += self.micro_batches
+            if number and self.reshard != "false":  # the root stays from forward to backward
+                among = self.shards if self.reshard == "true" else int(self.reshard)
+                times["all-gather", gathered, among] += self.micro_batches
+            part = unit.shard(trained=True) * self.itemsize
+            times["reduce-scatter", part * self.shards, self.shards] += reductions
+            if self.replicas > 1:
+                times["all-reduce", part, self.replicas] += reductions
+        return [{"kind": k, "count": n, "bytes": b, "ranks": r} for (k, b, r), n in sorted(times.items()) if n and b]
+
+
+def by_category(terms: dict) -> dict[str, int]:
+    """{category: bytes} of named terms."""
+    sums = Counter()
+    for (category, _), size in terms.items():
+        sums[category] += size
+    return dict(sums)
+
+
+def total(terms: dict) -> int:
+    return sum(terms.values())
+
+
+def buckets(plan: Plan) -> list[int]:
+    """The sizes of DDP's all-reduces, in bytes. A bucket is closed when it has reached its limit."""
+    sizes, filled, limit = [], 0, FIRST_BUCKET
+    for module in reversed(plan.blueprint.modules):
+        arriving = Unit([module], plan.blueprint.tied, 1, False, plan.itemsize).tensors(trained=True)
+        # A bias's gradient is there before its weight's, but not through autocast's casts.
+        if not (plan.autocast and any(name.endswith("bias") for name in module.parameters)):
+            arriving.reverse()
+        for parameter in arriving:
+            filled += parameter * plan.itemsize
+            if filled >= limit:
+                sizes.append(filled)
+                filled, limit = 0, BUCKET
+    return [*sizes, filled] if filled else sizes
+
+
+def plan_of(record: dict) -> Plan:
+    """The plan of a run of mnist_fsdp.py or gpt_fsdp.py, from its record (labkit/measuring/records.py).
+
+    Of the record it takes "script", "config" (every option), "ranks", "device", and "batch_size" of mnist_fsdp.py.
+    UserError where the arithmetic does not reach.
+    """
+    script, config, ranks = record["script"], record["config"], record["ranks"]
+    common = {"ranks": ranks, "on_gpu": record["device"] == "cuda"}
+    common |= {name: config[name] for name in ("strategy", "precision")}
+    if script == "mnist_fsdp.py":
+        wrapped = {name: config[name] for name in ("wrap", "dropout", "min_num_params", "sharding")}
+        return of_mnist(batch=record["batch_size"], **common, **wrapped)
+    shape, reshard = GPT_SHAPES[config["preset"]], config["reshard_after_forward"] or "true"
+    if config["tied"] is not None:
+        shape = replace(shape, tied=config["tied"])
+    return Plan(
+        networks.gpt(shape, *(config[name] for name in ("batch_size", "seq_len", "recompute", "lora"))),
+        replicas=grid(ranks, config["mesh"], reshard)[0],
+        reshard=reshard,
+        micro_batches=config["accumulate"],
+        **{name: config[name] for name in ("optimizer", "sync", "prefetch")},
+        **common,
+    )
+
+
+# Short forms for the MNIST network, as mnist_fsdp.py trains it. wrap: "unit" or "size".
+
+SHAPES = {layer: list(parameters.values()) for layer, parameters in networks.LAYERS.items()}
+
+# Numbers per image: the input, and what the layers put out.
+IMAGE, CONV1, CONV2, POOLED, HIDDEN, CLASSES = 28 * 28, 32 * 26 * 26, 64 * 24 * 24, 64 * 12 * 12, 128, 10
+
+
+def numel(layers) -> int:
+    """How many parameters the layers have together."""
+    return sum(prod(shape) for layer in layers for shape in SHAPES[layer])
+
+
+def units_of(wrap: str, min_num_params: int = 20000) -> list[list[str]]:
+    """The groups of layers that FSDP gathers together, the root (what no other unit took) last."""
+    wrapped = [layer for layer in SHAPES if wrap == "size" and numel([layer]) >= min_num_params]
+    return [[layer] for layer in wrapped] + [[layer for layer in SHAPES if layer not in wrapped]]
+
+
+def shard(strategy: str, layers, ranks: int) -> int:
+    """How many numbers of a unit's parameters one rank holds: see ``sharding.Unit``."""
+    modules = [module for module in networks.mnist().modules if module.name in layers]
+    return Unit(modules, {}, ranks, strategy == "fsdp1", itemsize=4).shard() if modules else 0
+
+
+def of_mnist(
+    strategy, wrap="unit", ranks=1, batch=64, dropout=True, min_num_params=20000, sharding="full", **options
+) -> Plan:
+    """The plan of a run of mnist_fsdp.py.
+
+    batch: images on each rank. sharding: "grad-op" keeps gathered parameters from forward to backward. options:
+    ``Plan``'s.
+    """
+    network = networks.mnist(batch, dropout, min_num_params if wrap == "size" else None)
+    reshard = "true" if sharding == "full" else "false"
+    return Plan(network, strategy, ranks, reshard=reshard, optimizer="adadelta", **options)
+
+
+def persistent(strategy: str, wrap: str, ranks: int, min_num_params: int = 20000, precision: str = "fp32") -> dict:
+    """What a rank holds from step to step: {"parameters", "optimizer state", "all-reduce buckets"}."""
+    plan = of_mnist(strategy, wrap, ranks, 1, min_num_params=min_num_params, precision=precision)
+    return by_category(plan.persistent())
+
+
+def moments(*args, **options) -> dict[str, dict]:
+    """The highest moment of each place of a step, {place: {category: bytes}}; takes the arguments of ``of_mnist``."""
+    timeline = of_mnist(*args, **options).timeline()
+    return {place: by_category(terms) for place, (_, terms) in timeline.items()}
+
+
+def peak(*args, **options) -> tuple[str, dict]:
+    """(which moment, {category: bytes}) of the highest of ``moments``; takes the arguments of ``of_mnist``."""
+    where, terms = of_mnist(*args, **options).peak()
+    return where, by_category(terms)

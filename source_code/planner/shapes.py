@@ -1,0 +1,46 @@
+"""The sizes of the course's GPTs, as numbers: what labkit/training/models.py builds and planner/networks.py reckons with."""
+
+from dataclasses import dataclass
+
+from planner import UserError
+
+
+@dataclass(frozen=True)
+class GPTShape:
+    """The sizes of a GPT.
+
+    Queries have ``heads`` heads, keys and values ``kv_heads``: fewer is grouped-query attention, in which several
+    heads of queries share one of keys and values. ``hidden`` is the width inside the feed-forward part. ``tied``:
+    the embedding's weight is the head's too. UserError where the sizes do not go together.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    vocabulary: int = 256  # bytes
+    tied: bool = False
+
+    def __post_init__(self):
+        if self.width % self.heads:
+            raise UserError(f"a width of {self.width} cannot be shared evenly by {self.heads} heads")
+        if self.width // self.heads % 2:
+            raise UserError(f"a head of {self.width // self.heads} numbers is odd: rotary positions turn pairs of them")
+        if self.heads % self.kv_heads:
+            raise UserError(f"{self.heads} heads of queries cannot share {self.kv_heads} of keys and values evenly")
+
+    @property
+    def kv_width(self) -> int:
+        return self.width // self.heads * self.kv_heads
+
+
+# The course's sizes, and those published for Llama 3 (arXiv:2407.21783, table 3) with its vocabulary.
+GPT_SHAPES = {
+    "tiny": GPTShape(layers=4, width=128, heads=4, kv_heads=2, hidden=384),
+    "small": GPTShape(layers=8, width=512, heads=8, kv_heads=4, hidden=1408),
+    "1b": GPTShape(layers=16, width=2048, heads=32, kv_heads=8, hidden=8192, vocabulary=128256, tied=True),
+    "llama3-8b": GPTShape(layers=32, width=4096, heads=32, kv_heads=8, hidden=14336, vocabulary=128256),
+    "llama3-70b": GPTShape(layers=80, width=8192, heads=64, kv_heads=8, hidden=28672, vocabulary=128256),
+    "llama3-405b": GPTShape(layers=126, width=16384, heads=128, kv_heads=8, hidden=53248, vocabulary=128256),
+}

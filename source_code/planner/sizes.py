@@ -1,0 +1,249 @@
+"""Autograd on sizes: which tensors are alive at each moment, and why. Tensors have a size and a name, and nothing else.
+
+To predict peak memory one must know what is alive, and most of that autograd decides: which tensors wait for
+backward, when they go, how many gradients are there at once. ``Autograd`` is that bookkeeping, recomputation
+included; the operators are in planner/operators.py. Imports no torch.
+
+A tensor lives as long as something refers to it. Python's own reference counting sees to that, here as in
+PyTorch; so a blueprint (planner/networks.py) lets go of its names where the real network does.
+
+Sources: torch.utils.checkpoint (what recomputation keeps), and traces of real steps (labkit/measuring/trace.py).
+"""
+
+from collections import Counter
+from contextlib import suppress
+from math import prod
+
+
+class Storage:
+    """Bytes that are alive as long as this object is."""
+
+    __slots__ = ("size", "tape", "term")
+
+    def __init__(self, tape, category: str, name: str, size: int):
+        self.tape, self.term, self.size = tape, (category, name), size
+        tape.change(self.term, size)
+
+    def __del__(self):
+        self.tape.change(self.term, -self.size)
+
+
+class SizedTensor:
+    """What operators take and make. A view is the same SizedTensor: nothing is copied, so nothing is counted.
+
+    node: the operator whose backward wants its gradient; None if nobody wants it.
+    """
+
+    __slots__ = ("itemsize", "node", "numel", "storage")
+
+    def __init__(self, storage: Storage, numel: int, itemsize: int):
+        self.storage, self.numel, self.itemsize, self.node = storage, numel, itemsize, None
+
+
+class SizedParameter:
+    """A leaf: backward leaves its gradient here, whole."""
+
+    def __init__(self, name: str, shape: tuple, itemsize: int, trained: bool = True):
+        self.name, self.shape, self.itemsize, self.trained = name, shape, itemsize, trained
+        self.numel = prod(shape)
+        self.uses = 0  # by how many operators: each will send a part of the gradient
+        self.parts = 0  # so many have come
+        self.gradient = None
+
+
+class Node:
+    """One operator's backward. run(gradient) → [(receiver, gradient), …]; ``saved`` goes when it has run."""
+
+    __slots__ = ("gradient", "run", "saved")
+
+    def __init__(self, run, saved=()):
+        self.run, self.saved, self.gradient = run, saved, None
+
+
+class Saved:
+    """A tensor that autograd keeps, or, under recomputation, the place where it will be put back."""
+
+    __slots__ = ("frame", "storage")
+
+    def __init__(self, storage, frame=None):
+        self.storage, self.frame = storage, frame
+
+
+class Recomputed:
+    """What recomputation knows of one call: the places to fill, and what the selective kind kept."""
+
+    def __init__(self, again, selective: bool):
+        self.again, self.selective = again, selective
+        self.places, self.filled, self.kept, self.running = [], 0, [], False
+
+
+class AllPutBack(Exception):
+    """Recomputation stops as soon as the last saved tensor is there again."""
+
+
+def _drop(node: Node):
+    """Let go of what an operator has saved; in a function, so that no name of the caller keeps the last of it."""
+    for saved in node.saved:
+        saved.storage = None
+    node.saved = ()
+
+
+WANTED = object()  # stands for an operator, where all that counts is that there is one
+
+
+class Autograd:
+    """Knows what is alive, by (category, name), and the highest moment of each place of the step.
+
+    ``moments``: {place: (bytes, {(category, name): bytes})}; a place is like "backward of block 3". Of equal moments
+    the last.
+    """
+
+    def __init__(self):
+        self.live, self.total = Counter(), 0
+        self.place, self.moments = "start", {}
+        self.each = {}  # term → (numbers, bytes a number) of one tensor of that name
+        self.nodes = []
+        self.made_as = "activations"  # the category of new tensors: "temporary" inside backward
+        self.gradients_as = "gradients"  # the category of parameters' gradients before they are reduced
+        self.when_whole = lambda parameter: None  # called when a parameter's gradient has all its parts
+        self.module = ""  # put before names
+        self.frame = None  # the call under recomputation that is running
+
+    # What is alive
+
+    def change(self, term: tuple[str, str], size: int):
+        self.live[term] += size
+        self.total += size
+        if size > 0 and self.total >= self.moments.get(self.place, (0,))[0]:
+            self._keep_moment()
+
+    def _keep_moment(self):
+        self.moments[self.place] = (self.total, {term: size for term, size in self.live.items() if size})
+
+    def go_to(self, place: str):
+        """Name what is computed from here on. The moment at which it begins is one of its moments."""
+        self.place = place
+        if self.total >= self.moments.get(place, (0,))[0]:
+            self._keep_moment()
+
+    def hold(self, category: str, name: str, size: int, itemsize: int = 1) -> Storage:
+        self.each.setdefault((category, name), (size // itemsize, itemsize))
+        return Storage(self, category, name, size)
+
+    def make(self, name: str, numel: int, itemsize: int, category: str | None = None) -> SizedTensor:
+        storage = Storage(self, category or self.made_as, self.module + name, numel * itemsize)
+        self.each[storage.term] = numel, itemsize
+        return SizedTensor(storage, numel, itemsize)
+
+    def like(self, tensor, name: str) -> SizedTensor:
+        return self.make(name, tensor.numel, tensor.itemsize)
+
+    def given(self, name: str, numel: int, itemsize: int, times: int = 1) -> SizedTensor:
+        """A tensor of the batch, or a constant that the network makes: it needs no gradient. ``times``: of them."""
+        return SizedTensor(self.hold("activations", name, times * numel * itemsize, itemsize), numel, itemsize)
+
+    def gradient_of(self, parameter: SizedParameter) -> SizedTensor:
+        category = self.gradients_as if parameter.uses == 1 else None  # of several parts, their sum is the gradient
+        return self.make(f"gradient of {parameter.name}", parameter.numel, parameter.itemsize, category)
+
+    # What waits for backward
+
+    def save(self, *tensors: SizedTensor) -> list[Saved]:
+        """Keep tensors for backward. Under recomputation: note their places, or put them back."""
+        frame = self.frame
+        if frame is None:
+            return [Saved(tensor.storage) for tensor in tensors]
+        if not frame.running:
+            places = [Saved(None, frame) for _ in tensors]
+            frame.places += places
+            return places
+        for tensor in tensors:
+            frame.places[frame.filled].storage = tensor.storage
+            frame.filled += 1
+        if tensors and frame.filled == len(frame.places):
+            raise AllPutBack
+        return []
+
+    def record(self, out: SizedTensor, run, saved=()) -> SizedTensor:
+        if self.frame and self.frame.running:  # the operators of the first time are still there to run
+            out.node = WANTED
+        else:
+            out.node = Node(run, saved)
+            self.nodes.append(out.node)
+        return out
+
+    def kept(self, compute) -> list[SizedTensor]:
+        """The results of a matrix multiplication or of attention: selective recomputation keeps them."""
+        frame = self.frame
+        if frame is None or not frame.selective:
+            return compute()
+        if frame.running:
+            return frame.kept.pop(0)
+        results = compute()
+        frame.kept.append([SizedTensor(result.storage, result.numel, result.itemsize) for result in results])
+        return results
+
+    def recomputed(self, function, x: SizedTensor, selective: bool = False) -> SizedTensor:
+        """``function(x)``, its saved tensors dropped and computed once more when backward asks for them."""
+        frame = self.frame = Recomputed(None, selective)
+        out = function(x)
+        frame.again = function, SizedTensor(x.storage, x.numel, x.itemsize), x.node is not None
+        self.frame = None
+        return out
+
+    def put_back(self, frame: Recomputed):
+        made_as, module = self.made_as, self.module
+        self.made_as, self.frame, frame.running = "activations", frame, True
+        function, x, wanted = frame.again
+        x.node = WANTED if wanted else None
+        with suppress(AllPutBack):
+            function(x)
+        frame.places = []  # the frame keeps the call's input until the last of its saved tensors has gone
+        self.made_as, self.module, self.frame = made_as, module, None
+
+    def send(self, receiver, gradient: SizedTensor):
+        """A gradient arrives. A second one for the same tensor is added to the first, in a third."""
+        if receiver.gradient is not None:
+            (category, name), size = gradient.storage.term, gradient.storage.size
+            category = self.gradients_as if isinstance(receiver, SizedParameter) else category
+            total = self.hold(category, f"sum of {name}", size, gradient.itemsize)
+            gradient = SizedTensor(total, gradient.numel, gradient.itemsize)
+        receiver.gradient = gradient
+        if isinstance(receiver, SizedParameter):
+            receiver.parts += 1
+            if receiver.parts == receiver.uses:
+                receiver.parts = receiver.uses = 0
+                self.when_whole(receiver)
+
+    def backward(self, loss: SizedTensor):
+        """Run the operators' backwards, the last first."""
+        one = loss.node.gradient = self.like(loss, "gradient of loss")  # its caller holds it until all is done
+        self.made_as = "temporary"
+        while self.nodes:
+            node = self.nodes.pop()
+            if any(saved.storage is None for saved in node.saved):
+                self.put_back(next(saved.frame for saved in node.saved if saved.frame))
+            gradient, node.gradient = node.gradient, None
+            sent = node.run(gradient) or []
+            del gradient
+            _drop(node)
+            while sent:
+                receiver, gradient = sent.pop(0)
+                if receiver is not None:
+                    self.send(receiver, gradient)
+                del gradient, receiver
+        self.made_as = "activations"
+        del one
+
+    def use(self, parameter: SizedParameter):
+        """Note one more operator that will send a part of the gradient; run again for recomputation, it sends none."""
+        if self.frame is None or not self.frame.running:
+            parameter.uses += 1
+
+    def when_backward_passes(self, action):
+        """Call ``action`` when backward comes by this point: between two modules."""
+        self.nodes.append(Node(lambda _: action()))
+
+    def until_backward(self, tensor: SizedTensor):
+        """Some operator saves this constant, which nothing else holds."""
+        self.nodes.append(Node(lambda _: None, self.save(tensor)))

@@ -1,0 +1,147 @@
+"""Walk through one training step on sizes: every micro-batch's forward and backward, then the optimizer. No torch."""
+
+from collections import Counter
+
+from planner.operators import Tape
+from planner.strategies import RULES
+
+WALKED = 3  # of a row of equal modules, so many are walked through at each end
+
+
+def _middle(modules) -> list:
+    """Of a row of many equal modules, those in the middle.
+
+    From one of them to the next every term grows or shrinks by the same, in forward and in backward. So the highest
+    of their moments is at one end of the row, and what the middle ones leave behind can be taken from a neighbour.
+    """
+    row = [module for module in modules if module.wrapped and module.kind == "block"]
+    return row[WALKED:-WALKED]
+
+
+class Step:
+    """One step on sizes: forward and backward of each micro-batch, then the optimizer."""
+
+    def __init__(self, plan, first: bool):
+        self.plan, self.first = plan, first
+        self.tape = Tape(fused=plan.on_gpu, autocast=2 if plan.autocast else None)
+        self.units = plan.make_units()
+        self.skipped = _middle(plan.blueprint.modules)
+        pairs = zip(self.units, plan.units, strict=True)
+        walked = [unit for unit, modules in pairs if not modules or modules[0] not in self.skipped]
+        self.rules = RULES[plan.strategy](plan, self.tape, walked)
+        self.unit_of = {
+            module: unit for unit, modules in zip(self.units, plan.units, strict=True) for module in modules
+        }
+
+    def run(self) -> dict:
+        plan, tape = self.plan, self.tape
+        terms = plan.persistent().items()
+        held = [
+            tape.hold(*term, size, plan.itemsize)
+            for term, size in terms
+            if not (self.first and term[0] == "optimizer state")
+        ]
+        self.held = [tape.given("losses of the step before", 1, plan.itemsize, plan.micro_batches)]
+        self.batch = plan.blueprint.batch(tape, plan.micro_batches, plan.itemsize)
+        # The third micro-batch does what the second did.
+        walked = min(plan.micro_batches, 3)
+        for number in range(walked):
+            self.rules.syncs = plan.sync == "every" or number == walked - 1
+            self.forward_and_backward()
+        tape.go_to("optimizer")
+        if self.first:
+            held += [tape.hold(*term, size) for term, size in terms if term[0] == "optimizer state"]
+        sizes = [size for unit in self.units for size in unit.tensors(trained=True, parts=plan.state_shards)]
+        held.append(
+            tape.hold("temporary", "intermediate results", optimizer_temporary(plan.optimizer, sizes) * plan.itemsize)
+        )
+        return tape.moments
+
+    def forward_and_backward(self):
+        tape, rules, root = self.tape, self.rules, self.units[0]
+        tape.go_to("forward")
+        rules.before_forward(root)
+        tape.when_backward_passes(lambda: rules.after_backward(root))
+        flowing = [self.batch[0]]  # the tensor between two modules, in a list so that no name here keeps it alive
+        self.left_out = {}  # what the skipped modules leave behind in forward
+        self.entered, after = [], []  # what was alive when each module's backward began, and after its forward
+        for module in self.plan.blueprint.modules:
+            if module not in self.skipped:
+                self.call(module, flowing)
+                after.append(Counter(tape.live))
+            elif module is self.skipped[0]:
+                self.leave_out(grown=after[-1] - after[-2])
+        rules.after_forward(root)
+        self.leave_autocast()
+        tape.when_backward_passes(lambda: self.enter("backward", root))
+        tape.go_to("loss")
+        output = flowing.pop()
+        loss = self.plan.blueprint.loss(tape, output, self.batch[1], self.plan.itemsize)
+        self.held.append(loss)
+        if self.plan.blueprint.holds_output:
+            self.held.append(output)
+        del output
+        tape.go_to("backward of the loss")
+        tape.backward(loss)
+
+    def call(self, module, flowing):
+        """One module's forward, with its unit's hooks before and after, and the same for its backward."""
+        tape, rules, unit = self.tape, self.rules, self.unit_of[module]
+        wrapped = unit is not self.units[0]
+        tape.go_to(f"forward of {module.name}")
+        if wrapped:
+            rules.before_forward(unit)
+            tape.when_backward_passes(lambda: rules.after_backward(unit))
+        tape.module = f"{module.kind}: "
+        flowing.append(module.forward(tape, flowing.pop(), self.parameters(module, unit)))
+        tape.module = ""
+        if wrapped:
+            rules.after_forward(unit)
+        tape.when_backward_passes(
+            lambda: self.enter(f"backward of {module.name}", unit if wrapped else None, module.kind)
+        )
+
+    def leave_autocast(self):
+        """Its casts go, but for those that backward needs. So do the skipped modules', where those of the others do."""
+        self.tape.casts = {}
+        for term, storage in list(self.left_out.items()):
+            if self.tape.live[term] == storage.size:
+                del self.left_out[term]
+
+    def leave_out(self, grown: Counter):
+        """Do for all the skipped modules at once what the one before them did: in forward, and later in backward."""
+        tape, count = self.tape, len(self.skipped)
+        self.left_out = {term: tape.hold(*term, size * count) for term, size in grown.items()}
+
+        def backward():
+            self.left_out.clear()
+            gradients = self.entered[-1] - self.entered[-2]
+            self.held += [tape.hold(*term, size * count) for term, size in gradients.items()]
+
+        tape.when_backward_passes(backward)
+
+    def enter(self, place: str, unit, kind: str = ""):
+        self.entered.append(Counter(self.tape.live))
+        self.tape.go_to(place)
+        self.tape.module = f"{kind}: " if kind else ""
+        if unit:
+            self.rules.before_backward(unit)
+
+    def parameters(self, module, unit) -> dict:
+        tied = self.plan.blueprint.tied
+        of_root = {name: parameter for (_, name), parameter in self.units[0].parameters.items()}
+        return {
+            name: of_root[tied[name]] if name in tied else unit.parameters[module, name] for name in module.parameters
+        }
+
+
+def optimizer_temporary(optimizer: str, sizes: list[int]) -> int:
+    """Numbers in the optimizer's intermediate results at their most. sizes: of the tensors it updates, in order."""
+    pairs = list(zip([0, *sizes], sizes, strict=False))  # (the tensor before, this one)
+    if optimizer == "adadelta":  # two a tensor, each of which takes the place of the one before only when it is there
+        return max(max(2 * before + size, before + 2 * size) for before, size in pairs)
+    if optimizer == "adamw":  # foreach: the denominators of all tensors at once
+        return sum(sizes)
+    if optimizer == "adamw-for-loop":  # the square root and the denominator of one, beside the denominator before
+        return max(before + 2 * size for before, size in pairs)
+    return 0

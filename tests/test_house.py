@@ -1,0 +1,110 @@
+"""The map of the source holds: arrows fall from commands to labs to labkit to planner, and none rises."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import planner
+import pytest
+
+SOURCE = Path(planner.__file__).resolve().parents[1]
+FILES = sorted(SOURCE.rglob("*.py"))
+LABS = ("hello", "mnist_fsdp", "gpt_fsdp")
+PAGES = {path.stem for path in SOURCE.glob("*.py")}  # labs and commands
+ROOMS = ("measuring", "running", "training", "teaching")  # each may use those before it
+PLANNER = re.findall(r"^  (\w+) {3}", planner.__doc__, re.MULTILINE)  # likewise
+
+
+def imported(path: Path) -> set[str]:
+    """The modules that a file imports, also in its functions: "torch", "labkit.running.ranks"."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module)
+            inside = SOURCE / node.module.replace(".", "/")
+            names = {alias.name for alias in node.names}
+            found |= {f"{node.module}.{n}" for n in names if (inside / n).exists() or (inside / f"{n}.py").exists()}
+    return found
+
+
+def risen(path: Path) -> list[str]:
+    """What a file imports that the map does not allow it."""
+    floor, room = path.relative_to(SOURCE).parts[0], path.relative_to(SOURCE).parts[1:2]
+    rising = []
+    for module in imported(path):
+        first, second = (module.split(".") + [""])[:2]
+        if floor == "planner":
+            above = first not in sys.stdlib_module_names and first != "planner"
+            order = PLANNER[: PLANNER.index(path.stem)] if path.stem in PLANNER else []
+            above |= first == "planner" and bool(second) and second not in order
+        elif floor == "labkit":
+            above = first in PAGES
+            if first == "labkit" and second in ROOMS and room[0] in ROOMS:
+                above |= ROOMS.index(second) > ROOMS.index(room[0])
+        else:
+            above = path.stem in LABS and first in PAGES
+        if above:
+            rising.append(module)
+    return rising
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_no_arrow_rises(path):
+    assert risen(path) == []
+
+
+def test_every_file_has_a_room():
+    assert {path.name for path in (SOURCE / "labkit").iterdir() if path.name != "__pycache__"} == {
+        "__init__.py",
+        *ROOMS,
+    }
+    assert {path.stem for path in (SOURCE / "planner").glob("*.py")} == {"__init__", *PLANNER}
+
+
+@pytest.mark.parametrize(
+    "place, text",
+    [
+        ("planner/cost.py", "import numpy"),
+        ("planner/cost.py", "from labkit import UserError"),
+        ("planner/sizes.py", "from planner.operators import Tape"),
+        ("labkit/running/ranks.py", "def late():\n    import gpt_fsdp"),
+        ("labkit/measuring/trace.py", "from labkit.running import ranks"),
+        ("mnist_fsdp.py", "import gpt_fsdp"),
+    ],
+)
+def test_a_rising_arrow_is_seen(place, text, tmp_path, monkeypatch):
+    (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / place).write_text(text)
+    for path in FILES:
+        (tmp_path / path.relative_to(SOURCE)).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path.relative_to(SOURCE)).touch()
+    monkeypatch.setitem(globals(), "SOURCE", tmp_path)
+    assert risen(tmp_path / place)
+
+
+def bare(*words: str) -> subprocess.CompletedProcess:
+    """Run a Python that has no packages."""
+    env = {"PATH": os.environ["PATH"]}
+    return subprocess.run(
+        [sys.executable, "-S", *words], cwd=SOURCE, env=env, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_planning_needs_nothing_but_python():
+    assert bare("-c", "import torch").returncode
+    planned = bare("plan.py", "--model", "tiny", "--ranks", "4")
+    assert planned.returncode == 0 and "fits in 80 GiB" in planned.stdout
+
+
+BAD = ["--ranks 0", "--model large", "--ranks many", "--link slow", "--model tiny --simulate", "--model own.py:build"]
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_a_bad_option_is_one_sentence_there_too(words):
+    told = bare("plan.py", *words.split())
+    assert told.returncode == 2 and len(told.stderr.splitlines()) == 1, told.stderr
