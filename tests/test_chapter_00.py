@@ -107,9 +107,12 @@ def test_the_machine_is_described_without_a_gpu_that_is_not_there(monkeypatch):
 
 def test_what_a_lab_would_do_is_what_it_does(monkeypatch):
     monkeypatch.setattr(Lab, "uses_slurm", lambda lab: lab.launcher == "slurm")
-    said = machine.what_a_lab_does(Lab(launcher="slurm", partition="gpu", device="auto"), gpus=False)
+    for where in ("gpus_here", "gpus_of_a_node"):
+        monkeypatch.setattr(machine, where, lambda *partition: 4)
+    said = machine.what_a_lab_does(Lab(launcher="slurm", partition="gpu", device="auto"))
     assert said == "4 ranks, started by srun on partition gpu, computing on the nodes' GPUs"
-    assert "its GPUs" in machine.what_a_lab_does(Lab(launcher="local", device="auto"), gpus=True)
+    assert "its GPUs" in machine.what_a_lab_does(Lab(launcher="local", device="auto"))
+    assert "its CPU" in machine.what_a_lab_does(Lab(launcher="local", device="auto", ranks=5))
     with pytest.raises(UserError):
         Lab(ranks=1)
 

@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ def about(lab) -> str:
         "backends": ", ".join(name for name, there in backends.items() if there)
         + ("" if gpus else " (nccl needs GPUs)" if backends["nccl"] else ""),
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}, {platform.system()}",
-        "the labs": what_a_lab_does(lab, bool(gpus)),
+        "the labs": what_a_lab_does(lab),
     }
     return "\n".join(f"{name:10} {value}" for name, value in rows.items())
 
@@ -112,6 +113,33 @@ def partitions() -> list[str]:
     )
 
 
+def gpus_here() -> int:
+    """How many GPUs PyTorch sees on this machine."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def gpus_of_a_node(partition: str | None) -> int:
+    """How many GPUs a node of the partition (None: of any) has for a job, by Slurm's word: the most of any node.
+
+    None on the practice cluster, whose slots hold no hardware.
+    """
+    if re.search(r"^ClusterName\s*=\s*practice$", _asked("scontrol", "show", "config"), re.M):
+        return 0
+    where = ["-p", partition] if partition else []
+    # As in "gpu:4", "gpu:a100:2,gpu:v100:2" or "gpu:h100:8(S:0-1),shard:16"
+    nodes = _asked("sinfo", "-h", "-o", "%G", *where).splitlines()
+    return max((sum(map(int, re.findall(r"\bgpu(?::[^:,(]+)?:(\d+)", node))) for node in nodes), default=0)
+
+
+def _asked(*words: str) -> str:
+    """What a command of Slurm answers; nothing if it does not (``partitions`` says why)."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        return subprocess.run(words, capture_output=True, text=True, timeout=SINFO_SECONDS).stdout
+    return ""
+
+
 def _slurm_is_in_use() -> bool:
     """Whether somebody has set up this machine for a cluster; packages alone, as for the practice one, do not say so."""
     beside = Path(shutil.which("srun")).resolve().parents[1] / "etc" / "slurm.conf"  # where a site has built its own
@@ -128,14 +156,13 @@ def _slurm() -> str:
         return str(error)
 
 
-def what_a_lab_does(lab, gpus: bool) -> str:
-    """What ``lab.run`` and ``lab.on_ranks`` will do, in words. gpus: whether PyTorch sees any here."""
+def what_a_lab_does(lab) -> str:
+    """What ``lab.run`` and ``lab.on_ranks`` will do, in words."""
+    gpus = lab.device_of() == "cuda"
     if lab.uses_slurm():
         where = f" on partition {lab.partition}" if lab.partition else ""
-        device = "the nodes' CPUs" if lab.device == "cpu" else "the nodes' GPUs"
-        return f"{lab.ranks} ranks, started by srun{where}, computing on {device}"
-    device = "GPUs" if lab.device == "cuda" or (lab.device == "auto" and gpus) else "CPU"
-    return f"{lab.ranks} ranks on this machine, started by python, computing on its {device}"
+        return f"{lab.ranks} ranks, started by srun{where}, computing on the nodes' {'GPUs' if gpus else 'CPUs'}"
+    return f"{lab.ranks} ranks on this machine, started by python, computing on its {'GPUs' if gpus else 'CPU'}"
 
 
 def resident(peak: bool = False) -> int:

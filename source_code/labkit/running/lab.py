@@ -8,21 +8,26 @@
 Where a setting is not given, it comes from the environment, where an instructor can set it for a class:
 
   FSDP_LABS_RANKS, FSDP_LABS_DATASET, FSDP_LABS_DEVICE, and those of labkit/running/launch.py
+
+With the device "auto" a run computes on GPUs where each of its ranks finds one of its own, and else on the CPU: with
+one GPU, single ranks compute on it, and what needs several runs beside it. A notebook never stops for want of GPUs.
 """
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 
 from planner import predict
 
 from labkit import UserError
+from labkit.measuring import machine
 from labkit.running import cells, launch
 
 
 @dataclass(frozen=True)
 class Lab(launch.Cluster):
-    """How the labs of a notebook run. device: "cpu", "cuda", or "auto" (GPUs where there are any)."""
+    """How the labs of a notebook run. device: "cpu", "cuda", or "auto" (GPUs where there are enough)."""
 
     ranks: int = launch.from_environment("RANKS", "4")
     data: str = launch.from_environment("DATASET", "mnist-5k")
@@ -35,13 +40,39 @@ class Lab(launch.Cluster):
             raise UserError(f"FSDP_LABS_RANKS is {self.ranks!r}: give a whole number") from None
         if self.ranks < 2:
             raise UserError(f"{self.ranks} ranks share nothing: the notebooks need at least 2")
+        if self.device not in ("cpu", "cuda", "auto"):
+            raise UserError(f"FSDP_LABS_DEVICE is {self.device!r}: use cpu, cuda or auto")
 
     def __repr__(self):
-        return "\n".join(f"{name:9}  {value}" for name, value in asdict(self).items() if value is not None)
+        lines = [f"{name:9}  {value}" for name, value in asdict(self).items() if value is not None]
+        return "\n".join([*lines, *self._what_auto_means()])
+
+    @cached_property
+    def gpus(self) -> int:
+        """How many GPUs a node offers to a run: of this machine, or of the partition's best node."""
+        if self.device == "cpu":
+            return 0
+        return machine.gpus_of_a_node(self.partition) if self.uses_slurm() else machine.gpus_here()
+
+    def device_of(self, ranks: int | None = None, nodes: int = 1) -> str:
+        """What a run of so many ranks (default: those of the settings) computes on: "cuda" or "cpu"."""
+        if self.device != "auto":
+            return self.device
+        return "cuda" if (ranks or self.ranks) <= self.gpus * nodes else "cpu"
+
+    def _what_auto_means(self) -> list[str]:
+        if self.device != "auto":
+            return []
+        if not self.gpus:
+            return [f"{'':9}  there is no GPU here: all runs compute on the CPU"]
+        few = "1 rank computes" if self.gpus == 1 else f"up to {self.gpus} ranks compute"
+        rest = "as the notebook's runs do" if self.ranks <= self.gpus else "more, as in this notebook, on the CPU"
+        return [f"{'':9}  {few} on a GPU each, {rest}"]
 
     def run(self, script: str, **options) -> dict:
         """Run a lab script with these settings (``launch.run``); options given here come before them."""
-        settings = {"cluster": self, "ranks": self.ranks, "device": self.device}
+        ranks = 1 if options.get("strategy") == "single" else options.get("ranks", self.ranks)
+        settings = {"cluster": self, "ranks": ranks, "device": self.device_of(ranks, options.get("nodes", 1))}
         if script == "mnist_fsdp.py":  # the other labs carry their data with them
             settings["data"] = self.data
         return launch.run(script, **settings | options)
@@ -50,12 +81,16 @@ class Lab(launch.Cluster):
         """What the planner says of the run that ``run`` starts with the same words."""
         ranks = ranks or (1 if options.get("strategy") == "single" else self.ranks)
         config = import_module(Path(script).stem).Config(**options)  # the defaults are the script's
-        about = {"script": script, "config": asdict(config), "ranks": ranks, "device": self.device}
+        about = {"script": script, "config": asdict(config), "ranks": ranks, "device": self.device_of(ranks)}
         if script == "mnist_fsdp.py":
             about["batch_size"] = config.batch_size_of(ranks)
         return predict.plan_of(about)
 
-    def on_ranks(self, function, *arguments, ranks: int | None = None, nodes: int = 1) -> list:
-        """[what ``function(me, *arguments)`` returned on rank 0, on rank 1, …] (``cells.on_ranks``)."""
-        settings = {"ranks": ranks or self.ranks, "nodes": nodes, "device": self.device, "cluster": self}
-        return cells.on_ranks(function, *arguments, **settings)
+    def on_ranks(self, function, *arguments, ranks: int | None = None, nodes: int = 1, **settings) -> list:
+        """[what ``function(me, *arguments)`` returned on rank 0, on rank 1, …] (``cells.on_ranks``).
+
+        settings: ``cells.on_ranks``' others.
+        """
+        ranks = ranks or self.ranks
+        about = {"ranks": ranks, "nodes": nodes, "device": self.device_of(ranks, nodes), "cluster": self}
+        return cells.on_ranks(function, *arguments, **about | settings)

@@ -69,6 +69,8 @@ def run(main, config):
     config: has ``ranks`` (int or None), ``backend`` and ``device``; with ``strategy="single"`` one rank is enough.
     Never returns: the process exits with 0, with 2 after a user's error, with 1 after any other.
     """
+    if config.device == "cpu" or (config.backend == "gloo" and config.device == "auto"):
+        hide_gpus()
     with _failing_tidily():
         if place := placement(dict(os.environ)):
             be_rank(place, main, config)
@@ -294,12 +296,20 @@ def _connected(host, port, is_ours=lambda store: True):
 def device_and_backend(device: str, backend: str) -> tuple[str, str]:
     """("cuda" or "cpu", "nccl" or "gloo") for the wishes given, each of which may be "auto"."""
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() and backend != "gloo" else "cpu"
+        device = "cuda" if backend != "gloo" and torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda, but PyTorch sees no GPU here: use --device cpu, or start on a GPU node")
     if backend == "nccl" and device != "cuda":
         raise UserError("--backend nccl needs GPUs, and PyTorch sees none here: use --backend gloo")
     return device, ("nccl" if device == "cuda" else "gloo") if backend == "auto" else backend
+
+
+def hide_gpus():
+    """Make this process and those it starts one without GPUs: else what chooses a device by itself would take them.
+
+    ``fully_shard`` without a mesh is such a thing. Must come before PyTorch looks for GPUs, which it does once.
+    """
+    os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
 
 
 def _own_device(device: str, local_rank: int) -> torch.device:

@@ -1,0 +1,133 @@
+"""device=cpu is the CPU on every machine; "auto" takes GPUs where each rank finds one, and says what it does."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from commands import call
+from labkit import UserError
+from labkit.measuring import machine
+from labkit.running import launch
+from labkit.running.lab import Lab
+
+BELIEVING = Path(__file__).with_name("believing")
+# A new Python each time: a fork would believe what the process believes that it comes from.
+ENV = os.environ | {"PYTHONPATH": str(BELIEVING), "FSDP_LABS_WARM": "0", "OMP_NUM_THREADS": "1"}
+
+
+def believing(*words, code=0, **env):
+    run = call(sys.executable, *words, env=ENV | env, cwd=launch.SOURCE, timeout=120)
+    assert run.returncode == code, run.stdout + run.stderr
+    return run
+
+
+def test_ranks_believe_in_gpus_unless_they_are_hidden():
+    see = "import torch; print(torch.cuda.is_available(), torch.cuda.device_count(), torch._C._get_accelerator())"
+    assert believing("-c", see).stdout == "True 4 cuda\n"
+    hidden = f"from labkit.running import ranks; ranks.hide_gpus(); {see}"
+    assert believing("-c", hidden).stdout == "False 0 cpu\n"
+
+
+LABS = {
+    "hello": "hello.py --ranks 2",
+    "DDP": "mnist_fsdp.py --ranks 2 --strategy ddp --data mnist-5k --max-steps 1",
+    "FSDP1": "mnist_fsdp.py --ranks 2 --strategy fsdp1 --data mnist-5k --max-steps 1",
+    "FSDP2 offload": "mnist_fsdp.py --ranks 2 --strategy fsdp2 --cpu-offload --data mnist-5k --max-steps 1",
+    "GPT FSDP1": "gpt_fsdp.py --ranks 2 --strategy fsdp1 --max-steps 1",
+    "GPT HSDP": "gpt_fsdp.py --ranks 2 --mesh 2x1 --precision bf16 --recompute full --max-steps 1",
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("words", LABS.values(), ids=LABS)
+def test_labs_stay_on_the_cpu(words):
+    run = believing(*words.split(), "--device", "cpu")
+    assert "cuda" not in run.stdout + run.stderr
+
+
+IN_A_CELL = """
+from labkit.running.lab import Lab
+
+def on_what(me):
+    import torch
+    from torch.distributed.fsdp import fully_shard
+    layer = fully_shard(torch.nn.Linear(4, 4))  # without a mesh, it takes the device that it finds
+    layer(torch.ones(1, 4)).sum().backward()
+    return layer.weight.device_mesh.device_type, me.device.type, torch.cuda.device_count()
+
+print(Lab(device="cpu", launcher="local").on_ranks(on_what, ranks=2))
+"""
+
+
+def test_what_a_cell_shards_without_a_mesh_stays_on_the_cpu():
+    assert believing("-c", IN_A_CELL).stdout == "[('cpu', 'cpu', 0), ('cpu', 'cpu', 0)]\n"
+
+
+# What a notebook's settings choose
+
+
+@pytest.mark.parametrize(
+    ("gpus", "chosen", "words"),
+    [
+        (0, ["cpu", "cpu", "cpu"], "there is no GPU here: all runs compute on the CPU"),
+        (1, ["cuda", "cpu", "cpu"], "1 rank computes on a GPU each, more, as in this notebook, on the CPU"),
+        (2, ["cuda", "cuda", "cpu"], "up to 2 ranks compute on a GPU each, more, as in this notebook, on the CPU"),
+        (4, ["cuda", "cuda", "cuda"], "up to 4 ranks compute on a GPU each, as the notebook's runs do"),
+        (8, ["cuda", "cuda", "cuda"], "up to 8 ranks compute on a GPU each, as the notebook's runs do"),
+    ],
+)
+def test_auto_takes_a_gpu_for_each_rank_or_the_cpu(gpus, chosen, words, monkeypatch):
+    monkeypatch.setattr(machine, "gpus_here", lambda: gpus)
+    lab = Lab(launcher="local", device="auto")
+    assert [lab.device_of(ranks) for ranks in (1, 2, 4)] == chosen
+    assert words in repr(lab)
+    assert [lab.plan("gpt_fsdp.py", ranks=ranks).on_gpu for ranks in (1, 2, 4)] == [one == "cuda" for one in chosen]
+
+    started, called = [], []
+    monkeypatch.setattr(launch, "run", lambda script, **settings: started.append(settings))
+    monkeypatch.setattr("labkit.running.cells.on_ranks", lambda function, **settings: called.append(settings))
+    for options in ({"strategy": "single"}, {"ranks": 2}, {}):
+        lab.run("gpt_fsdp.py", **options)
+    for ranks in (1, 2, None):
+        lab.on_ranks(print, ranks=ranks)
+    for settings in (started, called):
+        assert [one["device"] for one in settings] == chosen
+        assert [one["ranks"] for one in settings] == [1, 2, 4]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_device_that_was_named_is_taken(device, monkeypatch):
+    monkeypatch.setattr(machine, "gpus_here", lambda: 1)
+    lab = Lab(launcher="local", device=device)
+    assert [lab.device_of(ranks) for ranks in (1, 4)] == [device, device]
+    assert "GPU" not in repr(lab)
+
+
+def test_an_unknown_device_is_a_sentence(monkeypatch):
+    monkeypatch.setenv("FSDP_LABS_DEVICE", "gpu")
+    with pytest.raises(UserError, match="'gpu': use cpu, cuda or auto"):
+        Lab()
+
+
+@pytest.mark.parametrize(
+    ("said", "count"),
+    [
+        ("(null)\n", 0),
+        ("gpu:4\n", 4),
+        ("gpu:a100:2(S:0-1)\ngpu:h100:8(S:0-1)\n(null)\n", 8),
+        ("gpu:a100:2,gpu:v100:2,shard:16\n", 4),
+        ("gpu:nvidia_h200:8(S:0,1),nvme:1\n", 8),
+        ("", 0),
+    ],
+)
+def test_gpus_of_a_node_by_slurms_word(said, count, monkeypatch):
+    monkeypatch.setattr(machine, "_asked", lambda *words: said if words[0] == "sinfo" else "ClusterName = campus\n")
+    assert machine.gpus_of_a_node(None) == count
+
+
+def test_the_practice_clusters_slots_are_no_gpus(monkeypatch):
+    monkeypatch.setattr(
+        machine, "_asked", lambda *words: "gpu:4\n" if words[0] == "sinfo" else "ClusterName = practice\n"
+    )
+    assert machine.gpus_of_a_node("gpu") == 0
