@@ -223,6 +223,12 @@ def plan_of(record: dict) -> Plan:
     )
 
 
+def peak_of(record: dict) -> tuple[str, dict]:
+    """(place, {category: bytes}) of the highest moment of a run, from its record: for its device's kernels."""
+    where, terms = plan_of(record).peak()
+    return where, by_category(terms)
+
+
 # Short forms for the MNIST network, as mnist_fsdp.py trains it. wrap: "unit" or "size".
 
 SHAPES = {layer: list(parameters.values()) for layer, parameters in networks.LAYERS.items()}
