@@ -50,7 +50,7 @@ lab: $(READY)           ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab notebooks
 
 notebooks: $(READY)     ## run every notebook again, in place
-	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False \
+	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.coalesce_streams=True \
 	  notebooks/*.ipynb
 
 bench: $(READY)         ## measure ratios: data loaders, and what FSDP costs on one rank

@@ -1,0 +1,119 @@
+"""Be rank 0 of a world that is not there: what one rank of gpt_fsdp.py holds and computes, with nothing to share it.
+
+  python rank_zero.py --preset llama3-8b --ranks 64 --precision bf16 --recompute full --batch-size 1 --seq-len 8192
+  python rank_zero.py --ranks 4 --device cpu --record run.json
+
+One GPU measures what each of many would: tensors, kernels, the allocator and the time to compute are real. The
+collectives send nothing (torch's process group of the kind "fake"), so their time is not in it, what they would bring
+is not there, and the losses mean nothing. The options are gpt_fsdp.py's; --ranks is the size of the world.
+"""
+
+import socket
+import time
+from dataclasses import dataclass
+
+import gpt_fsdp
+import torch
+from labkit import UserError
+from labkit.measuring import limits, meters, records, simulate
+from labkit.running import options, progress, ranks
+from labkit.running.options import leave, option
+from labkit.training import text
+from planner import predict
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Config(gpt_fsdp.Config):
+    """gpt_fsdp.py's options, of which some need the other ranks."""
+
+    ranks: int = option(8, "size of the world", least=2)
+    max_steps: int = option(12, "steps to train: the first 7 watch memory, the others are timed", least=3)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.strategy not in options.SHARDED:
+            raise UserError(
+                f"--strategy {self.strategy} needs no world that is not there: a rank holds the whole model, so run "
+                "gpt_fsdp.py --strategy single (DDP adds the gradients' buckets, as plan.py says)"
+            )
+        if self.checkpoint:
+            raise UserError("there is nothing worth keeping in a checkpoint of a world that is not there: leave it out")
+
+
+def place(config) -> ranks.Rank:
+    """This process as rank 0 of the world."""
+    device, _ = ranks.device_and_backend(config.device, config.backend)
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    return ranks.Rank(0, 0, config.ranks, socket.gethostname(), torch.device(device), "fake")
+
+
+def train(config, me) -> dict:
+    """Train as gpt_fsdp.py does; returns what the meter has measured, as in its record."""
+    tokens = text.load(me.device).train
+    model, flops = gpt_fsdp.build(config, me)
+    optimizer = gpt_fsdp.make_optimizer(model, config)
+    bar = progress.Progress(me, config.max_steps)
+    meter = meters.Meter(model, optimizer, me.device, progress=bar, profile=config.profile, compiled=config.compile)
+    kept = []  # as the lab keeps its losses
+    for inputs, targets in meter.watch(gpt_fsdp.training_batches(tokens, config, me, range(config.max_steps))):
+        kept += gpt_fsdp.train_step(model, optimizer, inputs, targets, config)
+    meter.finish()
+    measured = meter.summary(config.batch_size * config.accumulate * me.world_size)
+    return {"data": {"name": text.NAME}, "batch_size": config.batch_size, **measured, "flops_per_token": flops}
+
+
+def page(record: dict) -> str:
+    """What was measured, beside what the planner says."""
+    plan = predict.plan_of(record)
+    where, terms = predict.peak_of(record)
+    memory, step = record["memory"], record["time"]["step"]
+    lines = [f"rank 0 of {record['ranks']} on {record['hardware']}; nobody else is there, and nothing is sent", ""]
+    if memory["peak"]:
+        lines += [f"{'peak, MiB':20}{'measured':>12}{'planned':>12}"]
+        names = [name for name, size in memory["peak"].items() if size or terms.get(name)]
+        rows = [(name, memory["peak"][name], terms.get(name, 0)) for name in names]
+        rows.append(("all of it", sum(memory["peak"].values()), predict.total(terms)))
+        lines += [f"{name:20}{got / MIB:12,.2f}{told / MIB:12,.2f}" for name, got, told in rows]
+        lines += [f"at: {memory['peak_phase']}, {memory['peak_operator']}; planned: {where}", ""]
+    if memory["allocator"]:
+        told = ", ".join(
+            f"{name} {size / MIB:,.0f} MiB" for name, size in memory["allocator"].items() if name != "retries"
+        )
+        lines.append(f"the allocator, at most: {told}; {memory['allocator']['retries']} retries")
+    counted = [(entry["kind"], entry["count"], entry["bytes"]) for entry in record["traffic"]]
+    same = sorted(counted) == sorted((entry["kind"], entry["count"], entry["bytes"]) for entry in plan.traffic())
+    lines.append(f"the collectives of a step are {'those planned' if same else 'NOT those planned'}")
+    if step:
+        lines.append(
+            f"a step computes for {step['median']:.3g} s ({step['p10']:.3g} to {step['p90']:.3g}), sending nothing"
+        )
+    return "\n".join(lines)
+
+
+def main():
+    config = options.parse(Config, __doc__)
+    begin = time.perf_counter()
+    if config.device == "cpu":
+        ranks.hide_gpus()
+    try:
+        me = place(config)
+        config.grid(me.world_size)
+        limits.check(config, me)
+        simulate.join(config.ranks)
+        result = train(config, me)
+    except UserError as error:
+        leave(str(error))
+    except torch.OutOfMemoryError as error:
+        leave(f"a rank of this run does not fit: {str(error).splitlines()[0]}")
+    result["time"]["elapsed"] = time.perf_counter() - begin
+    record = records.new(__file__, vars(config), me, [me.node]) | result
+    if config.record:
+        records.write(config.record, record)
+    print(page(record))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Rank 0 of a world that is not there holds and sends what rank 0 of a real one does."""
+
+import contextlib
+import re
+
+import pytest
+from commands import script
+from forked import by_value, forked
+from labkit.measuring import records
+from labkit.running.lab import Lab
+
+COMMON = {"device": "cpu", "batch_size": 2, "seq_len": 64, "max_steps": 6}
+CONFIGS = {
+    "FSDP2": {},
+    "FSDP2, kept": {"reshard_after_forward": "false"},
+    "FSDP2, recomputed in bf16": {"precision": "bf16", "recompute": "full"},
+    "FSDP2, LoRA": {"lora": 4},
+    "FSDP1": {"strategy": "fsdp1"},
+    "FSDP1, two micro-batches": {"strategy": "fsdp1", "accumulate": 2, "sync": "last"},
+}
+HSDP = {"HSDP": {"mesh": "2x2"}}
+
+
+def real(me, configs):
+    import gpt_fsdp
+
+    with contextlib.redirect_stdout(None):
+        return {name: gpt_fsdp.train(gpt_fsdp.Config(**COMMON | config), me) for name, config in configs.items()}
+
+
+def alone(ranks, configs):
+    import rank_zero
+    from labkit.measuring import simulate
+
+    simulate.join(ranks)
+    found = {}
+    for name, config in configs.items():
+        about = rank_zero.Config(ranks=ranks, **COMMON | config)
+        found[name] = rank_zero.train(about, rank_zero.place(about))
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_peaks_and_traffic_are_those_of_real_ranks(ranks):
+    configs = CONFIGS | (HSDP if ranks == 4 else {})
+    measured = Lab(launcher="local", ranks=ranks, device="cpu").on_ranks(by_value(real), configs)[0]
+    imagined = forked(alone, ranks, configs)
+    for name in configs:
+        for key in ("peak", "start", "peak_phase", "peak_operator"):
+            assert imagined[name]["memory"][key] == measured[name]["memory"][key], (name, key)
+        assert imagined[name]["traffic"] == measured[name]["traffic"], name
+
+
+def test_the_command_shows_the_plan_beside_it_and_writes_a_record(tmp_path):
+    words = "rank_zero.py --ranks 64 --device cpu --batch-size 2 --seq-len 64 --max-steps 10 --record".split()
+    run = script(*words, tmp_path / "run.json", timeout=60)
+    assert run.returncode == 0, run.stderr
+    measured, planned = re.search(r"all of it +([\d.]+) +([\d.]+)", run.stdout).groups()
+    assert measured == planned and "are those planned" in run.stdout and "sending nothing" in run.stdout
+    record = records.load(tmp_path / "run.json")
+    assert (record["ranks"], record["nodes"], record["backend"]) == (64, 1, "fake")
+    assert f"{sum(record['memory']['peak'].values()) / 2**20:.2f}" == measured
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--strategy ddp", "gpt_fsdp.py --strategy single"),
+        ("--ranks 1", "--ranks must be at least 2"),
+        ("--checkpoint x", "leave it out"),
+        ("--ranks 4 --mesh 3x2", "--mesh 3x2"),
+        ("--preset llama3-405b --ranks 2 --device cpu", "GiB"),
+    ],
+)
+def test_bad_input_is_a_sentence(words, sentence):
+    run = script("rank_zero.py", *words.split())
+    assert run.returncode == 2 and run.stderr.count("\n") == 1 and sentence in run.stderr, run.stderr
