@@ -23,7 +23,7 @@ pip     = $(1)/bin/python -m pip install --quiet --disable-pip-version-check
 install = { $(call pip,$(1)) uv && $(1)/bin/uv pip install --quiet --python $(1)/bin/python $(2); } || \
           { echo "uv cannot install here, so pip does: two minutes"; $(call pip,$(1)) $(2); }
 
-.PHONY: run check test test-cluster test-lowest lab notebooks bench constraints slurm slurm-down help
+.PHONY: run check test test-cluster test-lowest lab notebooks gpu bench constraints slurm slurm-down help
 
 run: $(READY)           ## climb the ladder on this machine: eight runs, a table and a picture
 	cd source_code && ../$(BIN)/python ladder.py $(LADDER)
@@ -50,8 +50,11 @@ lab: $(READY)           ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab notebooks
 
 notebooks: $(READY)     ## run every notebook again, in place
-	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.coalesce_streams=True \
-	  notebooks/*.ipynb
+	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False \
+	  --ExecutePreprocessor.coalesce_streams=True notebooks/*.ipynb
+
+gpu:                    ## what only GPUs can show, in parts of 8 minutes (PART=smoke: one of them; DRY=1: what it would run)
+	cd source_code && $(if $(wildcard $(READY)),../$(BIN)/python,$(PYTHON)) gpu_hour.py $(if $(PART),--part $(PART)) $(if $(DRY),--dry)
 
 bench: $(READY)         ## measure ratios: data loaders, and what FSDP costs on one rank
 	cd source_code && ../$(BIN)/python bench.py

@@ -129,7 +129,7 @@ class _Parser(argparse.ArgumentParser):
 def _argument(field) -> dict:
     """What argparse must be told of one field: its type, choices or switch."""
     kind = field.type
-    if isinstance(kind, types.UnionType):  # ``int | None``: an int that may be left out
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):  # ``int | None``: an int that may be left out
         kind = typing.get_args(kind)[0]
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}

@@ -1,0 +1,347 @@
+"""The GPU hour: what only a machine with GPUs can show, in parts of at most eight minutes.
+
+  python gpu_hour.py                    (make gpu) every part, on all GPUs of this machine
+  python gpu_hour.py --part smoke       (make gpu PART=smoke) one of them
+  python gpu_hour.py --dry              (make gpu DRY=1) what it would run
+  python gpu_hour.py --device cpu       a rehearsal of the same steps on the CPU, with small shapes
+
+It needs no network. Records go to results/reference/<gpu>/, or to --folder; a table says what holds, what does not, and
+by how much. A part that is not through when its time is up goes on from there when it is started again.
+"""
+
+import json
+import math
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pandas
+from labkit import UserError
+from labkit.measuring import machine, records
+from labkit.running import launch
+from labkit.running.options import Options, leave, option, parse
+from planner import predict
+
+SECONDS, LEAST = 8 * 60, 60  # that a part may take; that a step needs to begin
+REFERENCE = launch.SOURCE / "results" / "reference"
+LLAMA = {"precision": "bf16", "batch_size": 1, "seq_len": 8192, "max_steps": 9}
+FORMATS = ("fp32", "bf16", "fp64")
+WAYS = {  # of gpt_fsdp.py, each tried for a few steps
+    "one process": {"strategy": "single"},
+    "DDP": {"strategy": "ddp"},
+    "FSDP1": {"strategy": "fsdp1"},
+    "FSDP1, offload": {"strategy": "fsdp1", "cpu_offload": True},
+    "FSDP2": {},
+    "FSDP2, kept": {"reshard_after_forward": "false"},
+    "FSDP2, offload and clip": {"cpu_offload": True, "clip": 1.0},
+    "FSDP2, prefetch": {"prefetch": 2},
+    "FSDP2, two micro-batches": {"accumulate": 2, "sync": "last"},
+    "FSDP2, LoRA": {"lora": 4},
+    "FSDP2, fused AdamW": {"optimizer": "adamw-fused"},
+    "FSDP2, compiled": {"compile": True},
+    "FSDP2, recomputed, compiled, bf16": {"compile": True, "recompute": "selective", "precision": "bf16"},
+}
+
+
+@dataclass(frozen=True)
+class Config(Options):
+    """What to run. The command line is made from these fields."""
+
+    part: Literal["smoke", "operators", "worlds", "planner", "speed", "notebooks", "tests"] | None = option(
+        None, "which part (default: one after the other)"
+    )
+    dry: bool = option(False, "say what would run, and run nothing")
+    again: bool = option(False, "from the start, though some of it is done")
+    device: Literal["cuda", "cpu"] = option("cuda", "cpu: a rehearsal with small shapes")
+    folder: str | None = option(None, "where records go (default: results/reference/<gpu>)")
+
+    @property
+    def gpus(self) -> int:
+        return machine.gpus_here()
+
+    @property
+    def ranks(self) -> int:
+        """Of runs that take all GPUs; where there is none, as if there were one."""
+        return max(1, self.gpus) if self.device == "cuda" else 2
+
+
+@dataclass(frozen=True)
+class Step:
+    """Some runs of labs, and what is to be said of their records: rows made by ``row``."""
+
+    name: str
+    runs: tuple  # of (script, options)
+    judge: Callable  # (record of each run) → rows
+
+    def lines(self, config) -> list[str]:
+        return [f"python {shlex.join(self.words(config, *run))}" for run in self.runs]
+
+    def words(self, config, script, options) -> list[str]:
+        return [script, *launch.options.arguments(options | {"device": config.device})]
+
+    def do(self, config, seconds) -> list[dict]:
+        return self.judge(*(self.record(config, number, seconds) for number in range(len(self.runs))))
+
+    def record(self, config, number: int, seconds: float) -> dict:
+        """Of one of the runs, which is made."""
+        path = place(config) / f"{slug(self.name)}{f'-{number + 1}' if number else ''}.json"
+        words = [*self.words(config, *self.runs[number]), "--record", str(path)]
+        launch.follow([sys.executable, "-u", *words], timeout=seconds)
+        return records.load(path)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command that holds if it ends with 0."""
+
+    name: str
+    words: tuple
+
+    def lines(self, config) -> list[str]:
+        return [shlex.join(self.words)]
+
+    def do(self, config, seconds) -> list[dict]:
+        printed = launch.follow([sys.executable, "-u", *self.words[1:]], timeout=seconds)
+        return [row("ends well", holds=True, note=printed.splitlines()[-1])]
+
+
+def row(what, measured=None, expected=None, limit=None, holds=None, note="") -> dict:
+    """One thing seen. It holds if it is within ``limit``, relative, of what was expected; without either it is a fact."""
+    off = None if expected in (None, 0) else measured / expected - 1
+    if limit is not None:
+        holds = measured == expected if off is None else abs(off) <= limit
+    return {"what": what, "measured": measured, "expected": expected, "off": off, "holds": holds, "note": note}
+
+
+# What is said of a record
+
+
+def ran(record) -> list[dict]:
+    bad = sum(not math.isfinite(loss) for loss in record["losses"])
+    return [row("losses that are no numbers", bad, 0, limit=0)]
+
+
+def as_planned(record) -> list[dict]:
+    """The tracer's bytes and collectives against the plan."""
+    where, terms = predict.peak_of(record)
+    plan, memory = predict.plan_of(record), record["memory"]
+    found = [row("tracer's peak, bytes", sum(memory["peak"].values()), predict.total(terms), 1e-4, note=where)]
+    for name, size in predict.by_category(plan.persistent()).items():
+        found.append(row(f"as a step begins, {name}, bytes", memory["start"][name], size, 0))
+    counted, planned = (
+        sum(e["count"] * e["bytes"] for e in entries) for entries in (record["traffic"], plan.traffic())
+    )
+    return [*found, row("collectives of a step, bytes", counted, planned, 0)]
+
+
+def allocated(record) -> list[dict]:
+    """The allocator against the plan: what no arithmetic knows is said as a factor."""
+    plan, found = predict.total(predict.peak_of(record)[1]), record["memory"]["allocator"]
+    if not found:  # a rehearsal
+        return as_planned(record)
+    return [
+        row("allocated at the peak, bytes", found["allocated"], plan, 0.02),
+        row("reserved over allocated", found["reserved"] / found["allocated"]),
+        row("reserved over the plan", found["reserved"] / plan),
+        row("retries", found["retries"]),
+        *compute(record),
+    ]
+
+
+def compute(record) -> list[dict]:
+    step = record["time"]["step"]
+    return (
+        [row("seconds a step computes", step["median"], note=f"{step['p10']:.4g} to {step['p90']:.4g}")] if step else []
+    )
+
+
+def step_ratio(one, other) -> list[dict]:
+    first, second = (record["time"]["step"]["median"] for record in (one, other))
+    return [row("step time, the first over the second", first / second)]
+
+
+def rate_ratio(one, other) -> list[dict]:
+    first, second = (record["time"]["samples_per_second"] for record in (one, other))
+    return [row("samples/s, the first over the second", first / second)]
+
+
+def share(*found) -> list[dict]:
+    """How much of what multiplying matrices reaches goes into the model."""
+    return [
+        row("model FLOPs over the measured matmul ceiling", record["model_flops_utilisation"]["value"])
+        for record in found
+    ]
+
+
+# The parts
+
+
+def smoke(config):
+    yield Command("hello", ("python", "hello.py", "--ranks", str(config.ranks), "--device", config.device))
+    for strategy in ("single", "ddp", "fsdp1", "fsdp2"):
+        options = {"strategy": strategy, "data": "mnist-5k", "max_steps": 12} | all_of_them(config, strategy)
+        yield Step(f"mnist {strategy}", (("mnist_fsdp.py", options),), ran)
+    for name, options in WAYS.items():
+        if config.device == "cuda" or ("compile" not in options and name != "FSDP1, offload"):
+            common = {"max_steps": 12} | all_of_them(config, options.get("strategy"))
+            yield Step(f"gpt {name}", (("gpt_fsdp.py", common | options),), ran)
+    if config.ranks % 2 == 0:
+        mesh = {"mesh": f"2x{config.ranks // 2}", "ranks": config.ranks, "max_steps": 12}
+        yield Step("gpt HSDP", (("gpt_fsdp.py", mesh),), ran)
+
+
+def all_of_them(config, strategy) -> dict:
+    return {} if strategy == "single" else {"ranks": config.ranks}
+
+
+def operators(config):
+    for precision in ("fp32", "fp64", "bf16"):
+        options = {"strategy": "single", "precision": precision, "data": "mnist-5k", "max_steps": 6}
+        yield Step(f"mnist planned {precision}", (("mnist_fsdp.py", options),), as_planned)
+    for precision in FORMATS:
+        for recompute in ("none", "selective", "full"):
+            options = {"strategy": "single", "precision": precision, "recompute": recompute, "max_steps": 6}
+            yield Step(f"gpt planned {precision} {recompute}", (("gpt_fsdp.py", options),), as_planned)
+    for optimizer in ("adamw-fused", "adamw-for-loop", "momentum"):
+        options = {"strategy": "single", "optimizer": optimizer, "max_steps": 6}
+        yield Step(f"gpt planned {optimizer}", (("gpt_fsdp.py", options),), as_planned)
+
+
+def worlds(config):
+    tries = {
+        "FSDP2 in 8": {"ranks": 8},
+        "FSDP2 in 64 bf16": {"ranks": 64, "precision": "bf16", "recompute": "full"},
+        "FSDP2 in 8 kept": {"ranks": 8, "reshard_after_forward": "false"},
+        "FSDP1 in 8 bf16": {"ranks": 8, "strategy": "fsdp1", "precision": "bf16"},
+        "HSDP 2x4": {"ranks": 8, "mesh": "2x4"},
+        "LoRA in 8": {"ranks": 8, "lora": 4},
+    }
+    for name, options in tries.items():
+        yield Step(f"world {name}", (("rank_zero.py", {"max_steps": 6} | options),), as_planned)
+
+
+def planner(config):
+    tries = {
+        "8b on 8 selective": {"preset": "llama3-8b", "ranks": 8, "recompute": "selective"},
+        "8b on 8 full": {"preset": "llama3-8b", "ranks": 8, "recompute": "full"},
+        "70b on 64 full": {"preset": "llama3-70b", "ranks": 64, "recompute": "full"},
+    }
+    for name, options in tries.items():
+        common = LLAMA if config.device == "cuda" else {"precision": "bf16", "max_steps": 9, "preset": "tiny"}
+        yield Step(f"planner {name}", (("rank_zero.py", options | common),), allocated)
+
+
+def speed(config):
+    mnist = {"data": "mnist-5k", "max_steps": 60}
+    one = ("mnist_fsdp.py", mnist | {"strategy": "fsdp2", "ranks": 1})
+    yield Step("fsdp2 over the plain loop", (one, ("mnist_fsdp.py", mnist | {"strategy": "single"})), step_ratio)
+    loaders = [("mnist_fsdp.py", mnist | {"strategy": "single", "loader": name}) for name in ("memory", "torchvision")]
+    yield Step("loader memory over torchvision", tuple(loaders), rate_ratio)
+    large = {"preset": "1b", "precision": "bf16", "batch_size": 4, "seq_len": 2048}
+    model = {"strategy": "single", "max_steps": 20, "recompute": "selective"} | (
+        large if config.device == "cuda" else {}
+    )
+    compiled = [("gpt_fsdp.py", model | {"compile": compile}) for compile in (False, config.device == "cuda")]
+    yield Step("1b eager and compiled", tuple(compiled), share)
+
+
+def notebooks(config):
+    for path in sorted((launch.SOURCE.parent / "notebooks").glob("[01]*.ipynb")):
+        words = ("python", "-m", "pytest", "--nbval-lax", "-q", "-p", "no:cacheprovider", f"../notebooks/{path.name}")
+        yield Command(f"notebook {path.name[:2]}", words)
+
+
+def tests(config):
+    words = ("python", "-m", "pytest", "-q", "-m", "not long and not slurm and not browser", "../tests")
+    yield Command("short tests, beside GPUs", words)
+
+
+PARTS = {part.__name__: part for part in (smoke, operators, worlds, planner, speed, notebooks, tests)}
+
+
+# Running them
+
+
+def slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def place(config) -> Path:
+    """The folder of this machine's records."""
+    import torch
+
+    if config.folder:
+        return Path(config.folder).resolve()
+    return REFERENCE / slug(records.hardware(torch.device(config.device)))
+
+
+def run_part(name: str, config) -> list[dict]:
+    """Run what is not done yet of a part, while its time lasts. Returns the rows of all that is done."""
+    path, deadline = place(config) / "rows" / f"{name}.json", time.monotonic() + SECONDS
+    rows = json.loads(path.read_text()) if path.exists() and not config.again else []
+    done = {each["step"] for each in rows}
+    steps = [step for step in PARTS[name](config) if step.name not in done]
+    for number, step in enumerate(steps):
+        left = deadline - time.monotonic()
+        if left < LEAST:
+            note = f"{len(steps) - number} steps of {name} are left: start it again"
+            return [*rows, about(name, step, row("not run, as the part's time is up", holds=False, note=note))]
+        print(f"{name}: {step.name}", flush=True)
+        try:
+            found = step.do(config, left)
+        except UserError as error:  # a failed run is one, too: the others are worth having all the same
+            found = [row("fails", holds=False, note=str(error)[-2000:])]
+        rows += [about(name, step, each) for each in found]
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(rows, indent=1) + "\n")
+    return rows
+
+
+def about(part: str, step, found: dict) -> dict:
+    return {"part": part, "step": step.name} | found
+
+
+def table(rows: list[dict]) -> str:
+    """What holds, what does not, by how much."""
+    shown = pandas.DataFrame(rows, columns=["step", "what", "measured", "expected", "off", "holds", "note"])
+    shown["off"] = [f"{off:+.4%}" if pandas.notna(off) else "" for off in shown["off"]]
+    shown["holds"] = [{True: "yes", False: "NO"}.get(holds, "") for holds in shown["holds"]]
+    shown["note"] = [note.strip().splitlines()[-1][:70] if note.strip() else "" for note in shown["note"]]
+    for name in ("measured", "expected"):
+        shown[name] = [
+            "" if pandas.isna(value) else f"{value:,.6g}" if value % 1 else f"{value:,.0f}" for value in shown[name]
+        ]
+    failed = sum(each["holds"] is False for each in rows)
+    held = sum(each["holds"] is True for each in rows)
+    return f"{shown.to_string(index=False)}\n\n{held} hold, {failed} do not, {len(rows) - held - failed} are facts"
+
+
+def main(config) -> int:
+    names = [config.part] if config.part else list(PARTS)
+    if config.dry:
+        for name in names:
+            print(f"{name}:")
+            for step in PARTS[name](config):
+                print(f"  {step.name}", *(f"      {line}" for line in step.lines(config)), sep="\n")
+        return 0
+    if config.device == "cuda" and not config.gpus:
+        raise UserError("PyTorch sees no GPU here: --dry (make gpu DRY=1) says what it would run on one")
+    records.check_writable(place(config) / "rows.json", "--folder")
+    os.environ.setdefault("FSDP_LABS_DEVICE", "auto" if config.device == "cuda" else "cpu")
+    rows = [each for name in names for each in run_part(name, config)]
+    print(table(rows))
+    return 1 if any(each["holds"] is False for each in rows) else 0
+
+
+if __name__ == "__main__":
+    asked = parse(Config, __doc__)
+    try:
+        sys.exit(main(asked))
+    except UserError as error:
+        leave(str(error))

@@ -1,0 +1,109 @@
+"""The GPU hour, where there is no GPU: what it would run is right, and its steps, rows and table work on the CPU."""
+
+import os
+import re
+import shlex
+from importlib import import_module
+
+import gpu_hour
+import pytest
+from commands import call, script
+from labkit import UserError
+from labkit.running import launch, options
+
+LABS = ("mnist_fsdp.py", "gpt_fsdp.py", "rank_zero.py")
+
+
+def shown(monkeypatch, capsys, gpus, **settings):
+    monkeypatch.setattr(gpu_hour.machine, "gpus_here", lambda: gpus)
+    assert gpu_hour.main(gpu_hour.Config(dry=True, **settings)) == 0
+    return [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("      ")]
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+def test_every_line_is_a_command_that_its_lab_accepts(gpus, monkeypatch, capsys):
+    lines = shown(monkeypatch, capsys, gpus)
+    assert len(lines) == len(set(lines)) > 50
+    for line in lines:
+        python, name, *words = shlex.split(line)
+        assert python == "python"
+        if name in LABS:
+            config = options.parse(import_module(name[:-3]).Config, "", words)
+            assert config.device == "cuda"
+            if name != "rank_zero.py" and config.strategy != "single":  # every GPU has a rank, and every rank a GPU
+                assert config.ranks in (gpus, 1)
+            if getattr(config, "mesh", None):
+                config.grid(config.ranks)
+    assert {line.split()[1] for line in lines} == {*LABS, "hello.py", "-m"}
+    named = {path.name for path in (launch.SOURCE.parent / "notebooks").glob("*.ipynb")}
+    assert named == {name for line in lines for name in re.findall(r"[^/ ]+\.ipynb", line)}
+
+
+def test_make_says_what_it_would_run_in_a_part():
+    run = call("make", "--no-print-directory", "gpu", "PART=planner", "DRY=1", cwd=launch.SOURCE.parent)
+    assert run.returncode == 0, run.stderr
+    assert "rank_zero.py --preset llama3-70b --ranks 64 --recompute full" in run.stdout and "smoke" not in run.stdout
+
+
+def test_without_a_gpu_it_says_so():
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    run = script("gpu_hour.py", "--part", "smoke", env=env)
+    assert run.returncode == 2 and run.stderr.count("\n") == 1 and "--dry" in run.stderr
+
+
+# A part of its own, rehearsed on the CPU
+
+
+def rehearse(monkeypatch, tmp_path, steps, **settings):
+    monkeypatch.setitem(gpu_hour.PARTS, "smoke", lambda config: iter(steps))
+    config = gpu_hour.Config(device="cpu", part="smoke", folder=str(tmp_path), **settings)
+    return gpu_hour.main(config)
+
+
+def gpt(name, **about):
+    return gpu_hour.Step(name, (("gpt_fsdp.py", {"strategy": "single", "max_steps": 6} | about),), gpu_hour.as_planned)
+
+
+def test_a_part_measures_keeps_and_tells(monkeypatch, tmp_path, capsys):
+    failing = gpu_hour.Command("failing", ("python", "hello.py", "--ranks", "no"))
+    assert rehearse(monkeypatch, tmp_path, [gpt("planned"), failing]) == 1
+    printed = capsys.readouterr().out
+    assert re.search(r"planned +tracer's peak, bytes +([\d,]+) +\1 +\+0\.0000% +yes", printed)
+    assert re.search(r"failing +fails .*NO .*--ranks", printed)
+    assert "4 hold, 1 do not, 0 are facts" in printed
+    assert launch.records.load(tmp_path / "planned.json")["script"] == "gpt_fsdp.py"
+
+    # What is done is not done again, unless that is asked for.
+    monkeypatch.setattr(launch, "follow", lambda *_, **__: pytest.fail("run again"))
+    assert rehearse(monkeypatch, tmp_path, [gpt("planned"), failing]) == 1
+    assert "4 hold, 1 do not" in capsys.readouterr().out
+    with pytest.raises(pytest.fail.Exception, match="run again"):
+        rehearse(monkeypatch, tmp_path, [gpt("planned")], again=True)
+
+
+def test_a_part_whose_time_is_up_says_what_is_left(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(gpu_hour, "SECONDS", gpu_hour.LEAST - 1)
+    assert rehearse(monkeypatch, tmp_path, [gpt("first"), gpt("second")]) == 1
+    assert "2 steps of smoke are left: start it again" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("found", "holds"),
+    [
+        (gpu_hour.row("x", 100, 100, 0), True),
+        (gpu_hour.row("x", 101, 100, 0), False),
+        (gpu_hour.row("x", 101, 100, 0.02), True),
+        (gpu_hour.row("x", 97, 100, 0.02), False),
+        (gpu_hour.row("x", 0, 0, 0), True),
+        (gpu_hour.row("x", 1, 0, 0), False),
+        (gpu_hour.row("x", 1.17), None),
+    ],
+)
+def test_a_row_holds_within_its_limit(found, holds):
+    assert found["holds"] is holds
+
+
+def test_a_folder_that_cannot_be_is_refused_first(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="name another --folder"):
+        gpu_hour.main(gpu_hour.Config(device="cpu", folder=str(tmp_path / "file" / "folder")))
