@@ -444,7 +444,7 @@ LAB = "gpt_fsdp.py --mesh 2x2 --precision fp64 --seq-len 32 --batch-size 2 --max
 WAYS = {
     "torchrun": f"{PYTHON} -m torch.distributed.run --standalone --nproc-per-node 4 {LAB}",
     "srun, one task": f"srun -p gpu -N 1 --gres=gpu:4 python {LAB}",
-    "srun, a task a rank": f"srun -p gpu -N 2 --ntasks-per-node=2 --gpus-per-task=1 python {LAB}",
+    "srun, a task a rank": f"srun -p gpu -N 2 --ntasks-per-node=2 --gres=gpu:2 python {LAB}",
 }
 
 

@@ -41,7 +41,7 @@ def losses_of_four(tmp_path_factory):
 WAYS = {
     "torchrun": f"{TORCHRUN} --standalone --nproc-per-node 4 {{lab}}",
     "srun, one task": "srun -p gpu -N 1 --gres=gpu:4 python {lab}",
-    "srun, a task a rank": "srun -p gpu -N 2 --ntasks-per-node=2 --gpus-per-task=1 python {lab}",
+    "srun, a task a rank": "srun -p gpu -N 2 --ntasks-per-node=2 --gres=gpu:2 python {lab}",
     "srun torchrun": (
         "export HOST=127.0.0.1; srun -p gpu -N 2 --ntasks-per-node=1 torchrun --nnodes 2 --nproc-per-node 2"
         " --rdzv-backend c10d --rdzv-endpoint $HOST:{port} {lab}"
@@ -77,7 +77,7 @@ print(alone["ranks"], json.dumps([ran["losses"], queued["losses"]]))
         [sys.executable, "-c", code], cwd=SOURCE, env=slurm, capture_output=True, text=True, timeout=200
     )
     assert run.returncode == 0, run.stderr
-    assert "$ srun --nodes=2 --ntasks-per-node=2 --gpus-per-task=1" in run.stdout
+    assert "$ srun --nodes=2 --ntasks=4 --ntasks-per-node=2 --gres=gpu:2" in run.stdout
     alone, losses_of_both = run.stdout.splitlines()[-1].split(maxsplit=1)
     assert alone == "1"
     for losses in json.loads(losses_of_both):
@@ -387,6 +387,9 @@ def test_nobody_has_started_the_ranks(environ):
         ("127.0.0.[1-2]", "127.0.0.1"),
         ("a1,b2", "a1"),
         ("n[1,3]-ib", "n1-ib"),
+        ("a1,b[2-3]", "a1"),
+        ("rack[1-2]n[01-04]", "rack1n01"),
+        ("b[2-3],a1", "b2"),
     ],
 )
 def test_first_host_without_scontrol(nodelist, first, monkeypatch):
@@ -484,19 +487,31 @@ def test_slurm_that_is_silent_stops_the_run(does, words, stand_in, monkeypatch):
 
 def asked(words: str) -> dict:
     """What srun's words, or a batch job, ask of Slurm."""
-    names = "nodes|ntasks-per-node|gpus-per-task|partition|account|time|wckey"
+    names = "nodes|ntasks|ntasks-per-node|gres|partition|account|time|wckey|qos|mem-per-cpu"
     return dict(re.findall(rf"--({names})=(\S+)", words))
 
 
 @pytest.mark.parametrize("device", ["cpu", "auto"])
 def test_run_and_submit_ask_slurm_for_the_same(device, stand_in, monkeypatch):
-    for name, value in {"PARTITION": "a100", "ACCOUNT": "course", "TIME": "0:30:00"}.items():
+    for name, value in {
+        "PARTITION": "a100",
+        "ACCOUNT": "course",
+        "TIME": "0:30:00",
+        "SRUN": "--qos=class --mem-per-cpu=4G",
+    }.items():
         monkeypatch.setenv(f"FSDP_LABS_{name}", value)
     with pytest.raises(launch.RunFailed, match="no-such-option"):
         launch.run("hello.py", ranks=4, nodes=2, device=device, no_such_option=1)
     job = launch.submit("hello.py", ranks=4, nodes=2, device=device)
-    expected = {"nodes": "2", "ntasks-per-node": "2", "partition": "a100", "account": "course", "time": "0:30:00"}
-    expected |= {} if device == "cpu" else {"gpus-per-task": "1"}
+    expected = {
+        "nodes": "2",
+        "ntasks": "4",
+        "ntasks-per-node": "2",
+        "partition": "a100",
+        "account": "course",
+        "time": "0:30:00",
+    }
+    expected |= {"qos": "class", "mem-per-cpu": "4G"} | ({} if device == "cpu" else {"gres": "gpu:2"})
     assert asked((stand_in / "srun.words").read_text()) == expected
     assert asked(job.handle.paths.submission_file.read_text()) == expected
 

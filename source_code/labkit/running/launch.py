@@ -8,6 +8,10 @@ which an instructor can set for a whole class:
 
   FSDP_LABS_LAUNCHER     auto (Slurm where this machine is set up for one), local, or slurm
   FSDP_LABS_PARTITION, FSDP_LABS_ACCOUNT, FSDP_LABS_TIME      passed to Slurm where set
+  FSDP_LABS_SRUN         a site's own words for srun and the queue: "--qos=class --cpus-per-task=4 --mem-per-cpu=4G"
+
+GPUs are asked for by the node (``--gres``), so that each rank sees all of its node and NCCL can copy from one to the
+next. Of CPUs and memory Slurm gives what the site gives unasked; in a job, ranks share what the job has.
 """
 
 import contextlib
@@ -28,7 +32,7 @@ from tqdm import tqdm
 
 from labkit import UserError
 from labkit.measuring import machine, records
-from labkit.running import options, progress, warm
+from labkit.running import options, progress, slurm, warm
 
 SOURCE = Path(__file__).resolve().parents[2]
 RUNS = SOURCE / "results" / "runs"
@@ -55,6 +59,7 @@ class Cluster:
     partition: str | None = from_environment("PARTITION")
     account: str | None = from_environment("ACCOUNT")
     time: str | None = from_environment("TIME")  # as Slurm writes it: minutes, or hours:minutes:seconds
+    slurm: str | None = from_environment("SRUN")  # a site's own words, each --name or --name=value
 
     def uses_slurm(self) -> bool:
         """Whether to start through Slurm. UserError if it does not answer, or was asked for and is not here."""
@@ -73,26 +78,31 @@ class Cluster:
         return True
 
     def request(self, ranks: int, nodes: int, device: str = "auto") -> dict:
-        """What a run asks of Slurm, {option: value}, by srun or in the queue. device: "cpu" asks for no GPUs."""
+        """What a run asks of Slurm, {option: value or True}, by srun or in the queue. device: "cpu" asks for no GPUs.
+
+        A site's own words come last and win, as in ``--gres=gpu:a100:4`` where GPUs are asked for by their type.
+        """
         if ranks % nodes:
             raise UserError(f"{ranks} ranks cannot be shared evenly by {nodes} nodes")
         options = {
             "nodes": nodes,
-            "ntasks_per_node": ranks // nodes,
-            "gpus_per_task": None if device == "cpu" else 1,
+            "ntasks": ranks,  # said, or the number of the job around a notebook would hold
+            "ntasks-per-node": ranks // nodes,
+            "gres": None if device == "cpu" else f"gpu:{ranks // nodes}",
             "partition": self.partition,
             "account": self.account,
             "time": self.time,
         }
-        return {name: value for name, value in options.items() if value}
+        return {name: value for name, value in options.items() if value} | slurm.site_words(self.slurm)
 
     def srun(self, ranks: int, nodes: int, device: str = "auto") -> list[str]:
-        """The srun words that start one task a rank."""
+        """The srun words that start one task a rank. Run them in ``slurm.environment()``."""
         request = self.request(ranks, nodes, device)
-        words = ["srun", *(f"--{name.replace('_', '-')}={value}" for name, value in request.items()), END_TOGETHER]
-        if "SLURM_JOB_ID" in os.environ:  # a notebook that itself runs inside an allocation shares it with its labs
-            words.append("--overlap")
-        return words
+        in_job = slurm.inside_a_job()
+        if in_job:  # what the job was given, ranks share with the notebook, be it much or little: nothing is asked for
+            request = {name: value for name, value in request.items() if not slurm.CPUS_AND_MEMORY.match(name)}
+        words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in request.items()]
+        return ["srun", *words, END_TOGETHER, *(["--overlap", "--overcommit"] if in_job else [])]
 
 
 def script_words(script: str, ranks: int, record: Path, script_options: dict) -> tuple[list[str], int]:
@@ -170,17 +180,23 @@ def started(words: list[str], ranks: int, nodes: int, device: str, cluster: Clus
 
 
 def follow(command: list[str], on_progress=None, timeout: float = 3600) -> str:
-    """Run a command in source_code/, show its progress, and return what it printed. RunFailed if it fails."""
+    """Run a command in source_code/, show its progress, and return what it printed. RunFailed if it fails.
+
+    timeout: seconds; of what srun starts they count from when the first rank reports, not while Slurm lets it wait.
+    """
     with tempfile.TemporaryDirectory(dir=_made(RUNS), prefix=".progress-") as folder:
         mark, log = Path(folder) / "progress", Path(folder) / "output"
-        environ = os.environ | {progress.VARIABLE: str(mark)}
+        by_slurm = command[0] == "srun"
+        environ = (slurm.environment() if by_slurm else dict(os.environ)) | {progress.VARIABLE: str(mark)}
         with log.open("w") as output:
             process = _start(command, environ, output)
+        queue = slurm.Queue(lambda: slurm.queued_job(log.read_text(errors="replace"))) if by_slurm else None
         with _Bar(on_progress) as bar:
-            _wait(process, lambda: bar(progress.read(mark)), timeout, command)
-        printed = log.read_text(errors="replace").strip()
+            _wait(process, lambda: bar.follow(mark, queue), timeout, command)
+        printed = slurm.without_queueing(log.read_text(errors="replace")).strip()
         if process.returncode:
-            raise RunFailed("\n".join(printed.splitlines()[-OUTPUT_LINES:]) or f"exit code {process.returncode}")
+            end = "\n".join(printed.splitlines()[-OUTPUT_LINES:]) or f"exit code {process.returncode}"
+            raise RunFailed(slurm.explained(command, printed) or end)
         return printed
 
 
@@ -210,16 +226,20 @@ def _made(folder: Path) -> Path:
 
 
 def _wait(process, report, timeout, command):
-    """Wait for a process; on time-out or interruption end it and the ranks it started."""
-    deadline = time.monotonic() + timeout
+    """Wait for a process; on time-out or interruption end it and the ranks it started.
+
+    report: shows how far it is; returns whether the ranks run, which the time-out counts from.
+    """
+    deadline = None
     try:
         while True:
             try:
                 process.wait(0.1)
                 return report()
             except subprocess.TimeoutExpired:
-                report()
-            if time.monotonic() > deadline:
+                if report():
+                    deadline = deadline or time.monotonic() + timeout
+            if deadline and time.monotonic() > deadline:
                 raise RunFailed(f"not finished after {timeout:.0f} s: {shlex.join(command)}")
     finally:
         if process.poll() is None:
@@ -238,7 +258,10 @@ def _signal_all(process, number):
 
 
 class _Bar:
-    """Shows (step, total): to the caller's function, as a line of the notebook, or as a bar in a terminal."""
+    """Shows a run: (step, total) to the caller's function; or as a line of the notebook, or a bar in a terminal.
+
+    The line and the bar also show why Slurm lets a run wait.
+    """
 
     def __init__(self, on_progress):
         self.show = on_progress or (_NotebookLine() if _in_notebook() else _TerminalBar())
@@ -246,9 +269,14 @@ class _Bar:
     def __enter__(self):
         return self
 
-    def __call__(self, where):
-        if where is not None:
+    def follow(self, mark: Path, queue: slurm.Queue | None) -> bool:
+        """Show what is known now. mark: the file of ``progress``. Returns whether the ranks run."""
+        running = queue is None or mark.exists()
+        if (where := progress.read(mark)) is not None:
             self.show(*where)
+        elif not running and hasattr(self.show, "wait") and (reason := queue.reason()):
+            self.show.wait(f"waiting for Slurm ({reason})")
+        return running
 
     def __exit__(self, *error):
         if hasattr(self.show, "close"):
@@ -257,15 +285,21 @@ class _Bar:
 
 class _TerminalBar:
     def __init__(self):
-        self.bar = None
+        self.bar = self.waiting = None
+
+    def wait(self, why):
+        self.waiting = self.waiting or tqdm(bar_format="{desc}, {elapsed}", leave=False)
+        self.waiting.set_description_str(why)
 
     def __call__(self, step, total):
-        self.bar = self.bar or tqdm(total=total, unit="step", leave=False)
+        if self.bar is None:
+            self.close()
+            self.bar = tqdm(total=total, unit="step", leave=False)
         self.bar.update(step - self.bar.n)
 
     def close(self):
-        if self.bar is not None:
-            self.bar.close()
+        for bar in filter(None, (self.bar, self.waiting)):
+            bar.close()
 
 
 def _in_notebook() -> bool:
@@ -282,10 +316,15 @@ class _NotebookLine:
         self.begin, self.line = time.monotonic(), None
 
     def __call__(self, step, total):
+        self.say(f"step {step} of {total}")
+
+    def wait(self, why):
+        self.say(why)
+
+    def say(self, what):
         from IPython.display import display
 
-        text = f"step {step} of {total}, {time.monotonic() - self.begin:.0f} s"
-        content = {"text/plain": text}
+        content = {"text/plain": f"{what}, {time.monotonic() - self.begin:.0f} s"}
         if self.line is None:
             self.line = display(content, raw=True, display_id=True)
         else:
@@ -302,9 +341,10 @@ class Job:
 
     def wait(self, on_progress=None) -> dict:
         """Wait for the end, showing progress. Raises RunFailed with the end of the job's log if it failed."""
+        queue = slurm.Queue(lambda: self.handle.job_id)
         with _Bar(on_progress) as bar:
             while not self.handle.done():
-                bar(progress.read(self.mark))
+                bar.follow(self.mark, queue)
                 time.sleep(0.5)
         try:
             self.handle.results()
@@ -330,9 +370,15 @@ def submit(script: str, *, ranks: int, nodes: int = 1, cluster: Cluster | None =
         job_name=Path(script).stem,
         setup=[f"export {progress.VARIABLE}={shlex.quote(str(mark))}", f"cd {shlex.quote(str(SOURCE))}"],
         srun_args=[END_TOGETHER],
-        **{"time": None, "wckey": None} | request,  # not what submitit asks for unasked, a limit of five minutes
+        nodes=request.pop("nodes"),
+        ntasks_per_node=request.pop("ntasks-per-node"),
+        additional_parameters=request,
+        time=None,  # not what submitit asks for unasked, a limit of five minutes
+        wckey=None,
     )
-    handle = executor.submit(submitit.helpers.CommandFunction([sys.executable, "-u", *words], verbose=False))
+    command = submitit.helpers.CommandFunction([sys.executable, "-u", *words], verbose=False)
+    with slurm.only_the_environment():
+        handle = executor.submit(command)
     print(
         f"$ sbatch {_shown(Path(handle.paths.submission_file))}    # job {handle.job_id}: srun python {shlex.join(words)}"
     )

@@ -1,6 +1,7 @@
 """Show how far a run is: a bar where a person watches, a small file where another process does.
 
-A launcher that wants to know sets FSDP_LABS_PROGRESS to a path; rank 0 then keeps "step total" in that file.
+A launcher that wants to know sets FSDP_LABS_PROGRESS to a path: a rank that starts makes that file, empty, and rank 0
+then keeps "step total" in it.
 A file works the same for local ranks, for srun, and for a batch job on another node of a shared file system.
 """
 
@@ -37,6 +38,12 @@ class Progress:
     def close(self):
         if self.bar:
             self.bar.close()
+
+
+def report():
+    """Say that a rank has started: from here on a launcher counts the time, not while Slurm lets the run wait."""
+    if path := os.environ.get(VARIABLE):
+        Path(path).touch()
 
 
 def read(path: str | Path) -> tuple[int, int] | None:

@@ -34,6 +34,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from labkit import UserError
+from labkit.running import progress
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 RENDEZVOUS_SECONDS = 120  # how long ranks that Slurm started wait for rank 0
@@ -72,6 +73,7 @@ def run(main, config):
     if config.device == "cpu" or (config.backend == "gloo" and config.device == "auto"):
         hide_gpus()
     with _failing_tidily():
+        progress.report()
         if place := placement(dict(os.environ)):
             be_rank(place, main, config)
         else:
@@ -216,10 +218,10 @@ def first_host(nodelist: str) -> str:
         if names.stdout.split():
             return names.stdout.split()[0]
     # scontrol may be missing inside a container
-    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodelist)
-    if not match:
+    first = re.match(r"(?:[^][,]|\[[^][]+\])+(?=,|$)", nodelist)
+    if not first:
         raise UserError(f"cannot read a host name from Slurm's node list {nodelist!r}: set MASTER_ADDR")
-    return "".join(part or "" for part in match.groups())
+    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", first[0])
 
 
 _store = None  # rank 0's server lives as long as the process
@@ -313,7 +315,7 @@ def hide_gpus():
 
 
 def _own_device(device: str, local_rank: int) -> torch.device:
-    """With --gpus-per-task=1 every task sees one GPU and calls it 0, whatever its local rank: hence the modulo."""
+    """The local rank's. Where a site gives each task one GPU, every rank calls its own 0: hence the modulo."""
     return torch.device("cuda", local_rank % torch.cuda.device_count()) if device == "cuda" else torch.device("cpu")
 
 
