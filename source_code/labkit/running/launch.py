@@ -288,7 +288,8 @@ class _TerminalBar:
         self.bar = self.waiting = None
 
     def wait(self, why):
-        self.waiting = self.waiting or tqdm(bar_format="{desc}, {elapsed}", leave=False)
+        if self.waiting is None:
+            self.waiting = tqdm(desc=why, bar_format="{desc}, {elapsed}", leave=False)
         self.waiting.set_description_str(why)
 
     def __call__(self, step, total):
@@ -298,8 +299,9 @@ class _TerminalBar:
         self.bar.update(step - self.bar.n)
 
     def close(self):
-        for bar in filter(None, (self.bar, self.waiting)):
-            bar.close()
+        for bar in (self.bar, self.waiting):
+            if bar is not None:
+                bar.close()
 
 
 def _in_notebook() -> bool:

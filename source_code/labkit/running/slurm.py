@@ -76,9 +76,10 @@ def reason_of(job: str) -> str | None:
     """Why Slurm lets a job wait, in its own word (``Resources``, ``Priority``, …); None if it does not wait."""
     asked = ["squeue", "-h", "-t", "pending", "-j", job, "-o", "%r"]
     try:
-        return subprocess.run(asked, capture_output=True, text=True, timeout=10).stdout.strip() or None
+        reason = subprocess.run(asked, capture_output=True, text=True, timeout=10).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return None
+    return None if reason in ("", "None") else reason  # Slurm says None until it has looked at a new job
 
 
 class Queue:
