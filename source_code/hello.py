@@ -2,7 +2,7 @@
 
   python hello.py                                        starts one rank per GPU, or two on the CPU
   torchrun --standalone --nproc-per-node 4 hello.py
-  srun -p gpu -N 2 --ntasks-per-node=4 --gpus-per-task=1 python hello.py
+  srun -p gpu -N 2 --ntasks-per-node=4 --gres=gpu:4 python hello.py
 
 Run it first on every new machine, and see whether there are as many ranks as you asked for: what is wrong here
 would be wrong, and dearer, in a training run.

@@ -11,6 +11,9 @@ from commands import call
 from labkit import UserError
 from labkit.running import launch, ranks, slurm
 from test_launch import stand_in  # noqa: F401  (a fixture)
+from test_practice_network import linked, networks_allowed  # noqa: F401  (fixtures)
+
+from notebooks import FOLDER, code_cells, read
 
 SOURCE = launch.SOURCE
 
@@ -330,6 +333,41 @@ def test_a_terminal_shows_why_a_run_waits(capsys):
     bar.close()
     shown = capsys.readouterr().err
     assert "waiting for Slurm (Priority), 00:00" in shown and "/6 [" in shown
+
+
+# Notebook 10's ways to start two nodes
+
+WAYS = """
+import os, sys
+from labkit.running import launch
+from labkit.running.lab import Lab
+lab = Lab()
+"""
+
+
+def test_torchrun_meets_at_the_first_node_of_its_job_not_of_the_cluster(linked):  # noqa: F811
+    """On a cluster of two nodes, with the first one busy, a job of one node: it runs on the second, and must end."""
+    (cell,) = (
+        cell.source
+        for cell in code_cells(read(FOLDER / "10_many_nodes.ipynb"))
+        if "torch.distributed.run --nnodes" in cell.source
+    )
+    assert "NODES, RANKS = 2, 4" in cell
+    code = WAYS + cell.replace("NODES, RANKS = 2, 4", "NODES, RANKS = 1, 2")
+    env = linked | {"FSDP_LABS_LAUNCHER": "slurm", "FSDP_LABS_PARTITION": "gpu"}
+    first = call("sinfo", "-hNo", "%N", env=env).stdout.split()[0]
+    words = ["--parsable", f"--nodelist={first}", "--exclusive", "--output=/dev/null", "--wrap", "sleep 600"]
+    busy = call("sbatch", *words, env=env).stdout.strip()
+    try:
+        until(lambda: call("squeue", "-h", "-j", busy, "-o", "%T", env=env).stdout.strip() == "RUNNING")
+        done = call(sys.executable, "-c", code, env=env, cwd=SOURCE, timeout=90)
+    finally:
+        call("scancel", busy, env=env)
+    assert done.returncode == 0, done.stderr
+    commands = [line for line in done.stdout.splitlines() if line.startswith("$ srun ")]
+    assert len(commands) == 2 and all("--partition=gpu" in line for line in commands)
+    assert done.stdout.count("the sum of 1 … 2 over all ranks, by gloo: 3") == 2
+    assert first not in done.stdout
 
 
 # A node list's first name

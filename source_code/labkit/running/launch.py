@@ -95,14 +95,17 @@ class Cluster:
         }
         return {name: value for name, value in options.items() if value} | slurm.site_words(self.slurm)
 
+    def words(self, ranks: int, nodes: int, device: str = "auto") -> list[str]:
+        """The request as srun and sbatch take it."""
+        request = self.request(ranks, nodes, device)
+        return [f"--{name}" if value is True else f"--{name}={value}" for name, value in request.items()]
+
     def srun(self, ranks: int, nodes: int, device: str = "auto") -> list[str]:
         """The srun words that start one task a rank. Run them in ``slurm.environment()``."""
-        request = self.request(ranks, nodes, device)
-        in_job = slurm.inside_a_job()
-        if in_job:  # what the job was given, ranks share with the notebook, be it much or little: nothing is asked for
-            request = {name: value for name, value in request.items() if not slurm.CPUS_AND_MEMORY.match(name)}
-        words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in request.items()]
-        return ["srun", *words, END_TOGETHER, *(["--overlap", "--overcommit"] if in_job else [])]
+        words = self.words(ranks, nodes, device)
+        if slurm.inside_a_job():  # ranks share its CPUs and memory with the notebook, be it much or little
+            words = [word for word in words if not slurm.CPUS_AND_MEMORY.match(word)] + ["--overlap", "--overcommit"]
+        return ["srun", *words, END_TOGETHER]
 
 
 def script_words(script: str, ranks: int, record: Path, script_options: dict) -> tuple[list[str], int]:
@@ -186,11 +189,10 @@ def follow(command: list[str], on_progress=None, timeout: float = 3600) -> str:
     """
     with tempfile.TemporaryDirectory(dir=_made(RUNS), prefix=".progress-") as folder:
         mark, log = Path(folder) / "progress", Path(folder) / "output"
-        by_slurm = command[0] == "srun"
-        environ = (slurm.environment() if by_slurm else dict(os.environ)) | {progress.VARIABLE: str(mark)}
+        environ = slurm.environment() | {progress.VARIABLE: str(mark)}
         with log.open("w") as output:
             process = _start(command, environ, output)
-        queue = slurm.Queue(lambda: slurm.queued_job(log.read_text(errors="replace"))) if by_slurm else None
+        queue = slurm.Queue(lambda: slurm.queued_job(log.read_text(errors="replace"))) if command[0] == "srun" else None
         with _Bar(on_progress) as bar:
             _wait(process, lambda: bar.follow(mark, queue), timeout, command)
         printed = slurm.without_queueing(log.read_text(errors="replace")).strip()

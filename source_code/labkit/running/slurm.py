@@ -23,7 +23,7 @@ TASKS_AROUND = re.compile(
 # Options the course sets itself; each with the setting that is for it, where there is one.
 TAKEN = dict.fromkeys("nodes ntasks ntasks-per-node kill-on-bad-exit overlap overcommit".split())
 TAKEN |= {name: f"FSDP_LABS_{name.upper()}" for name in ("partition", "account", "time")}
-CPUS_AND_MEMORY = re.compile("cpus-per-|mem|exclusive|exact")  # options by which a step asks for a part of its job
+CPUS_AND_MEMORY = re.compile("--(cpus-per-|mem|exclusive|exact)")  # by which a step asks for a part of its job
 QUEUED = re.compile(r"^srun: job (\d+) queued and waiting for resources\n?", re.M)
 GRANTED = re.compile(r"^srun: job \d+ has been allocated resources\n?", re.M)
 ASK_SECONDS = 2  # between two questions to the controller, which has other work
@@ -32,6 +32,15 @@ ASK_SECONDS = 2  # between two questions to the controller, which has other work
 def inside_a_job() -> bool:
     """Whether this process runs in a Slurm job: in a notebook of JupyterHub's, or under salloc."""
     return "SLURM_JOB_ID" in os.environ
+
+
+def nodes(partition: str | None = None) -> int:
+    """How many nodes a run may have: the job's inside a job, else those of the partition (all of them) that answer."""
+    if inside_a_job():
+        return int(os.environ.get("SLURM_JOB_NUM_NODES", 1))
+    asked = ["sinfo", "--noheader", "--responding", "--Node", "--format=%N"]
+    asked += [f"--partition={partition}"] if partition else []
+    return len(set(subprocess.run(asked, capture_output=True, text=True, timeout=30).stdout.split()))
 
 
 def environment() -> dict[str, str]:
