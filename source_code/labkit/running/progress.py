@@ -5,6 +5,7 @@ then keeps "step total" in it.
 A file works the same for local ranks, for srun, and for a batch job on another node of a shared file system.
 """
 
+import contextlib
 import os
 import sys
 import time
@@ -32,7 +33,7 @@ class Progress:
         if self.bar:
             self.bar.update()
         if self.path and (time.monotonic() - self._written > EVERY_SECONDS or self.step == self.total):
-            Path(self.path).write_text(f"{self.step} {self.total}")
+            _write(self.path, f"{self.step} {self.total}")
             self._written = time.monotonic()
 
     def close(self):
@@ -43,7 +44,12 @@ class Progress:
 def report():
     """Say that a rank has started: from here on a launcher counts the time, not while Slurm lets the run wait."""
     if path := os.environ.get(VARIABLE):
-        Path(path).touch()
+        _write(path, "")
+
+
+def _write(path, text: str):
+    with contextlib.suppress(FileNotFoundError):  # no folder: whoever wanted to know has gone, as after sbatch
+        Path(path).write_text(text)
 
 
 def read(path: str | Path) -> tuple[int, int] | None:
