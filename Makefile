@@ -23,7 +23,7 @@ pip     = $(1)/bin/python -m pip install --quiet --disable-pip-version-check
 install = { $(call pip,$(1)) uv && $(1)/bin/uv pip install --quiet --python $(1)/bin/python $(2); } || \
           { echo "uv cannot install here, so pip does: two minutes"; $(call pip,$(1)) $(2); }
 
-.PHONY: run check test test-cluster test-lowest lab notebooks gpu bench constraints slurm slurm-down help
+.PHONY: run check test test-cluster test-lowest lab learner notebooks gpu bench constraints slurm slurm-down help
 
 run: $(READY)           ## climb the ladder on this machine: eight runs, a table and a picture
 	cd source_code && ../$(BIN)/python ladder.py $(LADDER)
@@ -48,6 +48,19 @@ test-lowest: $(LOWEST)/ready    ## arithmetic, equality and memory on the oldest
 
 lab: $(READY)           ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab notebooks
+
+# Where the course is installed once for a class. Beside the copies lie links to the code and the pictures, as the
+# notebooks expect them beside their folder; runs of the labs go there too (labkit/measuring/records.py).
+LEARNER ?= $(HOME)/my-fsdp-labs
+learner:                ## copy the notebooks into a folder of your own, ~/my-fsdp-labs (LEARNER=...); never over your work
+	@mkdir -p "$(LEARNER)/notebooks"
+	@ln -sfn "$(CURDIR)/source_code" "$(CURDIR)/images" "$(LEARNER)/"
+	@for each in notebooks/*.ipynb; do \
+	  [ -e "$(LEARNER)/$$each" ] || install -m 644 "$$each" "$(LEARNER)/$$each" || exit 2; done
+	@echo "The notebooks are in $(LEARNER)/notebooks, for you to change. Open them with"
+	@echo "  $(CURDIR)/$(BIN)/jupyter lab $(LEARNER)"
+	@echo "or in JupyterHub with the kernel FSDP Labs, which this makes once:"
+	@echo "  $(CURDIR)/$(BIN)/python -m ipykernel install --user --name fsdp-labs --display-name 'FSDP Labs'"
 
 notebooks: $(READY)     ## run every notebook again, in place
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False \

@@ -42,7 +42,7 @@ SMALL = {"batch_size": 1, "seq_len": 64}  # little to compute, so that the link 
 RANKS, NODES = 4, 2
 WARM_UP = 2
 RATES = (r"(none|\d+[mg]bit)(,(none|\d+[mg]bit))*", "speeds such as none,1gbit,200mbit")
-REFERENCE = launch.RUNS.parent / "reference"
+REFERENCE = records.RESULTS / "reference"
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,10 @@ A record is a dict with these keys (sizes in bytes, times in seconds):
   tokens_per_second            of all ranks together (GPT)
   model_flops_utilisation      {"flops_per_token", "peak_flops", "peak_of", "value"}: floating-point operations that
                training on a token takes; those a second that a rank can do, and how that was found; the share (GPT)
+
+Records, and whatever else runs write, go to ``RUNS``, which every node must see: to the folder that FSDP_LABS_RUNS
+names; without it to results/runs, or where that belongs to somebody else, as when a class shares one installation, to
+my-fsdp-labs/runs in the home.
 """
 
 import dataclasses
@@ -27,6 +31,7 @@ import os
 import platform
 import shlex
 import sys
+import tempfile
 import uuid
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,6 +42,29 @@ import torch.distributed as dist
 from labkit import UserError
 
 SCHEMA = 1
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+
+
+def _runs() -> Path:
+    if chosen := os.environ.get("FSDP_LABS_RUNS"):
+        return Path(chosen).expanduser().absolute()
+    beside = RESULTS / "runs"
+    ours = os.access(beside if beside.exists() else RESULTS, os.W_OK)
+    return beside if ours else Path.home() / "my-fsdp-labs" / "runs"
+
+
+RUNS = _runs()
+
+
+def made(folder: Path) -> Path:
+    """A folder for runs, made if it is not there. UserError: it cannot be made, or not be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        why = f"runs cannot be written to {folder} ({error.strerror})"
+        raise UserError(f"{why}: set FSDP_LABS_RUNS to a folder of yours that every node can see") from None
+    return folder
 
 
 def new(script: str, config: dict, rank, nodes: list[str]) -> dict:

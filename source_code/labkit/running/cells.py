@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from labkit.measuring import records
 from labkit.running import launch, ranks
 
 
@@ -39,9 +40,8 @@ def on_ranks(
     """
     import cloudpickle  # only a notebook needs it
 
-    launch.RUNS.mkdir(parents=True, exist_ok=True)
     # On a shared file system, so that the ranks of another node find it too
-    with tempfile.TemporaryDirectory(dir=launch.RUNS, prefix=".call-") as folder:
+    with tempfile.TemporaryDirectory(dir=records.made(launch.RUNS), prefix=".call-") as folder:
         (Path(folder) / "function").write_bytes(cloudpickle.dumps((function, arguments)))
         words = ["-m", "labkit.running.cells", folder, str(ranks), device]
         printed = launch.follow(launch.started(words, ranks, nodes, device, cluster), timeout=timeout)

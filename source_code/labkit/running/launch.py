@@ -8,6 +8,7 @@ which an instructor can set for a whole class:
 
   FSDP_LABS_LAUNCHER     auto (Slurm where this machine is set up for one), local, or slurm
   FSDP_LABS_PARTITION, FSDP_LABS_ACCOUNT, FSDP_LABS_TIME      passed to Slurm where set
+  FSDP_LABS_RUNS         where records, logs and checkpoints go (see labkit/measuring/records.py)
   FSDP_LABS_SRUN         a site's own words for srun and the queue: "--qos=class --cpus-per-task=4 --mem-per-cpu=4G"
 
 GPUs are asked for by the node (``--gres``), so that each rank sees all of its node and NCCL can copy from one to the
@@ -35,7 +36,7 @@ from labkit.measuring import machine, records
 from labkit.running import options, progress, slurm, warm
 
 SOURCE = Path(__file__).resolve().parents[2]
-RUNS = SOURCE / "results" / "runs"
+RUNS = records.RUNS
 OUTPUT_LINES = 40  # how much of a failed run's output is shown
 # None on macOS. Looked up now: in a new process a lock may be held for ever, by a thread that was not forked with it.
 PRCTL = getattr(ctypes.CDLL(None), "prctl", None)
@@ -117,18 +118,18 @@ def script_words(script: str, ranks: int, record: Path, script_options: dict) ->
         ranks = 1
     else:
         script_options = {"ranks": ranks} | script_options
-    wanted = {k: _shown(v) if isinstance(v, Path) else v for k, v in (script_options | {"record": record}).items()}
+    wanted = {k: shown(v) if isinstance(v, Path) else v for k, v in (script_options | {"record": record}).items()}
     return [script, *options.arguments(wanted)], ranks
 
 
-def _shown(path: Path) -> str:
+def shown(path: Path) -> str:
     """A path as seen from source_code/, where that is shorter."""
     path = path.resolve()
     return str(path.relative_to(SOURCE)) if path.is_relative_to(SOURCE) else str(path)
 
 
 def new_record(script: str) -> Path:
-    """A path for the next record in results/runs/, in order of time."""
+    """A path for the next record in ``RUNS``, in order of time."""
     return RUNS / f"{datetime.now():%Y%m%d-%H%M%S-%f}-{Path(script).stem}.json"
 
 
@@ -187,7 +188,7 @@ def follow(command: list[str], on_progress=None, timeout: float = 3600) -> str:
 
     timeout: seconds; of what srun starts they count from when the first rank reports, not while Slurm lets it wait.
     """
-    with tempfile.TemporaryDirectory(dir=_made(RUNS), prefix=".progress-") as folder:
+    with tempfile.TemporaryDirectory(dir=records.made(RUNS), prefix=".progress-") as folder:
         mark, log = Path(folder) / "progress", Path(folder) / "output"
         environ = slurm.environment() | {progress.VARIABLE: str(mark)}
         with log.open("w") as output:
@@ -220,11 +221,6 @@ def _start(command, environ, output):
 def _end_with_parent():
     """In a new process: ask Linux to end it with its parent, or a restarted notebook leaves its ranks behind."""
     PRCTL(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def _wait(process, report, timeout, command):
@@ -369,7 +365,7 @@ def submit(script: str, *, ranks: int, nodes: int = 1, cluster: Cluster | None =
     request = cluster.request(ranks, nodes, script_options.get("device", "auto"))
     mark = path.with_suffix(".progress")
     # A folder a job: another cluster, or this one installed anew, gives the same numbers to other jobs.
-    executor = submitit.SlurmExecutor(folder=_made(path.with_suffix(".job")))
+    executor = submitit.SlurmExecutor(folder=records.made(path.with_suffix(".job")))
     executor.update_parameters(
         job_name=Path(script).stem,
         setup=[f"export {progress.VARIABLE}={shlex.quote(str(mark))}", f"cd {shlex.quote(str(SOURCE))}"],
@@ -384,6 +380,6 @@ def submit(script: str, *, ranks: int, nodes: int = 1, cluster: Cluster | None =
     with slurm.only_the_environment():
         handle = executor.submit(command)
     print(
-        f"$ sbatch {_shown(Path(handle.paths.submission_file))}    # job {handle.job_id}: srun python {shlex.join(words)}"
+        f"$ sbatch {shown(Path(handle.paths.submission_file))}    # job {handle.job_id}: srun python {shlex.join(words)}"
     )
     return Job(handle, path, mark)

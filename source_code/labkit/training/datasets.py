@@ -61,7 +61,7 @@ NETWORK_ERRORS = (  # what torchvision's downloader raises; RuntimeError is its 
 
 
 class Unreachable(Exception):
-    """No mirror gave the files. Its text is the reason."""
+    """No mirror gave the files, or there is nowhere to put them. Its text is the reason."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,10 +102,10 @@ def files(name: str, root=None) -> list[Path]:
 def prepare(choice: str = "auto", root=None) -> str:
     """Make the data usable on this machine and return the name of the set: "mnist" or "mnist-5k".
 
-    "mnist" fetches what is missing; "auto" does too, and takes mnist-5k where no mirror can be reached, with a
-    line on stderr that says so. Call it once, before the ranks start or on one of them, and tell the others the
+    "mnist" fetches what is missing; "auto" does too, and takes mnist-5k where no mirror can be reached or ``root``
+    cannot be written, with a line on stderr that says so. Call it once, before the ranks start or on one of them, and tell the others the
     name. It is safe where all call it at once: one fetches, the others wait for it.
-    UserError: a file is damaged or unreadable, ``root`` cannot be written, or nothing usable can be had.
+    UserError: a file is damaged or unreadable, or nothing usable can be had.
     """
     if choice not in ("auto", *NAMES):
         raise UserError(f"there is no data set {choice!r}: choose auto, mnist or mnist-5k")
@@ -241,7 +241,7 @@ def _parse_idx(path: Path, data: bytes) -> torch.Tensor:
 
 
 def _fetch(raw: Path):
-    """Fetch what is missing in ``raw``, one process at a time. Unreachable; UserError: cannot write there."""
+    """Fetch what is missing in ``raw``, one process at a time. Unreachable; UserError: another takes too long."""
     from torchvision.datasets import MNIST  # takes a second, so before the lock
 
     try:
@@ -255,7 +255,7 @@ def _fetch(raw: Path):
         raise UserError(f"{why}: wait for it or end it, and try again") from None
     except (OSError, NotImplementedError) as error:  # NotImplementedError: a file system without locks
         why = getattr(error, "strerror", None) or error
-        raise UserError(f"MNIST is not in {raw}, and that folder cannot be written ({why}): {REMEDY}") from None
+        raise Unreachable(f"{raw} cannot be written: {why}") from None
 
 
 def _download(missing, raw: Path, mirrors):

@@ -1,0 +1,128 @@
+"""One installation serves a class: who may not write into it opens, runs and checks everything all the same."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import call
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+# The superuser may write anywhere. Without that power, permissions hold for root as for any user.
+AS_A_LEARNER = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"] if os.geteuid() == 0 else []
+OURS = ("FSDP_LABS_", "JUPYTER_", "XDG_", "MPL", "PYTEST_")  # settings of whoever runs the tests
+
+
+@pytest.fixture(scope="module")
+def course(tmp_path_factory):
+    """A copy of this checkout in which nobody may write. Afterwards: nobody has."""
+    folder = tmp_path_factory.mktemp("shared") / "course"
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        if (CHECKOUT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(CHECKOUT / name, folder / name)
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o555)
+    before = listing(folder)
+    yield folder
+    assert listing(folder) == before
+
+
+def listing(folder: Path) -> dict:
+    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*")}
+
+
+@pytest.fixture
+def learner(course, tmp_path):
+    """A function that runs a command as somebody with a home of their own, in a folder of the course."""
+    (tmp_path / "home").mkdir()
+    env = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+    env |= {"HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+
+    def run(*words, folder="source_code", **variables):
+        done = call(*AS_A_LEARNER, *words, cwd=course / folder, env=env | variables, timeout=300)
+        return done.returncode, done.stdout + done.stderr
+
+    code, said = run("touch", "mine")
+    assert code and "Permission denied" in said  # or nothing below would prove anything
+    run.home = tmp_path / "home"
+    run.runs = run.home / "my-fsdp-labs" / "runs"
+    return run
+
+
+STAND_IN = "cannot be written: Permission denied): using mnist-5k"
+COMMANDS = {
+    "hello.py --ranks 2": "as it should be",
+    "mnist_fsdp.py --data auto --ranks 2 --max-steps 1": STAND_IN,
+    "gpt_fsdp.py --ranks 2 --max-steps 1": "after step 1",
+    "plan.py --model tiny --ranks 4 --simulate": "simulated",
+    "prepare_data.py": "4,000 training and 1,000 test images, verified",
+    "trial.py --every 45": "record: {runs}/trial-",
+    "ladder.py --data auto --epochs 1 --ranks 2 --batch-size 200": "Tables, picture and records: {runs}/ladder-",
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("words", COMMANDS)
+def test_every_command_runs_and_writes_into_the_home(words, learner):
+    code, said = learner(sys.executable, *words.split())
+    assert code == 0 and COMMANDS[words].format(runs=learner.runs) in said, said
+    assert (STAND_IN in said) == ("auto" in words or "prepare" in words)
+    assert ("{runs}" in COMMANDS[words]) == any(learner.runs.glob("*")), said
+
+
+def test_where_runs_go_is_a_setting(learner, tmp_path):
+    code, said = learner(sys.executable, "-c", "from labkit.running import launch; print(launch.RUNS)")
+    assert (code, said) == (0, f"{learner.runs}\n")
+    asked = {"FSDP_LABS_RUNS": str(tmp_path / "scratch")}
+    assert learner(sys.executable, "trial.py", "--every", "99", **asked)[0] == 0
+    assert list((tmp_path / "scratch").glob("trial-*.json")) and not learner.runs.exists()
+
+
+def test_a_home_that_cannot_be_written_is_one_sentence(course, learner):
+    words = ("ladder.py", "--epochs", "1", "--ranks", "2", "--batch-size", "200")
+    code, said = learner(sys.executable, *words, HOME=str(course))
+    sentence = f"ladder.py: runs cannot be written to {course}/my-fsdp-labs/runs (Permission denied): set FSDP_LABS_RUNS"
+    assert code == 2 and sentence in said and "Traceback" not in said, said
+
+
+NBVAL = (sys.executable, "-m", "pytest", "-q", "--nbval-lax")
+
+
+@pytest.mark.long
+def test_notebooks_are_checked_in_place(learner):
+    code, said = learner(*NBVAL, "notebooks/00_start_here.ipynb", folder=".")
+    assert code == 0 and "warning" not in said, said
+    assert list(learner.runs.glob("*-mnist_fsdp.json"))
+
+
+@pytest.mark.long
+def test_notebooks_are_copied_and_run_in_the_copy(learner):
+    """With one that writes a file of its own."""
+    assert learner("make", "-s", "learner", folder=".")[0] == 0
+    mine = learner.home / "my-fsdp-labs"
+    code, said = learner(*NBVAL, "-c", "pyproject.toml", mine / "notebooks" / "11_plan_before_you_train.ipynb", folder=".")
+    assert code == 0, said
+    assert list(learner.runs.glob("*")) and (mine / "notebooks" / "../images/ladder.png").exists()
+
+
+def test_a_copy_is_never_written_over(learner):
+    code, said = learner("make", "-s", "learner", folder=".")
+    mine = learner.home / "my-fsdp-labs" / "notebooks"
+    assert code == 0 and str(mine) in said
+    assert {path.name for path in mine.iterdir()} == {path.name for path in (CHECKOUT / "notebooks").glob("*.ipynb")}
+    with (mine / "00_start_here.ipynb").open("a") as notebook:
+        notebook.write("\n")
+    (mine / "01_ddp.ipynb").unlink()
+    changed = (mine / "00_start_here.ipynb").read_text()
+    assert learner("make", "-s", "learner", folder=".")[0] == 0
+    assert (mine / "00_start_here.ipynb").read_text() == changed and (mine / "01_ddp.ipynb").exists()
