@@ -91,7 +91,9 @@ def test_where_runs_go_is_a_setting(learner, tmp_path):
 def test_a_home_that_cannot_be_written_is_one_sentence(course, learner):
     words = ("ladder.py", "--epochs", "1", "--ranks", "2", "--batch-size", "200")
     code, said = learner(sys.executable, *words, HOME=str(course))
-    sentence = f"ladder.py: runs cannot be written to {course}/my-fsdp-labs/runs (Permission denied): set FSDP_LABS_RUNS"
+    sentence = (
+        f"ladder.py: runs cannot be written to {course}/my-fsdp-labs/runs (Permission denied): set FSDP_LABS_RUNS"
+    )
     assert code == 2 and sentence in said and "Traceback" not in said, said
 
 
@@ -110,7 +112,9 @@ def test_notebooks_are_copied_and_run_in_the_copy(learner):
     """With one that writes a file of its own."""
     assert learner("make", "-s", "learner", folder=".")[0] == 0
     mine = learner.home / "my-fsdp-labs"
-    code, said = learner(*NBVAL, "-c", "pyproject.toml", mine / "notebooks" / "11_plan_before_you_train.ipynb", folder=".")
+    code, said = learner(
+        *NBVAL, "-c", "pyproject.toml", mine / "notebooks" / "11_plan_before_you_train.ipynb", folder="."
+    )
     assert code == 0, said
     assert list(learner.runs.glob("*")) and (mine / "notebooks" / "../images/ladder.png").exists()
 
