@@ -1,27 +1,26 @@
-"""Simulate a step of gpt_fsdp.py, on one rank of a world that is not there.
+"""Simulate a step of gpt_fsdp.py or mnist_fsdp.py, on one rank of a world that is not there.
 
 Used by plan.py --simulate; labkit/measuring/simulate.py does the work, on tensors without memory.
 """
 
 import gpt_fsdp
+import mnist_fsdp
 import torch
 from labkit import UserError
 from labkit.measuring import simulate
+from labkit.measuring.gpu_operators import GpuOperators
 from labkit.running.ranks import Rank
 from labkit.training import models
 from planner.shapes import GPTShape
 
 
-def gpt(ranks: int, shape: GPTShape | None = None, **options) -> dict:
+def gpt(ranks: int, shape: GPTShape | None = None, gpu: GpuOperators | None = None, workspaces=True, **options) -> dict:
     """A step with the options of gpt_fsdp.py, on rank 0 of ``ranks``: what ``simulate.step`` returns.
 
-    shape: another than the preset's. Joins the world at the first call; a process can be in one only.
+    shape: another than the preset's. gpu, workspaces: see ``simulate.step``.
     """
     config = gpt_fsdp.Config(**options)
-    if config.strategy == "ddp":
-        raise UserError("DDP cannot be simulated: it looks inside the tensors; choose fsdp1 or fsdp2")
-    simulate.join(ranks)
-    me = Rank(0, 0, ranks, "imagined", torch.device("cpu"), "fake")
+    me = join(config, ranks)
 
     def setup():
         model = with_default(config.dtype, lambda: models.GPT(shape or config.shape))
@@ -43,7 +42,38 @@ def gpt(ranks: int, shape: GPTShape | None = None, **options) -> dict:
 
         return model, optimizer, (tokens, torch.zeros_like(tokens)), train
 
-    return simulate.step(setup)
+    return simulate.step(setup, gpu, workspaces)
+
+
+def mnist(ranks: int, gpu: GpuOperators | None = None, workspaces=True, **options) -> dict:
+    """The same with the options of mnist_fsdp.py."""
+    config = mnist_fsdp.Config(**options)
+    me = join(config, ranks)
+
+    def setup():
+        model = with_default(config.dtype, lambda: models.Net(config.dropout))
+        if config.strategy != "single":
+            with simulate.ranks_are_real():
+                model = mnist_fsdp.parallelize(model, config, me)
+        optimizer = torch.optim.Adadelta(model.parameters(), lr=config.lr)
+        size = config.batch_size_of(ranks)
+        images, labels = torch.zeros(size, 1, 28, 28, dtype=config.dtype), torch.zeros(size, dtype=torch.long)
+        kept = []
+
+        def train(images, labels):
+            kept.append(mnist_fsdp.train_step(model, optimizer, images, labels, config))
+
+        return model, optimizer, (images, labels), train
+
+    return simulate.step(setup, gpu, workspaces)
+
+
+def join(config, ranks: int) -> Rank:
+    """This process becomes rank 0 of a world of ``ranks``."""
+    if config.strategy == "ddp":
+        raise UserError("DDP cannot be simulated: it looks inside the tensors; choose fsdp1 or fsdp2")
+    simulate.join(ranks)
+    return Rank(0, 0, ranks, "imagined", torch.device("cpu"), "fake")
 
 
 def with_default(dtype: torch.dtype, make):

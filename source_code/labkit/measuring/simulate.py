@@ -2,6 +2,7 @@
 
   simulate.join(128)                       this process becomes rank 0 of 128; collectives send nothing
   memory = simulate.step(setup)            trace one training step by the tracer that also measures real ones
+  memory = simulate.step(setup, gpu)       with a GPU's operators (gpu_operators.py)
   with simulate.ranks_are_real(): …        inside setup, around what makes device meshes
 
 What comes out is *simulated*, never measured: FSDP, autograd and the optimizer ran, and allocated nothing.
@@ -22,20 +23,25 @@ from torch.distributed.tensor import _dispatch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from labkit.measuring.gpu_operators import GpuOperators, GpuTrace
 from labkit.measuring.trace import CATEGORIES, StepTrace, peak
 
 
 def join(world_size: int):
-    """Make this process rank 0 of a world of that size in which nobody else is."""
+    """Make this process rank 0 of a world of that size in which nobody else is. It leaves the one before."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
 
 
-def step(setup) -> dict:
+def step(setup, gpu: GpuOperators | None = None, workspaces: bool = True) -> dict:
     """Trace a steady training step on rank 0 of the world that was joined.
 
     setup: called with no arguments and no memory, returns (model, optimizer, batch, train); ``batch`` is a tuple of
     tensors, and ``train(*batch)`` is one step, forward to ``zero_grad``. It must make its tensors itself, and its
     device meshes (``fully_shard`` may make one too) before, outside, or in ``ranks_are_real()``.
+
+    gpu: a GPU's operators instead of the CPU's. workspaces: count what these allocate inside them, too.
 
     Returns what a record has under "memory" and "traffic": {"peak": {category: bytes}, "peak_phase",
     "peak_operator", "start", "timeline", "traffic": [{"kind", "count", "bytes"}, …]}.
@@ -45,11 +51,13 @@ def step(setup) -> dict:
     cached = mock.patch.object(_dispatch, "_are_we_tracing", return_value=False)
     with FakeTensorMode(allow_non_fake_inputs=True), _Counters(), cached:
         model, optimizer, batch, train = setup()
-        train(*batch)  # makes the optimizer's state
-        trace = StepTrace(model, optimizer, torch.device("meta"))  # where fake tensors have their storage
-        trace.batch = batch
-        with trace:
-            train(*batch)
+        about = model, optimizer, torch.device("meta")  # where fake tensors have their storage
+        trace = GpuTrace(gpu, workspaces, *about) if gpu else StepTrace(*about)
+        with gpu or contextlib.nullcontext():
+            train(*batch)  # makes the optimizer's state
+            trace.batch = batch
+            with trace:
+                train(*batch)
     timeline = trace.timeline()
     highest, _ = peak(timeline)
     return {
