@@ -4,7 +4,8 @@ It needs only the standard library, and imports nothing of this course. From the
 
   shapes       the sizes of the course's models
   sizes        autograd on sizes: what is alive when
-  operators    what each operator keeps for backward, and makes
+  attention    what attention keeps for backward, and makes, kernel by kernel
+  operators    what each other operator keeps, and makes
   networks     the course's networks, as operators on sizes
   strategies   what DDP, ZeRO and FSDP gather, free and reduce around each unit
   step         one training step, walked through

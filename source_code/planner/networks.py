@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 
-from planner.operators import INT64, Tape
+from planner.attention import INT64, Heads
+from planner.operators import Tape
 from planner.shapes import GPTShape
 from planner.sizes import SizedParameter, SizedTensor
 
@@ -128,7 +129,7 @@ def gpt(shape: GPTShape, batch: int, length: int, recompute: str = "none", lora:
 
     def call_block(tape, x, p):
         def block(x):
-            return _block(tape, x, p, shape, batch * shape.heads * length)
+            return _block(tape, x, p, Heads(batch, shape.heads, shape.kv_heads, length))
 
         return block(x) if recompute == "none" else tape.recomputed(block, x, selective=recompute == "selective")
 
@@ -199,18 +200,19 @@ def _block_parameters(shape: GPTShape, lora: int | None) -> dict[str, tuple]:
     }
 
 
-def _block(tape: Tape, x: SizedTensor, p: dict, shape: GPTShape, rows: int) -> SizedTensor:
-    """models.py's Block, Attention and FeedForward. rows: of the attention's matrix, batch × heads × length."""
-    x = tape.add(x, _attention(tape, tape.rms_norm(x, p["attention_norm.weight"]), p, rows), "after attention")
+def _block(tape: Tape, x: SizedTensor, p: dict, heads: Heads) -> SizedTensor:
+    """models.py's Block, Attention and FeedForward."""
+    x = tape.add(x, _attention(tape, tape.rms_norm(x, p["attention_norm.weight"]), p, heads), "after attention")
     return tape.add(x, _feed_forward(tape, tape.rms_norm(x, p["feed_forward_norm.weight"]), p), "block's result")
 
 
-def _attention(tape, x, p, rows):
-    query, key, value = (_projection(tape, x, p, name) for name in ("query", "key", "value"))
+def _attention(tape, x, p, heads):
+    projected = (_projection(tape, x, p, name) for name in ("query", "key", "value"))
+    query, key, value = (tape.split_heads(projection, heads) for projection in projected)
     rotated_query, rotated_key = tape.rotate(query, "query"), tape.rotate(key, "key")
     del query, key
-    mixed = tape.attention(rotated_query, rotated_key, value, rows)
-    return tape.linear(mixed, p["output.weight"])
+    mixed = tape.attention(rotated_query, rotated_key, value, heads)
+    return tape.linear(tape.join_heads(mixed, heads), p["output.weight"])
 
 
 def _projection(tape, x, p, name):

@@ -1,6 +1,6 @@
 """The operators of the course's networks, on sizes (planner/sizes.py): what each makes, keeps, and does in backward.
 
-They agree with PyTorch on the CPU to within a few numbers. Imports no torch.
+They agree with PyTorch's on the CPU, and with those that it chooses for a GPU, to within a few numbers. Imports no torch.
 
 Sources: PyTorch's derivatives.yaml (what is saved), autocast's lists of operators (what is cast), and traces of real
 steps (labkit/measuring/trace.py).
@@ -8,9 +8,9 @@ steps (labkit/measuring/trace.py).
 
 from functools import partial
 
+from planner import attention
+from planner.attention import FP32, INT64, Heads
 from planner.sizes import Autograd, Saved, SizedParameter, SizedTensor, Storage
-
-INT64, FP32 = 8, 4
 
 
 class Cast(SizedTensor):
@@ -31,13 +31,14 @@ class Tape(Autograd):
     bytes; where a docstring gives shapes, they are those of the operator's tensors in PyTorch.
     """
 
-    def __init__(self, fused: bool = False, autocast: int | None = None):
+    def __init__(self, fused=False, autocast: int | None = None, workspaces=False, torch: tuple[int, int] = (2, 15)):
         """fused: a GPU's kernels, where a norm and its backward are one operator each.
 
-        autocast: bytes a number in which autocast multiplies matrices; None: there is no autocast.
+        autocast: bytes a number in which autocast multiplies matrices; None: there is no autocast. workspaces: count
+        what these kernels allocate inside them. torch: the version whose choice of attention it is.
         """
         super().__init__()
-        self.fused, self.autocast = fused, autocast
+        self.fused, self.autocast, self.workspaces, self.torch = fused, autocast, workspaces, torch
         self.casts = {}  # parameter → its Cast: autocast keeps those of trained parameters until it is left
 
     def put_back(self, frame):
@@ -49,9 +50,9 @@ class Tape(Autograd):
         if x.itemsize == itemsize:
             return x
         out = self.make(name, x.numel, itemsize)
-        return self._passing_on(x, out, f"gradient of {name}")
+        return self.passing_on(x, out, f"gradient of {name}")
 
-    def _passing_on(self, x: SizedTensor, out: SizedTensor, name: str, saved=()) -> SizedTensor:
+    def passing_on(self, x: SizedTensor, out: SizedTensor, name: str, saved=()) -> SizedTensor:
         """Give ``out`` the backward that makes one new gradient, as big as ``x``, for ``x``."""
         node, numel, itemsize = x.node, x.numel, x.itemsize
         if node is None:
@@ -157,30 +158,30 @@ class Tape(Autograd):
     def silu(self, x: SizedTensor) -> SizedTensor:
         """Elementwise. Keeps its input."""
         saved = self.save(x) if x.node else []
-        return self._passing_on(x, self.like(x, "silu"), "gradient of silu", saved)
+        return self.passing_on(x, self.like(x, "silu"), "gradient of silu", saved)
 
     def relu(self, x: SizedTensor, name: str = "relu") -> SizedTensor:
         """Elementwise. Keeps its result, which the next operator often keeps too."""
         out = self.like(x, name)
-        return self._passing_on(x, out, f"gradient of {name}", self.save(out))
+        return self.passing_on(x, out, f"gradient of {name}", self.save(out))
 
     def max_pool(self, x: SizedTensor, numel: int) -> SizedTensor:
         """x (images, channels, height, width) → ``numel`` numbers. Keeps its input and, for each result, where it came from."""
         saved = self.save(x)
         out, indices = self.make("pooled", numel, x.itemsize), self.make("pooling's indices", numel, INT64)
-        return self._passing_on(x, out, "gradient of pooling's input", saved + self.save(indices))
+        return self.passing_on(x, out, "gradient of pooling's input", saved + self.save(indices))
 
     def dropout(self, x: SizedTensor, name: str) -> SizedTensor:
-        """Elementwise. Keeps a mask as big as its input."""
-        mask = self.like(x, f"{name}'s mask")
+        """Elementwise. Keeps a mask: on the CPU as big as its input, on a GPU a byte a number."""
+        mask = self.make(f"{name}'s mask", x.numel, 1 if self.fused else x.itemsize)
         saved = self.save(mask)
-        return self._passing_on(x, self.like(x, name), f"gradient of {name}", saved)
+        return self.passing_on(x, self.like(x, name), f"gradient of {name}", saved)
 
     def log_softmax(self, x: SizedTensor) -> SizedTensor:
         """(rows, classes) → the same, in fp32 at least under autocast. Keeps its result."""
         x = self.to(x, FP32 if self.autocast else x.itemsize)
         out = self.like(x, "log-softmax")
-        return self._passing_on(x, out, "gradient of log-softmax's input", self.save(out))
+        return self.passing_on(x, out, "gradient of log-softmax's input", self.save(out))
 
     def nll_loss(self, x: SizedTensor, targets: SizedTensor) -> SizedTensor:
         """x (rows, classes) and targets (rows,) → a number: minus the mean of the targets' log-probabilities.
@@ -189,11 +190,11 @@ class Tape(Autograd):
         """
         saved = self.save(x, targets)
         out, weight = self.make("loss", 1, x.itemsize), self.make("loss: weight", 1, x.itemsize)
-        return self._passing_on(x, out, "gradient of log-softmax", saved + self.save(weight))
+        return self.passing_on(x, out, "gradient of log-softmax", saved + self.save(weight))
 
     def divide(self, x: SizedTensor, name: str) -> SizedTensor:
         """By a number. Keeps nothing."""
-        return self._passing_on(x, self.like(x, name), f"gradient of {name}")
+        return self.passing_on(x, self.like(x, name), f"gradient of {name}")
 
     def rms_norm(self, x: SizedTensor, weight: SizedParameter) -> SizedTensor:
         """x (…, width) and weight (width,) → x · 1/rms(x) · weight, as x."""
@@ -207,8 +208,8 @@ class Tape(Autograd):
         return self.to(self._weigh(out, normal, weight), itemsize, "norm")
 
     def _rms_norm_fused(self, x, weight):
-        """On a GPU: keeps its input and one fp32 number a row."""
-        rows = self.make("norm: 1/rms", x.numel // weight.numel, FP32)
+        """On a GPU: keeps its input and one number a row, in fp32 at least."""
+        rows = self.make("norm: 1/rms", x.numel // weight.numel, max(FP32, x.itemsize))
         out = self.like(x, "norm")
         return self._weighed(x, out, weight, None, self.save(x, rows) if x.node or weight.trained else [])
 
@@ -293,38 +294,30 @@ class Tape(Autograd):
 
         return self.record(out, run) if node else out
 
-    def attention(self, query: SizedTensor, key: SizedTensor, value: SizedTensor, rows: int) -> SizedTensor:
-        """Flash attention of query (batch, heads, length, width), key and value (batch, kv heads, length, width) → as query.
+    def view(self, x: SizedTensor) -> SizedTensor:
+        """The same storage, for an operator's backward of its own."""
+        return SizedTensor(x.storage, x.numel, x.itemsize)
 
-        Keeps its inputs, its result and a number (fp32 at least) for each row of its matrix. rows: batch × heads × length.
-        """
+    def split_heads(self, x: SizedTensor, heads: Heads) -> SizedTensor:
+        """(batch, length, heads · width) → (batch, heads, length, width): a view. Math returns gradients head by head."""
+        if self._attention_kernel(x.itemsize, heads) != "math":
+            return x
+        return self.passing_on(x, self.view(x), "gradient of heads, side by side")
+
+    def attention(self, query: SizedTensor, key: SizedTensor, value: SizedTensor, heads: Heads) -> SizedTensor:
+        """Causal, of query (batch, heads, length, width), key and value (batch, kv heads, length, width) → as query."""
         query, key, value = (self.to(tensor, self.autocast or tensor.itemsize) for tensor in (query, key, value))
-        inputs = [(tensor.node, tensor.numel, tensor.itemsize) for tensor in (query, key, value)]
-        wanted = any(node for node, _, _ in inputs)
-        saved = self.save(query, key, value) if wanted else []
-        numel, itemsize = query.numel, query.itemsize
+        kernel = self._attention_kernel(query.itemsize, heads)
+        if kernel == "math":
+            return attention.math(self, query, key, value, heads)
+        return attention.fused(self, kernel, query, key, value, heads)
 
-        def compute():
-            return [
-                self.make("attention", numel, itemsize),
-                self.make("attention: log-sum-exp", rows, max(FP32, itemsize)),
-            ]
+    def join_heads(self, x: SizedTensor, heads: Heads) -> SizedTensor:
+        """(batch, heads, length, width) → (batch, length, heads · width): a view, but of what math returns a copy."""
+        if self._attention_kernel(x.itemsize, heads) != "math":
+            return x
+        out, node = self.like(x, "attention, heads side by side"), x.node
+        return self.record(out, lambda gradient: [(node, gradient)]) if node else out
 
-        out, sums = self.kept(compute)
-        saved += self.save(out, sums) if wanted else []
-
-        def run(_):
-            workspace = self._attention_workspace(numel, inputs[1][1], itemsize)
-            names = ("query", "key", "value")
-            made = [self.make(f"gradient of {name}", *size) for name, (_, *size) in zip(names, inputs, strict=True)]
-            del workspace
-            return [(node, gradient) for (node, _, _), gradient in zip(inputs, made, strict=True)]
-
-        return self.record(out, run, saved) if wanted else out
-
-    def _attention_workspace(self, queries: int, keys: int, itemsize: int) -> list[SizedTensor]:
-        """On a GPU backward sums the queries' gradient in fp32; with fewer keys than queries it makes one for each."""
-        if not self.fused:
-            return []
-        grouped = [self.make("attention: gradients a head", queries, itemsize) for _ in range(2 * (keys < queries))]
-        return [self.make("attention: gradient of queries in fp32", queries, FP32), *grouped]
+    def _attention_kernel(self, itemsize: int, heads: Heads) -> str:
+        return attention.kernel(self.fused, itemsize, heads.grouped, self.torch)

@@ -49,7 +49,9 @@ class Plan:
     micro_batches: int = 1  # in a step
     sync: str = "every"  # after which micro-batch the gradients are reduced: every, or last
     prefetch: int = 0  # FSDP2: so many units are gathered ahead; 0 leaves it to FSDP2
-    on_gpu: bool = False  # a GPU's kernels; the arithmetic has been checked on the CPU only
+    on_gpu: bool = False  # a GPU's kernels
+    workspaces: bool = True  # count what these allocate inside them, as the allocator does, and a tracer cannot
+    torch: tuple[int, int] = (2, 15)  # the version whose choice of a GPU's attention kernel it is
 
     def __post_init__(self):
         if self.flat and any(module.frozen for module in self.blueprint.modules):
@@ -109,7 +111,10 @@ class Plan:
         if self.strategy == "ddp":
             terms["all-reduce buckets", "all-reduce buckets"] = trained
         for name in STATES[self.optimizer]:
-            terms["optimizer state", name] = len(updated) * STEP_COUNTER if name == "step counters" else trained
+            if name != "step counters":
+                terms["optimizer state", name] = trained
+            elif not self.on_gpu or self.optimizer == "adamw-fused":  # other counters stay in the CPU's memory
+                terms["optimizer state", name] = len(updated) * STEP_COUNTER
         return terms
 
     def timeline(self, first: bool = False) -> dict[str, tuple[int, dict]]:
@@ -201,11 +206,14 @@ def buckets(plan: Plan) -> list[int]:
 def plan_of(record: dict) -> Plan:
     """The plan of a run of mnist_fsdp.py or gpt_fsdp.py, from its record (labkit/measuring/records.py).
 
-    Of the record it takes "script", "config" (every option), "ranks", "device", and "batch_size" of mnist_fsdp.py.
-    UserError where the arithmetic does not reach.
+    Of the record it takes "script", "config" (every option), "ranks", "device", and "batch_size" of mnist_fsdp.py; the
+    version of PyTorch, if it says one. What a GPU's operators allocate inside them is left out, as the meters cannot see
+    it. UserError where the arithmetic does not reach.
     """
     script, config, ranks = record["script"], record["config"], record["ranks"]
-    common = {"ranks": ranks, "on_gpu": record["device"] == "cuda"}
+    common = {"ranks": ranks, "on_gpu": record["device"] == "cuda", "workspaces": False}
+    if "versions" in record:
+        common["torch"] = tuple(map(int, record["versions"]["torch"].split(".")[:2]))
     common |= {name: config[name] for name in ("strategy", "precision")}
     if script == "mnist_fsdp.py":
         wrapped = {name: config[name] for name in ("wrap", "dropout", "min_num_params", "sharding")}

@@ -23,7 +23,7 @@ class Step:
 
     def __init__(self, plan, first: bool):
         self.plan, self.first = plan, first
-        self.tape = Tape(fused=plan.on_gpu, autocast=2 if plan.autocast else None)
+        self.tape = Tape(plan.on_gpu, 2 if plan.autocast else None, plan.on_gpu and plan.workspaces, plan.torch)
         self.units = plan.make_units()
         self.skipped = _middle(plan.blueprint.modules)
         pairs = zip(self.units, plan.units, strict=True)
@@ -52,9 +52,10 @@ class Step:
         if self.first:
             held += [tape.hold(*term, size) for term, size in terms if term[0] == "optimizer state"]
         sizes = [size for unit in self.units for size in unit.tensors(trained=True, parts=plan.state_shards)]
-        held.append(
-            tape.hold("temporary", "intermediate results", optimizer_temporary(plan.optimizer, sizes) * plan.itemsize)
-        )
+        # PyTorch's default for Adadelta: all plain tensors of a GPU at once, DTensors and the CPU's one after the other.
+        at_once = plan.on_gpu and plan.strategy != "fsdp2"
+        temporary = optimizer_temporary(plan.optimizer, sizes, at_once) * plan.itemsize
+        held.append(tape.hold("temporary", "intermediate results", temporary))
         return tape.moments
 
     def forward_and_backward(self):
@@ -135,8 +136,13 @@ class Step:
         }
 
 
-def optimizer_temporary(optimizer: str, sizes: list[int]) -> int:
-    """Numbers in the optimizer's intermediate results at their most. sizes: of the tensors it updates, in order."""
+def optimizer_temporary(optimizer: str, sizes: list[int], at_once: bool = False) -> int:
+    """Numbers in the optimizer's intermediate results at their most. sizes: of the tensors it updates, in order.
+
+    at_once: whether Adadelta updates them together (foreach).
+    """
+    if optimizer == "adadelta" and at_once:  # the roots of both means, of all tensors
+        return 2 * sum(sizes)
     pairs = list(zip([0, *sizes], sizes, strict=False))  # (the tensor before, this one)
     if optimizer == "adadelta":  # two a tensor, each of which takes the place of the one before only when it is there
         return max(max(2 * before + size, before + 2 * size) for before, size in pairs)

@@ -96,9 +96,9 @@ class GpuOperators(contextlib.ExitStack):
         grouped = query.shape[1] != key.shape[1]
         if query.dtype == torch.float32 and (self.version >= GROUPED_EFFICIENT or not grouped):
             return aten._scaled_dot_product_efficient_attention(query, key, value, None, wanted, 0.0, is_causal)[0]
-        return aten._scaled_dot_product_attention_math(
-            query, key, value, None, 0.0, is_causal, enable_gqa=enable_gqa
-        )[0]
+        return aten._scaled_dot_product_attention_math(query, key, value, None, 0.0, is_causal, enable_gqa=enable_gqa)[
+            0
+        ]
 
 
 def _autocast(tensor, dtype: torch.dtype | None = None):
