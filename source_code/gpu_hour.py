@@ -9,6 +9,7 @@ It needs no network. Records go to results/reference/<gpu>/, or to --folder; a t
 by how much. A part that is not through when its time is up goes on from there when it is started again.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -142,9 +143,10 @@ def as_planned(record) -> list[dict]:
 
 def allocated(record) -> list[dict]:
     """The allocator against the plan: what no arithmetic knows is said as a factor."""
-    plan, found = predict.total(predict.peak_of(record)[1]), record["memory"]["allocator"]
+    found = record["memory"]["allocator"]
     if not found:  # a rehearsal
         return as_planned(record)
+    plan = predict.total(dataclasses.replace(predict.plan_of(record), workspaces=True).peak()[1])
     return [
         row("allocated at the peak, bytes", found["allocated"], plan, 0.02),
         row("reserved over allocated", found["reserved"] / found["allocated"]),

@@ -211,13 +211,13 @@ def plan_of(record: dict) -> Plan:
     it. UserError where the arithmetic does not reach.
     """
     script, config, ranks = record["script"], record["config"], record["ranks"]
-    common = {"ranks": ranks, "on_gpu": record["device"] == "cuda", "workspaces": False}
+    common = {"ranks": ranks, "workspaces": False}
     if "versions" in record:
         common["torch"] = tuple(map(int, record["versions"]["torch"].split(".")[:2]))
     common |= {name: config[name] for name in ("strategy", "precision")}
     if script == "mnist_fsdp.py":
         wrapped = {name: config[name] for name in ("wrap", "dropout", "min_num_params", "sharding")}
-        return of_mnist(batch=record["batch_size"], **common, **wrapped)
+        return of_mnist(batch=record["batch_size"], device=record["device"], **common, **wrapped)
     shape, reshard = GPT_SHAPES[config["preset"]], config["reshard_after_forward"] or "true"
     if config["tied"] is not None:
         shape = replace(shape, tied=config["tied"])
@@ -227,6 +227,7 @@ def plan_of(record: dict) -> Plan:
         reshard=reshard,
         micro_batches=config["accumulate"],
         **{name: config[name] for name in ("optimizer", "sync", "prefetch")},
+        on_gpu=record["device"] == "cuda",
         **common,
     )
 
@@ -263,22 +264,30 @@ def shard(strategy: str, layers, ranks: int) -> int:
 
 
 def of_mnist(
-    strategy, wrap="unit", ranks=1, batch=64, dropout=True, min_num_params=20000, sharding="full", **options
+    strategy,
+    wrap="unit",
+    ranks=1,
+    batch=64,
+    dropout=True,
+    min_num_params=20000,
+    sharding="full",
+    device="cpu",
+    **options,
 ) -> Plan:
     """The plan of a run of mnist_fsdp.py.
 
-    batch: images on each rank. sharding: "grad-op" keeps gathered parameters from forward to backward. options:
-    ``Plan``'s.
+    batch: images on each rank. sharding: "grad-op" keeps gathered parameters from forward to backward. device: whose
+    kernels, "cpu" or "cuda", as a record has it. options: ``Plan``'s.
     """
     network = networks.mnist(batch, dropout, min_num_params if wrap == "size" else None)
     reshard = "true" if sharding == "full" else "false"
-    return Plan(network, strategy, ranks, reshard=reshard, optimizer="adadelta", **options)
+    options |= {"on_gpu": device == "cuda", "optimizer": "adadelta"}
+    return Plan(network, strategy, ranks, reshard=reshard, **options)
 
 
-def persistent(strategy: str, wrap: str, ranks: int, min_num_params: int = 20000, precision: str = "fp32") -> dict:
+def persistent(strategy: str, wrap: str, ranks: int, **options) -> dict:
     """What a rank holds from step to step: {"parameters", "optimizer state", "all-reduce buckets"}."""
-    plan = of_mnist(strategy, wrap, ranks, 1, min_num_params=min_num_params, precision=precision)
-    return by_category(plan.persistent())
+    return by_category(of_mnist(strategy, wrap, ranks, 1, **options).persistent())
 
 
 def moments(*args, **options) -> dict[str, dict]:
