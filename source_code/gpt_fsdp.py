@@ -1,10 +1,10 @@
 """The transformer lab: a GPT in the style of Llama 3, trained on text by one process, DDP, FSDP1 or FSDP2.
 
   python gpt_fsdp.py --ranks 4 --recompute full --record run.json
-  python gpt_fsdp.py --ranks 4 --mesh 2x2                   two replicas, each sharded over two ranks
-  python gpt_fsdp.py --lora 4 --accumulate 4 --clip 1.0     a frozen base, four micro-batches a step
+  python gpt_fsdp.py --ranks 4 --mesh 2x2                   # two replicas, each sharded over two ranks
+  python gpt_fsdp.py --lora 4 --accumulate 4 --clip 1.0     # a frozen base, four micro-batches a step
   python gpt_fsdp.py --checkpoint ckpt && python gpt_fsdp.py --checkpoint ckpt --resume --max-steps 40
-  srun -p gpu -N 1 --gres=gpu:4 python gpt_fsdp.py          one task, which starts its own ranks
+  srun -p gpu -N 1 --gres=gpu:4 --cpus-per-task=16 python gpt_fsdp.py          # one task, which starts its own ranks
   torchrun --nproc-per-node 8 gpt_fsdp.py --preset llama3-8b --precision bf16 --recompute selective --compile \\
            --batch-size 1 --seq-len 8192
 

@@ -1,6 +1,6 @@
 """Hello from every rank: who it is, where it is, and one sum over all of them.
 
-  python hello.py                                        starts one rank per GPU, or two on the CPU
+  python hello.py                                        # starts one rank per GPU, or two on the CPU
   torchrun --standalone --nproc-per-node 4 hello.py
   srun -p gpu -N 2 --ntasks-per-node=4 --gres=gpu:4 python hello.py
 

@@ -4,7 +4,7 @@
   python mnist_fsdp.py --strategy fsdp2 --wrap size --ranks 4 --record run.json
   python mnist_fsdp.py --checkpoint ckpt --epochs 2 && python mnist_fsdp.py --checkpoint ckpt --resume --epochs 4
   torchrun --nproc-per-node 4 mnist_fsdp.py
-  srun -p gpu -N 1 --gres=gpu:4 python mnist_fsdp.py     one task, which starts its own ranks
+  srun -p gpu -N 1 --gres=gpu:4 --cpus-per-task=16 python mnist_fsdp.py     # one task, which starts its own ranks
 
 README.md has every way to start it.
 """
