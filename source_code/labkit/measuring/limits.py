@@ -21,11 +21,20 @@ def check(config, me):
         raise UserError(
             "FSDP1's --cpu-offload needs a GPU (it page-locks memory); --strategy fsdp2 shows it on the CPU"
         )
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    if getattr(config, "compile", False) and on_cpu and not shutil.which(compiler):
-        raise UserError(f"--compile needs a C++ compiler on the CPU, and there is no {compiler} here: leave it out")
+    if getattr(config, "compile", False):
+        _check_compiler(on_cpu)
     if config.record and me.rank == 0:
         records.check_writable(config.record)
+
+
+def _check_compiler(on_cpu: bool):
+    """UserError without what torch.compile calls: a C++ compiler for the CPU; for a GPU, as Triton has it, one for C."""
+    default = ["clang++" if sys.platform == "darwin" else "g++"] if on_cpu else ["gcc", "clang"]
+    chosen = os.environ.get("CXX" if on_cpu else "CC")
+    tried = [chosen] if chosen else default
+    if not any(map(shutil.which, tried)):
+        what = "C++ compiler for the CPU" if on_cpu else "C compiler for a GPU"
+        raise UserError(f"--compile needs a {what}, and there is no {' or '.join(tried)} here: leave it out")
 
 
 def refuse_if_too_big(config, me):

@@ -34,7 +34,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from labkit import UserError
-from labkit.running import progress
+from labkit.running import gpus, progress
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 RENDEZVOUS_SECONDS = 120  # how long ranks that Slurm started wait for rank 0
@@ -99,6 +99,8 @@ def be_rank(place: tuple[int, int, int], main, config):
         raise UserError(f"--ranks {config.ranks}, but {rank.world_size} ranks were started: leave --ranks out")
     if rank.device.type == "cuda":
         torch.cuda.set_device(rank.device)
+        if backend == "nccl" and rank.world_size > 1 and (store := _store_of_the_run()):
+            gpus.check_one_each(rank, store)
     else:  # the ranks of one machine share its cores
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
         _keep_freed_memory()
@@ -297,6 +299,9 @@ def _connected(host, port, is_ours=lambda store: True):
 
 def device_and_backend(device: str, backend: str) -> tuple[str, str]:
     """("cuda" or "cpu", "nccl" or "gloo") for the wishes given, each of which may be "auto"."""
+    wanted = device == "cuda" or (device == "auto" and backend != "gloo")
+    if wanted and not torch.cuda.is_available() and (reason := gpus.why_unseen(dict(os.environ))):
+        raise UserError(reason)
     if device == "auto":
         device = "cuda" if backend != "gloo" and torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
@@ -392,7 +397,7 @@ def _store_of_the_run():
     """The store at which the ranks have met; None if they have not."""
     if dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
-    if _store is None and "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agents have one
+    if _store is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agents share theirs
         found = _connected(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         return found and dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", found)
     return _store
