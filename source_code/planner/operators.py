@@ -107,12 +107,12 @@ class Tape(Autograd):
         return self._weighed(x, out, weight, bias, saved)
 
     def convolution(self, x: SizedTensor, weight: SizedParameter, bias: SizedParameter, places: int) -> SizedTensor:
-        """x (images, in, height, width), weight (out, in, 3, 3) → (images, out, height', width'). Keeps x.
+        """x (images, in, height, width), weight (out, in, 3, 3) → (images, out, height', width'). Keeps x and weight.
 
         places: images × height' × width'.
         """
         x, weight, bias = self._in_one_format(x, weight, bias)
-        saved = self._save_factors(x, weight)
+        saved = self.save(x, *([weight] if isinstance(weight, Cast) else []))  # a Parameter is there anyway
         return self._weighed(x, self.make(weight.name, places * weight.shape[0], x.itemsize), weight, bias, saved)
 
     def _weighed(self, x, out, weight: SizedParameter | Cast, bias: SizedParameter | Cast | None, saved) -> SizedTensor:

@@ -77,13 +77,13 @@ class Step:
         tape.when_backward_passes(lambda: self.enter("backward", root))
         tape.go_to("loss")
         output = flowing.pop()
-        loss = self.plan.blueprint.loss(tape, output, self.batch[1], self.plan.itemsize)
-        self.held.append(loss)
         if self.plan.blueprint.holds_output:
+            output = tape.to(output, self.plan.itemsize, "output")
             self.held.append(output)
+        self.held.append(self.plan.blueprint.loss(tape, output, self.batch[1], self.plan.itemsize))
         del output
         tape.go_to("backward of the loss")
-        tape.backward(loss)
+        tape.backward(self.held[-1])
 
     def call(self, module, flowing):
         """One module's forward, with its unit's hooks before and after, and the same for its backward."""
