@@ -3,12 +3,19 @@
 from dataclasses import asdict, replace
 from itertools import takewhile
 
+import gpt_fsdp
+import mnist_fsdp
 import pytest
+import torch
 import trial
 from forked import forked
-from labkit.measuring import gpu_operators
+from labkit.measuring import gpu_operators, trace
+from labkit.training.models import Net
 from planner import attention, networks, predict
 from planner.shapes import GPT_SHAPES, GPTShape
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 HERE = gpu_operators.VERSION
 BEFORE_GROUPED = (2, 14)  # a PyTorch whose memory-efficient attention takes no grouped heads
@@ -20,8 +27,15 @@ NARROW = GPTShape(layers=2, width=128, heads=4, kv_heads=2, hidden=32, vocabular
 UNEVEN = GPTShape(layers=2, width=96, heads=4, kv_heads=2, hidden=32, vocabulary=16)  # heads and tiles must be padded
 
 
-def gpt(ranks=4, shape=None, torch=HERE, workspaces=True, **options):
-    return {"lab": "gpt", "ranks": ranks, "shape": shape, "torch": torch, "workspaces": workspaces, "options": options}
+def gpt(ranks=4, shape=None, version=HERE, workspaces=True, **options):
+    return {
+        "lab": "gpt",
+        "ranks": ranks,
+        "shape": shape,
+        "torch": version,
+        "workspaces": workspaces,
+        "options": options,
+    }
 
 
 def mnist(ranks=4, **options):
@@ -35,6 +49,7 @@ TRIED = [
     *(mnist(strategy=s, wrap=w) for s in ("fsdp1", "fsdp2") for w in ("unit", "size")),
     *(mnist(3, strategy=strategy, precision="fp64", dropout=False) for strategy in ("fsdp1", "fsdp2")),
     *(mnist(8, strategy=strategy, precision="bf16", batch_size=64) for strategy in ("fsdp1", "fsdp2")),
+    mnist(1, strategy="single", precision="bf16", batch_size=64),
     mnist(64, wrap="size", sharding="grad-op", batch_size=64),
     # The tiny GPT
     *(gpt(precision=p, recompute=r) for p in ("fp32", "bf16", "fp64") for r in ("none", "selective", "full")),
@@ -46,11 +61,11 @@ TRIED = [
     gpt(6, mesh="2x3", accumulate=3, sync="last"),
     gpt(5, precision="bf16", lora=4, recompute="full"),
     gpt(5, precision="fp64", lora=4),
-    gpt(4, torch=BEFORE_GROUPED),
-    gpt(4, torch=BEFORE_GROUPED, recompute="selective", strategy="fsdp1"),
+    gpt(4, version=BEFORE_GROUPED),
+    gpt(4, version=BEFORE_GROUPED, recompute="selective", strategy="fsdp1"),
     # Other shapes
     *(gpt(2, UNGROUPED, precision=precision, seq_len=40) for precision in ("fp32", "fp64")),
-    gpt(2, UNGROUPED, torch=BEFORE_GROUPED, seq_len=40),
+    gpt(2, UNGROUPED, version=BEFORE_GROUPED, seq_len=40),
     *(gpt(2, NARROW, seq_len=2048, precision=p, recompute="full", workspaces=w) for p, w in (("bf16", True), ("bf16", False), ("fp32", True))),
     *(gpt(2, UNEVEN, seq_len=500, precision=precision, recompute="full") for precision in ("bf16", "fp32")),
     gpt(2, UNEVEN, seq_len=500, precision="fp64"),
@@ -79,9 +94,6 @@ def simulated(tried: list[dict], cudnn: bool = False) -> list[dict]:
 
 
 def planned(one: dict) -> predict.Plan:
-    import gpt_fsdp
-    import mnist_fsdp
-
     config = {"gpt": gpt_fsdp, "mnist": mnist_fsdp}[one["lab"]].Config(**one["options"])
     record = {"script": f"{one['lab']}_fsdp.py", "ranks": one["ranks"], "device": "cuda", "config": asdict(config)}
     plan = predict.plan_of(record | {"batch_size": config.batch_size})
@@ -96,33 +108,22 @@ def simulations():
     return forked(simulated, TRIED, timeout=300)
 
 
-def peaks(moments) -> dict[str, int]:
-    """The highest of (phase, bytes) in forward, backward and the optimizer."""
-    highest = {}
-    for phase, size in moments:
-        highest[phase] = max(size, highest.get(phase, 0))
-    return highest
-
-
-def phase_of(place: str) -> str:
-    words = {"start": "start", "optimizer": "optimizer", "backward": "backward"}
-    return next((phase for word, phase in words.items() if place.startswith(word)), "forward")
-
-
+@pytest.mark.long
 @pytest.mark.parametrize("number", range(len(TRIED)), ids=lambda number: name_of(TRIED[number]))
 def test_the_plan_for_a_gpu_is_what_a_gpus_operators_do(simulations, number):
     plan, found = planned(TRIED[number]), simulations[number]
     # A simulation's first step is traced nowhere, so that its losses are not there in the second.
     losses = plan.micro_batches * plan.itemsize
-    predicted = peaks((phase_of(place), size) for place, (size, _) in plan.timeline().items())
-    until_optimizer = takewhile(lambda moment: moment[0] != "optimizer", found["timeline"])
-    measured = peaks((phase, sum(sizes) + losses) for phase, *sizes in until_optimizer)
-    assert max(predicted.values()) == pytest.approx(sum(found["peak"].values()) + losses, rel=1e-4)
-    for phase in ("forward", "backward"):
-        assert predicted[phase] == pytest.approx(measured[phase], rel=1e-4), phase
+    assert predict.total(plan.peak()[1]) == sum(found["peak"].values()) + losses
     kept = predict.by_category(plan.persistent())
     assert {category: found["start"][category] for category in kept} == kept
     assert trial.counted(found["traffic"]) == trial.counted(plan.traffic())
+    # Of forward, too, the highest moment, whether it is the step's or not; which moment a few numbers belong to may differ.
+    before_backward = takewhile(lambda moment: moment[0] != "backward", found["timeline"])
+    forward = max(sum(sizes) for _, *sizes in before_backward) + losses
+    places = ("forward", "loss")
+    predicted = max(size for place, (size, _) in plan.timeline().items() if place.startswith(places))
+    assert plan.micro_batches > 1 or predicted == pytest.approx(forward, abs=2 * plan.itemsize)
 
 
 def test_it_is_tried_with_enough_and_different_things():
@@ -130,10 +131,105 @@ def test_it_is_tried_with_enough_and_different_things():
     options = [one["options"] for one in TRIED]
     assert {o.get("precision", "fp32") for o in options} == {"fp32", "bf16", "fp64"}
     assert {"selective", "full"} <= {o.get("recompute") for o in options}
-    kernels = set()
-    for one in TRIED:
-        if one["lab"] == "gpt":
-            shape = one["shape"] or GPT_SHAPES["tiny"]
-            itemsize = {"bf16": 2, "fp64": 8}.get(one["options"].get("precision"), 4)
-            kernels.add(attention.kernel(True, itemsize, shape.kv_heads < shape.heads, one["torch"]))
-    assert kernels == {"flash", "efficient", "math"}
+    assert {kernel_of(one) for one in TRIED if one["lab"] == "gpt"} == {"flash", "efficient", "math"}
+
+
+def kernel_of(one: dict) -> str:
+    shape = one["shape"] or GPT_SHAPES["tiny"]
+    itemsize = {"bf16": 2, "fp64": 8}.get(one["options"].get("precision"), 4)
+    return attention.kernel(True, itemsize, shape.kv_heads < shape.heads, one["torch"])
+
+
+@pytest.mark.long
+def test_cudnns_attention_keeps_what_flash_attention_does():
+    """But for 8 bytes of random state a layer. What cuDNN allocates inside, only a GPU can show."""
+    tried = gpt(4, precision="bf16", workspaces=False)
+    (found,) = forked(simulated, [tried], True)
+    plan = planned(tried)
+    predicted = predict.total(plan.peak()[1])
+    layers = GPT_SHAPES["tiny"].layers
+    assert predicted - sum(found["peak"].values()) == 8 * layers + plan.itemsize
+
+
+# What is chosen for a GPU
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("call", ["rms_norm(x, (64,), weight, 1e-5)", "dropout(x, 0.5)", "dropout(x, 0.0)"])
+def test_tensors_that_claim_to_lie_on_a_gpu_are_given_the_same(call, dtype):
+    """Forward, where PyTorch itself chooses for them: the new tensors' sizes and formats."""
+
+    def made(device):
+        x = torch.empty(2, 3, 64, dtype=getattr(torch, dtype), device=device, requires_grad=True)
+        names = {"x": x, "weight": x.new_empty(64).requires_grad_()}
+        with New() as new:
+            eval(f"F.{call}", {"F": torch.nn.functional} | names)
+        return sorted(new.tensors)
+
+    with FakeTensorMode():
+        on_gpu = made("cuda")
+        with gpu_operators.GpuOperators():
+            assert made("cpu") == on_gpu
+    assert bool(on_gpu) == ("0.0" not in call)
+
+
+class New(TorchDispatchMode):
+    """Notes (shape, format) of each tensor that an operator makes."""
+
+    def __enter__(self):
+        self.tensors = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        if not operator.is_view:
+            self.tensors += [(tuple(t.shape), str(t.dtype)) for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        return result
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adadelta, torch.optim.AdamW])
+def test_a_devices_meter_leaves_out_counters_in_the_cpus_memory_and_so_does_the_plan(make):
+    """ "meta" stands for the GPU: a device that is not the CPU, on which steps run here."""
+    model = Net().to("meta")
+    optimizer = make(model.parameters())
+    images, labels = torch.zeros(2, 1, 28, 28, device="meta"), torch.zeros(2, dtype=torch.long, device="meta")
+
+    def step():
+        torch.nn.functional.nll_loss(model(images), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    meter = trace.StepTrace(model, optimizer, torch.device("meta"))
+    with meter:
+        step()
+    name = {torch.optim.Adadelta: "adadelta", torch.optim.AdamW: "adamw"}[make]
+    plan = predict.Plan(networks.mnist(2), "single", optimizer=name, on_gpu=True)
+    kept = predict.by_category(plan.persistent())
+    assert {category: meter.timeline()[0][category] for category in kept} == kept
+
+
+def test_a_fused_optimizers_counters_lie_on_the_gpu():
+    def counters(optimizer):
+        plan = predict.Plan(networks.mnist(2), "single", optimizer=optimizer, on_gpu=True)
+        return plan.persistent().get(("optimizer state", "step counters"), 0)
+
+    assert counters("adamw-fused") == 4 * 8 and counters("adamw") == 0
+
+
+def test_what_flash_attention_allocates_inside_its_backward():
+    """2 sequences of 100 tokens, 4 heads of 40 numbers in bf16, of which pairs share keys and values."""
+    query, key = torch.empty(2, 4, 100, 40, dtype=torch.bfloat16), torch.empty(2, 2, 100, 40, dtype=torch.bfloat16)
+    padded, sums = 2 * 4 * 128 * 64 * 4, 2 * 4 * 128 * 4
+    a_head_each = 2 * (2 * 4 * 100 * 40 * 2)
+    name = "aten::_scaled_dot_product_flash_attention_backward"
+    assert gpu_operators.workspace(name, (None, query, key)) == padded + sums + a_head_each
+    assert gpu_operators.workspace(name, (None, query, query)) == padded + sums
+
+
+def test_a_records_prediction_leaves_out_what_its_meters_cannot_see():
+    about = {"script": "gpt_fsdp.py", "ranks": 2, "device": "cuda", "config": asdict(gpt_fsdp.Config())}
+    assert not predict.plan_of(about).workspaces
+    older, newer = (predict.plan_of(about | {"versions": {"torch": v}}) for v in ("2.14.1+cu130", "2.15.0+cu132"))
+    name = ("activations", "block: attention: weights")
+    assert name in older.peak()[1] and name not in newer.peak()[1]
