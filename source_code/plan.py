@@ -8,8 +8,10 @@
   python plan.py --model my_model.py:build --ranks 8          your own: see below
 
 The arithmetic is planner/predict.py's. For the CPU's kernels (--device cpu) it agrees with the meters to within 1 %, as
-trial.py shows; for a GPU's it has not been compared with a GPU yet. Memory is what tensors take: not the CUDA context,
-nor buffers of the communication library, nor what the allocator reserves beyond what is in use.
+trial.py shows; for a GPU's with PyTorch's own code, which runs a GPU's operators on tensors without memory (--simulate),
+and not yet with a GPU. Memory is what tensors take, and what attention allocates inside its backward: not the CUDA
+context, nor buffers of the communication library, nor cuDNN's and cuBLAS's workspaces, nor what the allocator rounds up
+and reserves beyond what is in use.
 
 Your own model: a function without arguments that returns (module, inputs, loss), where loss(module, *inputs) is the
 number to minimise, for the batch of one rank. Its units are the members of its ModuleLists; what these have inside,
@@ -18,6 +20,7 @@ what stays from step to step and what is sent is predicted.
 """
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import json
 import logging
@@ -122,7 +125,16 @@ def plan_of(options: Options, network: networks.Blueprint | None = None) -> pred
         options.optimizer,
         options.accumulate,
         on_gpu=options.device == "cuda",
+        torch=installed_torch(),
     )
+
+
+def installed_torch() -> tuple[int, int]:
+    """The version of PyTorch here, which is not imported; where there is none, that which the planner assumes."""
+    try:
+        return tuple(map(int, importlib.metadata.version("torch").split(".")[:2]))
+    except importlib.metadata.PackageNotFoundError:
+        return predict.Plan.torch
 
 
 def link_of(text: str, known: dict, latency: float, name: str) -> cost.Link:
@@ -211,10 +223,9 @@ def answer(options: Options) -> str:
     if options.explain:
         parts.append(report.explained(plan))
     if options.simulate:
-        here = predict.total(plan_of(dataclasses.replace(options, device="cpu")).peak()[1])
         parts.append(
-            f"simulated, with the kernels of the CPU: {report.gib(found['simulated'])} at {found['simulated_at']}; "
-            f"predicted for these: {report.gib(here)} ({here / found['simulated'] - 1:+.2%})"
+            f"simulated, with {report.KERNELS[options.device]}: {report.gib(found['simulated'])} at "
+            f"{found['simulated_at']}; predicted: {report.gib(found['peak'])} ({found['peak'] / found['simulated'] - 1:+.2%})"
         )
     return "\n\n".join(parts)
 
@@ -244,10 +255,12 @@ def simulated(options: Options) -> dict:
     """The peak of PyTorch's own code: see ``peak_of``."""
     need_torch()
     import imagine
+    from labkit.measuring.gpu_operators import GpuOperators
 
     return peak_of(
         imagine.gpt(
             options.ranks,
+            gpu=GpuOperators() if options.device == "cuda" else None,
             preset=options.model,
             strategy=options.strategy,
             mesh=options.mesh,

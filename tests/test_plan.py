@@ -32,7 +32,7 @@ def test_the_command_answers():
     for words in ("8,030,261,248 parameters", "peak of a rank", "at: backward of the loss", "a second at best"):
         assert words in run.stdout, words
     assert "fits in 80 GiB, with 52.95 GiB to spare" in run.stdout
-    assert "not been compared with" in run.stdout  # a GPU's kernels: no GPU has run this
+    assert "not yet with a GPU" in run.stdout  # a GPU's kernels: no GPU has run this
 
 
 def test_planning_imports_no_torch():
@@ -111,11 +111,19 @@ def test_a_slower_network_costs_time_and_no_memory():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("extra", ["", "--strategy fsdp1 --reshard-after-forward false", "--precision bf16 --mesh 2x2"])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "",
+        "--strategy fsdp1 --reshard-after-forward false",
+        "--precision bf16 --mesh 2x2",
+        "--device cuda --precision bf16",
+    ],
+)
 def test_simulated_beside_predicted(extra):
     run = script("plan.py", *TINY.split(), *extra.split(), "--simulate", "--json")
     facts = json.loads(run.stdout)
-    assert facts["simulated"] == pytest.approx(facts["peak"], rel=0.02)
+    assert facts["simulated"] == pytest.approx(facts["peak"], rel=1e-3)
     assert sum(facts["simulated_by_category"].values()) == facts["simulated"]
 
 

@@ -7,7 +7,16 @@
 
 The network's operators run on sizes (planner/operators.py), and around them happens what the strategy does (planner/strategies.py).
 Sizes are bytes on rank 0, which never holds less than another rank; the categories are those of the meters
-(labkit/measuring/trace.py). At the end of the file: short forms for the MNIST network, which chapters 00 to 07 use.
+(labkit/measuring/trace.py).
+
+For the CPU it was compared with the meters, and with PyTorch's own code on tensors without memory; for a GPU (on_gpu)
+with that code alone, running a GPU's operators (labkit/measuring/gpu_operators.py). Known from reading their source:
+what flash and memory-efficient attention allocate inside their backward, and math attention in its softmax (workspaces). Not
+in it, since only a GPU can show it: cuDNN's workspaces (convolutions; attention, where it is cuDNN's), cuBLAS's (one for
+each stream), what flash attention's forward splits where batch × heads is small, sorting in the embedding's backward,
+NCCL's buffers, streams that let go of a gathered unit later, and what the allocator rounds up and reserves.
+
+At the end of the file: short forms for the MNIST network, which chapters 00 to 07 use.
 """
 
 from collections import Counter
