@@ -93,7 +93,7 @@ class Step:
         """Of one of the runs, which is made."""
         path = place(config) / f"{slug(self.name)}{f'-{number + 1}' if number else ''}.json"
         words = [*self.words(config, *self.runs[number]), "--record", str(path)]
-        launch.follow([sys.executable, "-u", *words], timeout=seconds)
+        launch.follow([sys.executable, "-u", *words], None, seconds, config.device)
         return records.load(path)
 
 
@@ -108,7 +108,7 @@ class Command:
         return [shlex.join(self.words)]
 
     def do(self, config, seconds) -> list[dict]:
-        printed = launch.follow([sys.executable, "-u", *self.words[1:]], timeout=seconds)
+        printed = launch.follow([sys.executable, "-u", *self.words[1:]], None, seconds, config.device)
         return [row("ends well", holds=True, note=printed.splitlines()[-1])]
 
 

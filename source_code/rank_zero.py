@@ -16,7 +16,7 @@ import gpt_fsdp
 import torch
 from labkit import UserError
 from labkit.measuring import limits, meters, records, simulate
-from labkit.running import options, progress, ranks
+from labkit.running import gpus, options, progress, ranks
 from labkit.running.options import leave, option
 from labkit.training import text
 from planner import predict
@@ -97,7 +97,7 @@ def main():
     config = options.parse(Config, __doc__)
     begin = time.perf_counter()
     if config.device == "cpu":
-        ranks.hide_gpus()
+        gpus.hide()
     try:
         me = place(config)
         config.grid(me.world_size)

@@ -12,6 +12,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "source_code"
 SCRIPT = SOURCE / "slurm" / "practice_cluster.sh"
 sys.path.insert(0, str(SOURCE))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")  # the tests are of the CPU, on every machine
 
 from labkit.running import warm  # noqa: E402
 

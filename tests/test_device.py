@@ -13,7 +13,8 @@ from labkit.running.lab import Lab
 
 BELIEVING = Path(__file__).with_name("believing")
 # A new Python each time: a fork would believe what the process believes that it comes from.
-ENV = os.environ | {"PYTHONPATH": str(BELIEVING), "FSDP_LABS_WARM": "0", "OMP_NUM_THREADS": "1"}
+ENV = {name: value for name, value in os.environ.items() if "VISIBLE_DEVICES" not in name}
+ENV |= {"PYTHONPATH": str(BELIEVING), "FSDP_LABS_WARM": "0", "OMP_NUM_THREADS": "1"}
 
 
 def believing(*words, code=0, **env):
@@ -25,7 +26,7 @@ def believing(*words, code=0, **env):
 def test_ranks_believe_in_gpus_unless_they_are_hidden():
     see = "import torch; print(torch.cuda.is_available(), torch.cuda.device_count(), torch._C._get_accelerator())"
     assert believing("-c", see).stdout == "True 4 cuda\n"
-    hidden = f"from labkit.running import ranks; ranks.hide_gpus(); {see}"
+    hidden = f"from labkit.running import gpus; gpus.hide(); {see}"
     assert believing("-c", hidden).stdout == "False 0 cpu\n"
 
 

@@ -122,7 +122,7 @@ def test_it_can_be_told_to_end(program):
 ASK = f"""
 import sys
 sys.path.insert(0, {str(SOURCE)!r})
-from labkit.running import warm
+from labkit.running import launch, warm
 process = warm.start([sys.executable, "-u", sys.argv[1]], ".", __import__("os").environ, sys.stdout, sys.stderr)
 print(process.pid, warm.address() if sys.argv[2] == "own" else "", flush=True)
 process.wait()
@@ -158,12 +158,20 @@ def test_only_its_user_may_ask(program):
 
 
 def test_where_it_is_never_used(monkeypatch, tmp_path):
-    assert warm.possible()
+    assert warm.possible({}) and not warm.possible({warm.VARIABLE: "0"})
     monkeypatch.setattr(warm, "GPU_FILES", (str(tmp_path),))
-    assert not warm.possible()
-    monkeypatch.undo()
-    monkeypatch.setenv(warm.VARIABLE, "0")
-    assert not warm.possible()
+    assert not warm.possible({}) and not warm.possible({"CUDA_VISIBLE_DEVICES": "0"})
+    assert warm.possible({"CUDA_VISIBLE_DEVICES": ""})  # it is meant for the CPU
+
+
+def test_on_a_machine_with_gpus_runs_on_the_cpu_are_forked_and_no_others(monkeypatch, tmp_path):
+    monkeypatch.setattr(warm, "GPU_FILES", (str(tmp_path),))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    forked = []
+    monkeypatch.setattr(warm, "start", lambda words, *rest: forked.append(words) or subprocess.Popen(["true"]))
+    for device in ("cpu", "cuda", "auto"):
+        launch.follow([sys.executable, "-c", "print()"], device=device)
+    assert len(forked) == 1
 
 
 @pytest.mark.long

@@ -44,7 +44,7 @@ def on_ranks(
     with tempfile.TemporaryDirectory(dir=records.made(launch.RUNS), prefix=".call-") as folder:
         (Path(folder) / "function").write_bytes(cloudpickle.dumps((function, arguments)))
         words = ["-m", "labkit.running.cells", folder, str(ranks), device]
-        printed = launch.follow(launch.started(words, ranks, nodes, device, cluster), timeout=timeout)
+        printed = launch.follow(launch.started(words, ranks, nodes, device, cluster), None, timeout, device)
         if printed:
             print(printed)
         return [torch.load(_result(folder, r), map_location="cpu", weights_only=False) for r in range(ranks)]

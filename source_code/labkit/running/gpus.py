@@ -1,5 +1,6 @@
-"""GPUs that cannot be used, said in a sentence: there are some that PyTorch does not see, or two ranks have one."""
+"""GPUs that must not be used, hidden; and a sentence for those that cannot: PyTorch does not see them, or two ranks have one."""
 
+import os
 import re
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +13,15 @@ ROOT = Path("/")
 OLDEST_DRIVER = {12: 525, 13: 580}  # that runs a wheel for CUDA 12, or 13: NVIDIA's minor version compatibility
 MEET_SECONDS = 120  # how long ranks wait for one another
 KEYS = "labkit/gpus"  # at the store: who has which, how many ranks have said so, and what is wrong
+HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+
+
+def hide():
+    """Make this process and those it starts one without GPUs: else what chooses a device by itself would take them.
+
+    ``fully_shard`` without a mesh is such a thing. Must come before PyTorch looks for GPUs, which it does once.
+    """
+    os.environ.update(HIDDEN)
 
 
 def why_unseen(environ: dict) -> str | None:

@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from labkit import UserError
 from labkit.measuring import machine, records
-from labkit.running import options, progress, slurm, warm
+from labkit.running import gpus, options, progress, slurm, warm
 
 SOURCE = Path(__file__).resolve().parents[2]
 RUNS = records.RUNS
@@ -154,11 +154,12 @@ def run(
     """
     record = Path(record or new_record(script))
     words, ranks = script_words(script, ranks, record, script_options)
-    command = started(words, ranks, nodes, script_options.get("device", "auto"), cluster)
+    device = script_options.get("device", "auto")
+    command = started(words, ranks, nodes, device, cluster)
     if not quiet:
         print(_folded(["python" if word == sys.executable else word for word in command if word != "-u"]), flush=True)
     record.unlink(missing_ok=True)
-    follow(command, on_progress, timeout)
+    follow(command, on_progress, timeout, device)
     return records.load(record)
 
 
@@ -183,14 +184,14 @@ def started(words: list[str], ranks: int, nodes: int, device: str, cluster: Clus
     return command
 
 
-def follow(command: list[str], on_progress=None, timeout: float = 3600) -> str:
+def follow(command: list[str], on_progress=None, timeout: float = 3600, device: str = "auto") -> str:
     """Run a command in source_code/, show its progress, and return what it printed. RunFailed if it fails.
 
-    timeout: seconds; of what srun starts they count from when the first rank reports, not while Slurm lets it wait.
+    device: "cpu" hides the GPUs. timeout: seconds; of what srun starts they count from when the first rank reports, not while Slurm lets it wait.
     """
     with tempfile.TemporaryDirectory(dir=records.made(RUNS), prefix=".progress-") as folder:
         mark, log = Path(folder) / "progress", Path(folder) / "output"
-        environ = slurm.environment() | {progress.VARIABLE: str(mark)}
+        environ = slurm.environment() | {progress.VARIABLE: str(mark)} | (gpus.HIDDEN if device == "cpu" else {})
         with log.open("w") as output:
             process = _start(command, environ, output)
         queue = slurm.Queue(lambda: slurm.queued_job(log.read_text(errors="replace"))) if command[0] == "srun" else None
@@ -205,7 +206,7 @@ def follow(command: list[str], on_progress=None, timeout: float = 3600) -> str:
 
 def _start(command, environ, output):
     """A process with the command, in source_code/, in a session of its own, which ends with this one."""
-    if command[0] == sys.executable and warm.possible():
+    if command[0] == sys.executable and warm.possible(environ):
         return warm.start(command, SOURCE, environ, output, output)
     return subprocess.Popen(
         command,

@@ -71,7 +71,7 @@ def run(main, config):
     Never returns: the process exits with 0, with 2 after a user's error, with 1 after any other.
     """
     if config.device == "cpu" or (config.backend == "gloo" and config.device == "auto"):
-        hide_gpus()
+        gpus.hide()
     with _failing_tidily():
         progress.report()
         if place := placement(dict(os.environ)):
@@ -309,14 +309,6 @@ def device_and_backend(device: str, backend: str) -> tuple[str, str]:
     if backend == "nccl" and device != "cuda":
         raise UserError("--backend nccl needs GPUs, and PyTorch sees none here: use --backend gloo")
     return device, ("nccl" if device == "cuda" else "gloo") if backend == "auto" else backend
-
-
-def hide_gpus():
-    """Make this process and those it starts one without GPUs: else what chooses a device by itself would take them.
-
-    ``fully_shard`` without a mesh is such a thing. Must come before PyTorch looks for GPUs, which it does once.
-    """
-    os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
 
 
 def _own_device(device: str, local_rank: int) -> torch.device:

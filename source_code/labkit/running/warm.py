@@ -8,7 +8,7 @@ warm: scripts, labkit and planner are read anew each time, so that an edit count
   FSDP_LABS_WARM     0: never fork, always start a new Python. Or the address of a warm process to share (tests
                      set it). Otherwise the first ``start`` makes one, which ends with this process.
 
-Never used on machines with GPUs, which do not survive a fork, nor for what srun starts.
+Never used for what may compute on a GPU, which does not survive a fork, nor for what srun starts.
 This file is also the program that the warm process runs.
 """
 
@@ -42,7 +42,7 @@ MODULES = (
     "torch.profiler",
 )
 # What Python and the libraries read while they are imported: a program that wants other values must import them itself.
-READ_AT_IMPORT = ("PYTHON", "LANG", "LC_", "LD_", "MALLOC_", "OMP_", "MKL_", "TORCH_", "TORCHDYNAMO_", "CUDA_VISIBLE")
+READ_AT_IMPORT = ("PYTHON", "LANG", "LC_", "LD_", "MALLOC_", "OMP_", "MKL_", "TORCH_", "TORCHDYNAMO_")
 GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 PREFIX = "fsdp-labs-"  # of every address
 IMPORTED_WITH = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_IMPORT)}
@@ -50,10 +50,10 @@ END_SECONDS = 20  # how long a program that is told to end may take
 NUMBER = struct.Struct("!q")
 
 
-def possible() -> bool:
-    """Whether programs are forked from a warm process here."""
-    gpus = any(Path(file).exists() for file in GPU_FILES)
-    return sys.platform == "linux" and os.environ.get(VARIABLE) != "0" and not gpus
+def possible(environ=os.environ) -> bool:
+    """Whether a program with this environment can be forked from a warm process here."""
+    none = not any(Path(file).exists() for file in GPU_FILES) or environ.get("CUDA_VISIBLE_DEVICES") == ""
+    return sys.platform == "linux" and environ.get(VARIABLE) != "0" and none
 
 
 def start(words: list[str], cwd, env: dict, stdout, stderr) -> "Process":
@@ -112,7 +112,11 @@ def address() -> str:
     words = [sys.executable, "-u", "-m", "labkit.running.warm", name]
     # It ends when its standard input does: with this process, however that ends. A group of its own keeps Ctrl-C away.
     folder = Path(__file__).resolve().parents[2]
-    process = subprocess.Popen(words, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    env = os.environ | {
+        "CUDA_VISIBLE_DEVICES": ""
+    }  # or what it imports might look for GPUs, which spoils them for forks
+    process = subprocess.Popen(words, cwd=folder, env=env, start_new_session=True, **pipes)
     process.stdout.readline()  # it listens
     _kept.append(process)
     return name
