@@ -122,7 +122,7 @@ def test_it_can_be_told_to_end(program):
 ASK = f"""
 import sys
 sys.path.insert(0, {str(SOURCE)!r})
-from labkit.running import launch, warm
+from labkit.running import warm
 process = warm.start([sys.executable, "-u", sys.argv[1]], ".", __import__("os").environ, sys.stdout, sys.stderr)
 print(process.pid, warm.address() if sys.argv[2] == "own" else "", flush=True)
 process.wait()
