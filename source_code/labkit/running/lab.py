@@ -45,7 +45,7 @@ class Lab(launch.Cluster):
 
     def __repr__(self):
         lines = [f"{name:9}  {value}" for name, value in asdict(self).items() if value is not None]
-        return "\n".join([*lines, *self._what_auto_means()])
+        return "\n".join([*lines, *self._where_runs_compute()])
 
     @cached_property
     def gpus(self) -> int:
@@ -60,7 +60,9 @@ class Lab(launch.Cluster):
             return self.device
         return "cuda" if (ranks or self.ranks) <= self.gpus * nodes else "cpu"
 
-    def _what_auto_means(self) -> list[str]:
+    def _where_runs_compute(self) -> list[str]:
+        if self.device == "cpu" and machine.gpus_here():
+            return [f'{"":9}  this machine\'s GPUs stay unused; Lab(device="auto") computes on them']
         if self.device != "auto":
             return []
         if not self.gpus:
