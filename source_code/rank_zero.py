@@ -3,9 +3,10 @@
   python rank_zero.py --preset llama3-8b --ranks 64 --precision bf16 --recompute full --batch-size 1 --seq-len 8192
   python rank_zero.py --ranks 4 --device cpu --record run.json
 
-One GPU measures what each of many would: tensors, kernels, the allocator and the time to compute are real. The
-collectives send nothing (torch's process group of the kind "fake"), so their time is not in it, what they would bring
-is not there, and the losses mean nothing. The options are gpt_fsdp.py's; --ranks is the size of the world.
+One GPU measures what each of many would hold: tensors, kernels, the allocator and the time to compute are real. The
+collectives send nothing: torch's process group of the kind "fake" puts this rank's own part where the others' would
+arrive. So sizes are right, values are not, the losses mean nothing, and there is no communication in a step's time, nor
+NCCL's buffers in its memory. The options are gpt_fsdp.py's; --ranks is the size of the world.
 """
 
 import socket
@@ -21,7 +22,7 @@ from labkit.running.options import leave, option
 from labkit.training import text
 from planner import predict
 
-MIB = 2**20
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -69,26 +70,24 @@ def page(record: dict) -> str:
     """What was measured, beside what the planner says."""
     plan = predict.plan_of(record)
     where, terms = predict.peak_of(record)
-    memory, step = record["memory"], record["time"]["step"]
+    memory, step = record["memory"] or {}, record["time"]["step"]
     lines = [f"rank 0 of {record['ranks']} on {record['hardware']}; nobody else is there, and nothing is sent", ""]
-    if memory["peak"]:
-        lines += [f"{'peak, MiB':20}{'measured':>12}{'planned':>12}"]
-        names = [name for name, size in memory["peak"].items() if size or terms.get(name)]
-        rows = [(name, memory["peak"][name], terms.get(name, 0)) for name in names]
-        rows.append(("all of it", sum(memory["peak"].values()), predict.total(terms)))
-        lines += [f"{name:20}{got / MIB:12,.2f}{told / MIB:12,.2f}" for name, got, told in rows]
+    if peak := memory.get("peak"):
+        names = [name for name, size in peak.items() if size or terms.get(name)]
+        rows = [(name, peak[name], terms.get(name, 0)) for name in names]
+        rows.append(("all of it", sum(peak.values()), predict.total(terms)))
+        lines += [f"{'at the peak, bytes':20}{'measured':>18}{'planned':>18}{'difference':>14}"]
+        lines += [f"{name:20}{got:18,}{told:18,}{got - told:+14,}" for name, got, told in rows]
         lines += [f"at: {memory['peak_phase']}, {memory['peak_operator']}; planned: {where}", ""]
-    if memory["allocator"]:
-        told = ", ".join(
-            f"{name} {size / MIB:,.0f} MiB" for name, size in memory["allocator"].items() if name != "retries"
-        )
-        lines.append(f"the allocator, at most: {told}; {memory['allocator']['retries']} retries")
+    if found := memory.get("allocator"):
+        sizes = ", ".join(f"{name} {found[name] / GIB:,.2f} GiB" for name in ("allocated", "active", "reserved"))
+        lines.append(f"the allocator, at most: {sizes}; {found['retries']} retries")
     counted = [(entry["kind"], entry["count"], entry["bytes"]) for entry in record["traffic"]]
     same = sorted(counted) == sorted((entry["kind"], entry["count"], entry["bytes"]) for entry in plan.traffic())
     lines.append(f"the collectives of a step are {'those planned' if same else 'NOT those planned'}")
     if step:
         lines.append(
-            f"a step computes for {step['median']:.3g} s ({step['p10']:.3g} to {step['p90']:.3g}), sending nothing"
+            f"a step computes for {step['median']:.3g} s (10th to 90th percentile: {step['p10']:.3g} to {step['p90']:.3g})"
         )
     return "\n".join(lines)
 

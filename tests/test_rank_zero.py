@@ -56,11 +56,11 @@ def test_the_command_shows_the_plan_beside_it_and_writes_a_record(tmp_path):
     words = "rank_zero.py --ranks 64 --device cpu --batch-size 2 --seq-len 64 --max-steps 10 --record".split()
     run = script(*words, tmp_path / "run.json", timeout=60)
     assert run.returncode == 0, run.stderr
-    measured, planned = re.search(r"all of it +([\d.]+) +([\d.]+)", run.stdout).groups()
-    assert measured == planned and "are those planned" in run.stdout and "sending nothing" in run.stdout
+    measured, planned = re.search(r"all of it +([\d,]+) +([\d,]+) +\+0\n", run.stdout).groups()
+    assert measured == planned and "are those planned" in run.stdout and "a step computes for" in run.stdout
     record = records.load(tmp_path / "run.json")
     assert (record["ranks"], record["nodes"], record["backend"]) == (64, 1, "fake")
-    assert f"{sum(record['memory']['peak'].values()) / 2**20:.2f}" == measured
+    assert f"{sum(record['memory']['peak'].values()):,}" == measured
 
 
 @pytest.mark.parametrize(
