@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -106,7 +107,7 @@ def test_a_job_s_own_variables_do_not_change_its_steps(slurm, who):
 
 def test_ranks_in_a_job_may_use_all_its_cpus(slurm, who):
     """Without --cpus-per-task, which since Slurm 22.05 is not the job's either: a step has what its job has."""
-    env = slurm | {"FSDP_LABS_SRUN": "--cpus-per-task=16 --mem-per-cpu=4G"}  # a class's, for jobs of their own
+    env = slurm | {"FSDP_LABS_SRUN": "--exclusive --cpus-per-task=16 --mem-per-cpu=4G"}  # for jobs of its own
     done = within("srun -N1 -n1 -c6 --gres=gpu:4", who, 4, 1, "cpu", env)
     nodes_of(done)
     assert [line.split()[4] for line in done.stdout.splitlines()] == ["6"] * 4
@@ -313,10 +314,13 @@ def test_a_queued_job_shows_why_it_waits_too(busy):
         raise KeyboardInterrupt
 
     job = launch.submit("hello.py", ranks=2, device="cpu")
+    too_late = threading.Timer(30, job.handle.cancel)  # or it would wait for ever, if it showed nothing
+    too_late.start()
     try:
         with pytest.raises(KeyboardInterrupt):
             job.wait(Watcher(then))
     finally:
+        too_late.cancel()
         job.handle.cancel()
     assert re.fullmatch(r"waiting for Slurm \((Resources|Priority)\)", seen[0])
 
