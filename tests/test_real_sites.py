@@ -227,6 +227,13 @@ print(job.handle.paths.submission_file.read_text())
     assert "gpu" not in "".join(asked)  # device="cpu"
 
 
+def test_a_word_that_only_srun_knows_is_told_by_sbatch(slurm):
+    code = "from labkit.running import launch; launch.submit('hello.py', ranks=2, device='cpu')"
+    done = call(sys.executable, "-c", code, env=slurm | {"FSDP_LABS_SRUN": "--cpu-bind=none"}, cwd=SOURCE)
+    assert done.stderr.splitlines()[-1].startswith('Try "sbatch --help"')
+    assert "RunFailed: sbatch: unrecognized option '--cpu-bind=none'" in done.stderr
+
+
 # The queue
 
 ENDLESS = """
@@ -336,7 +343,7 @@ def test_a_terminal_shows_why_a_run_waits(capsys):
     bar(3, 6)
     bar.close()
     shown = capsys.readouterr().err
-    assert "waiting for Slurm (Priority), 00:00" in shown and "/6 [" in shown
+    assert "waiting for Slurm (Priority), 0" in shown and "/6 [" in shown
 
 
 # Notebook 10's ways to start two nodes
@@ -372,6 +379,26 @@ def test_torchrun_meets_at_the_first_node_of_its_job_not_of_the_cluster(linked):
     assert len(commands) == 2 and all("--partition=gpu" in line for line in commands)
     assert done.stdout.count("the sum of 1 … 2 over all ranks, by gloo: 3") == 2
     assert first not in done.stdout
+
+
+def test_a_notebook_s_page_does_not_say_for_ever_that_a_run_waits(monkeypatch):
+    page = []
+
+    class Line:
+        def update(self, content, raw):
+            page.append(content["text/plain"])
+
+    monkeypatch.setattr(
+        "IPython.display.display", lambda content, raw, display_id: Line().update(content, raw) or Line()
+    )
+    for steps, last in ([], ""), ([(1, 6), (2, 6)], "step 2 of 6, "):
+        line = launch._NotebookLine()
+        line.wait("waiting for Slurm (Priority)")
+        assert page[-1].startswith("waiting for Slurm (Priority), ")
+        for step in steps:
+            line(*step)
+        line.close()
+        assert page[-1].startswith(last) and bool(page[-1]) == bool(last)
 
 
 # A node list's first name

@@ -35,8 +35,8 @@ def on_ranks(
 ) -> list:
     """[what ``function(me, *arguments)`` returned on rank 0, on rank 1, …]; what the ranks print is printed.
 
-    nodes: over how many the ranks are spread (Slurm only). Tensors come back on the CPU. timeout: seconds. Raises
-    ``launch.RunFailed`` with the first error's text.
+    nodes: over how many the ranks are spread (Slurm only). Tensors come back on the CPU. timeout: seconds, of which
+    those in Slurm's queue do not count. Raises ``launch.RunFailed`` with the first error's text.
     """
     import cloudpickle  # only a notebook needs it
 

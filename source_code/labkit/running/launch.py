@@ -314,18 +314,24 @@ class _NotebookLine:
     """One line under the cell that is written again and again; what stays in the saved page is its last state."""
 
     def __init__(self):
-        self.begin, self.line = time.monotonic(), None
+        self.begin, self.line, self.waiting = time.monotonic(), None, False
 
     def __call__(self, step, total):
-        self.say(f"step {step} of {total}")
+        self.waiting = False
+        self.show(f"step {step} of {total}, {time.monotonic() - self.begin:.0f} s")
 
     def wait(self, why):
-        self.say(why)
+        self.waiting = True
+        self.show(f"{why}, {time.monotonic() - self.begin:.0f} s")
 
-    def say(self, what):
+    def close(self):
+        if self.waiting:  # and no step followed: a page that says so for ever would be wrong
+            self.show("")
+
+    def show(self, text):
         from IPython.display import display
 
-        content = {"text/plain": f"{what}, {time.monotonic() - self.begin:.0f} s"}
+        content = {"text/plain": text}
         if self.line is None:
             self.line = display(content, raw=True, display_id=True)
         else:
@@ -378,8 +384,11 @@ def submit(script: str, *, ranks: int, nodes: int = 1, cluster: Cluster | None =
         wckey=None,
     )
     command = submitit.helpers.CommandFunction([sys.executable, "-u", *words], verbose=False)
-    with slurm.only_the_environment():
-        handle = executor.submit(command)
+    try:
+        with slurm.only_the_environment():
+            handle = executor.submit(command)
+    except submitit.core.utils.FailedJobError as error:  # what sbatch says, for instance of an option only srun knows
+        raise RunFailed(str(error).strip()) from None
     print(
         f"$ sbatch {shown(Path(handle.paths.submission_file))}    # job {handle.job_id}: srun python {shlex.join(words)}"
     )
