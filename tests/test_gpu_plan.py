@@ -1,7 +1,7 @@
 """The planner's GPU column says what PyTorch's own code says, run with a GPU's operators on tensors without memory."""
 
 from dataclasses import asdict, replace
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 
 import gpt_fsdp
 import mnist_fsdp
@@ -13,6 +13,8 @@ from labkit.measuring import gpu_operators, trace
 from labkit.training.models import Net
 from planner import attention, networks, predict
 from planner.shapes import GPT_SHAPES, GPTShape
+from planner.sizes import Autograd
+from planner.step import Step
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,6 +26,8 @@ LARGE_LLAMA = replace(GPT_SHAPES["llama3-70b"], layers=5)
 UNGROUPED = GPTShape(layers=2, width=64, heads=4, kv_heads=4, hidden=96)
 # Long sequences and little else: here attention's backward is the peak, and with it what it allocates inside.
 NARROW = GPTShape(layers=2, width=128, heads=4, kv_heads=2, hidden=32, vocabulary=16)
+# Many short sequences: the matrices are small, and the copy of what math attention returns is the peak.
+SHORT = GPTShape(layers=2, width=128, heads=4, kv_heads=4, hidden=8, vocabulary=8)
 UNEVEN = GPTShape(layers=2, width=96, heads=4, kv_heads=2, hidden=32, vocabulary=16)  # heads and tiles must be padded
 
 
@@ -66,6 +70,8 @@ TRIED = [
     # Other shapes
     *(gpt(2, UNGROUPED, precision=precision, seq_len=40) for precision in ("fp32", "fp64")),
     gpt(2, UNGROUPED, version=BEFORE_GROUPED, seq_len=40),
+    gpt(2, replace(NARROW, kv_heads=4), seq_len=2048, recompute="full"),
+    gpt(2, SHORT, precision="fp64", seq_len=8, batch_size=256, recompute="full"),
     *(gpt(2, NARROW, seq_len=2048, precision=p, recompute="full", workspaces=w) for p, w in (("bf16", True), ("bf16", False), ("fp32", True))),
     *(gpt(2, UNEVEN, seq_len=500, precision=precision, recompute="full") for precision in ("bf16", "fp32")),
     gpt(2, UNEVEN, seq_len=500, precision="fp64"),
@@ -118,12 +124,60 @@ def test_the_plan_for_a_gpu_is_what_a_gpus_operators_do(simulations, number):
     kept = predict.by_category(plan.persistent())
     assert {category: found["start"][category] for category in kept} == kept
     assert trial.counted(found["traffic"]) == trial.counted(plan.traffic())
-    # Of forward, too, the highest moment, whether it is the step's or not; which moment a few numbers belong to may differ.
+    # Of forward and optimizer, too, the highest moment; in forward, to which moment a number belongs may differ.
     before_backward = takewhile(lambda moment: moment[0] != "backward", found["timeline"])
     forward = max(sum(sizes) for _, *sizes in before_backward) + losses
     places = ("forward", "loss")
     predicted = max(size for place, (size, _) in plan.timeline().items() if place.startswith(places))
     assert plan.micro_batches > 1 or predicted == pytest.approx(forward, abs=2 * plan.itemsize)
+    size, terms = plan.timeline()["optimizer"]
+    if ("temporary", "intermediate results") in terms:
+        assert size == max(sum(sizes) for phase, *sizes in found["timeline"] if phase == "optimizer") + losses
+
+
+GROUPED = replace(UNGROUPED, kv_heads=2)
+ONE_RANK = {"strategy": "single", "seq_len": 40, "workspaces": False}
+ONE_AFTER_THE_OTHER = [
+    gpt(1, shape, precision=p, **ONE_RANK) for shape in (UNGROUPED, GROUPED) for p in ("fp32", "bf16", "fp64")
+]
+
+
+@pytest.mark.long
+def test_all_highs_of_a_blocks_backward_come_in_their_order(monkeypatch):
+    """Not only the step's: so each operator's backward makes what it should when it should, whichever is the peak."""
+    for one, found in zip(ONE_AFTER_THE_OTHER, forked(simulated, ONE_AFTER_THE_OTHER), strict=True):
+        plan = planned(one)
+        moments = [(phase, sum(sizes) + plan.itemsize) for phase, *sizes in found["timeline"]]
+        real = highs(dropwhile(lambda moment: moment[0] != "backward", moments))
+        walked = []
+        with monkeypatch.context() as patch:
+            patch.setattr(Autograd, "change", noting(walked, Autograd.change))
+            Step(plan, first=False).run()
+        expected = highs(takewhile(lambda moment: moment[0] != "backward of block 0", since_backward(walked)))
+        assert len(expected) > 20
+        assert expected == real[: len(expected)], name_of(one)
+
+
+def noting(moments: list, change):
+    """``Autograd.change`` that writes down (place, bytes) each time."""
+
+    def changed(tape, term, size):
+        change(tape, term, size)
+        moments.append((tape.place, tape.total))
+
+    return changed
+
+
+def since_backward(moments):
+    """From the first of those moments (phase or place, bytes) on that is one of backward."""
+    return dropwhile(lambda moment: not moment[0].startswith("backward"), moments)
+
+
+def highs(moments) -> list[int]:
+    """The bytes of those moments that are above the one before and not below the one after."""
+    sizes = [size for _, size in moments]
+    triples = zip(sizes, sizes[1:], sizes[2:], strict=False)
+    return [here for before, here, after in triples if before < here >= after]
 
 
 def test_it_is_tried_with_enough_and_different_things():

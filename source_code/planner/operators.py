@@ -282,17 +282,24 @@ class Tape(Autograd):
             whole = self.make(f"gradient of {name} · {of}", numel, wide)
             return whole if wide == itemsize else self.make(f"gradient of {name} · {of}, cast", numel, itemsize)
 
-        def run(_):
-            sine = product("sin")
-            half = self.make(f"gradient of {name}: −half", numel // 2, itemsize)
-            cosine = product("cos")
+        if node is None:
+            return out
+        halves = []
+
+        def put_together(_):
             swapped = self.make(f"gradient of {name}: swapped", numel, itemsize)
-            del sine, half
+            halves.clear()
             whole = self.make(f"gradient of {name}", numel, itemsize)
-            del cosine, swapped
+            del swapped
             return [(node, whole)]
 
-        return self.record(out, run) if node else out
+        def multiply(_):
+            halves.append(product("sin"))
+            halves.append(self.make(f"gradient of {name}: −half", numel // 2, itemsize))
+            return [(together, product("cos"))]  # then the gradient that came can go
+
+        together = self.record(out, put_together).node
+        return self.record(out, multiply)
 
     def view(self, x: SizedTensor) -> SizedTensor:
         """The same storage, for an operator's backward of its own."""

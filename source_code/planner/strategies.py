@@ -256,14 +256,13 @@ class FSDP2(Sharded):
         if not self.syncs:
             return
         size = unit.shard(trained=True) * unit.parts * self.plan.itemsize
-        if not size:
-            return
-        self.packed = None  # the unit before's goes first
-        self.packed = self.hold("reduce-scatter", unit, "packed gradients", size)
-        for parameter in unit.parameters.values():
-            parameter.gradient = None
-            self.gradients.pop(parameter, None)
-        self.reduced(unit)
+        if size:
+            self.packed = None  # the unit before's goes first
+            self.packed = self.hold("reduce-scatter", unit, "packed gradients", size)
+            for parameter in unit.parameters.values():
+                parameter.gradient = None
+                self.gradients.pop(parameter, None)
+            self.reduced(unit)
         if unit is self.root:
             self.packed = None
 
