@@ -6,7 +6,7 @@
   python gpu_hour.py --device cpu       a rehearsal of the same steps on the CPU, with small shapes
 
 It needs no network. Records go to results/reference/<gpu>/, or to --folder; a table says what holds, what does not, and
-by how much. A part that is not through when its time is up goes on from there when it is started again.
+by how much. Started again, a part goes on with what is not done, then with what has failed, until nothing is left.
 """
 
 import dataclasses
@@ -31,6 +31,7 @@ from planner import predict
 
 SECONDS, LEAST = 8 * 60, 60  # that a part may take; that a step needs to begin
 REFERENCE = launch.SOURCE / "results" / "reference"
+FAILS = "fails"
 LLAMA = {"precision": "bf16", "batch_size": 1, "seq_len": 8192, "max_steps": 9}
 FORMATS = ("fp32", "bf16", "fp64")
 WAYS = {  # of gpt_fsdp.py, each tried for a few steps
@@ -287,8 +288,9 @@ def run_part(name: str, config) -> list[dict]:
     """Run what is not done yet of a part, while its time lasts. Returns the rows of all that is done."""
     path, deadline = place(config) / "rows" / f"{name}.json", time.monotonic() + SECONDS
     rows = json.loads(path.read_text()) if path.exists() and not config.again else []
-    done = {each["step"] for each in rows}
+    done, failed = ({each["step"] for each in rows if (each["what"] == FAILS) is bad} for bad in (False, True))
     steps = [step for step in PARTS[name](config) if step.name not in done]
+    steps.sort(key=lambda step: step.name in failed)
     for number, step in enumerate(steps):
         left = deadline - time.monotonic()
         if left < LEAST:
@@ -298,8 +300,8 @@ def run_part(name: str, config) -> list[dict]:
         try:
             found = step.do(config, left)
         except UserError as error:  # a failed run is one, too: the others are worth having all the same
-            found = [row("fails", holds=False, note=str(error)[-2000:])]
-        rows += [about(name, step, each) for each in found]
+            found = [row(FAILS, holds=False, note=str(error)[-2000:])]
+        rows = [each for each in rows if each["step"] != step.name] + [about(name, step, each) for each in found]
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(rows, indent=1) + "\n")
     return rows

@@ -72,10 +72,10 @@ def test_what_a_cell_shards_without_a_mesh_stays_on_the_cpu():
     ("gpus", "chosen", "words"),
     [
         (0, ["cpu", "cpu", "cpu"], "there is no GPU here: all runs compute on the CPU"),
-        (1, ["cuda", "cpu", "cpu"], "1 rank computes on a GPU each, more, as in this notebook, on the CPU"),
-        (2, ["cuda", "cuda", "cpu"], "up to 2 ranks compute on a GPU each, more, as in this notebook, on the CPU"),
-        (4, ["cuda", "cuda", "cuda"], "up to 4 ranks compute on a GPU each, as the notebook's runs do"),
-        (8, ["cuda", "cuda", "cuda"], "up to 8 ranks compute on a GPU each, as the notebook's runs do"),
+        (1, ["cuda", "cpu", "cpu"], "single ranks compute on the GPU; this notebook's runs of 4 on the CPU"),
+        (2, ["cuda", "cuda", "cpu"], "up to 2 ranks compute on a GPU each; this notebook's runs of 4 on the CPU"),
+        (4, ["cuda", "cuda", "cuda"], "up to 4 ranks compute on a GPU each; this notebook's runs of 4 on GPUs, too"),
+        (8, ["cuda", "cuda", "cuda"], "up to 8 ranks compute on a GPU each; this notebook's runs of 4 on GPUs, too"),
     ],
 )
 def test_auto_takes_a_gpu_for_each_rank_or_the_cpu(gpus, chosen, words, monkeypatch):
@@ -112,23 +112,46 @@ def test_an_unknown_device_is_a_sentence(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("said", "count"),
+    ("said", "partition", "count"),
     [
-        ("(null)\n", 0),
-        ("gpu:4\n", 4),
-        ("gpu:a100:2(S:0-1)\ngpu:h100:8(S:0-1)\n(null)\n", 8),
-        ("gpu:a100:2,gpu:v100:2,shard:16\n", 4),
-        ("gpu:nvidia_h200:8(S:0,1),nvme:1\n", 8),
-        ("", 0),
+        ("cpu* (null)\ngpu gpu:4\n", None, 0),  # where a run without a partition goes
+        ("cpu* (null)\ngpu gpu:4\n", "gpu", 4),
+        ("gpu* gpu:a100:2(S:0-1)\ngpu* gpu:h100:8(S:0-1)\ngpu* (null)\n", None, 8),
+        ("mixed gpu:a100:2,gpu:v100:2,shard:16\nbig gpu:8\n", "mixed", 4),
+        ("gpu gpu:nvidia_h200:8(S:0,1),nvme:1\n", "gpu", 8),
+        ("", None, 0),
     ],
 )
-def test_gpus_of_a_node_by_slurms_word(said, count, monkeypatch):
-    monkeypatch.setattr(machine, "_asked", lambda *words: said if words[0] == "sinfo" else "ClusterName = campus\n")
-    assert machine.gpus_of_a_node(None) == count
+def test_gpus_of_a_node_by_slurms_word(said, partition, count, monkeypatch):
+    monkeypatch.setattr(machine, "_asked", lambda *words: said)
+    assert machine.gpus_of_a_node(partition) == count
+
+
+@pytest.mark.parametrize(
+    ("told", "count"),
+    [
+        ({}, 0),  # a job without GPUs
+        ({"SLURM_GPUS_ON_NODE": "2"}, 2),
+        ({"SLURM_JOB_GPUS": "0,3,5"}, 3),
+    ],
+)
+def test_inside_a_job_only_its_gpus_count(told, count, monkeypatch):
+    monkeypatch.setattr(machine, "partitions", lambda: ["gpu"])
+    monkeypatch.setattr(
+        machine, "_asked", lambda *words: "gpu* gpu:8\n" if words[0] == "sinfo" else "ClusterName = a\n"
+    )
+    for name in ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS"):
+        monkeypatch.delenv(name, raising=False)
+    assert Lab(launcher="slurm", device="auto").gpus == 8
+    for name, value in (told | {"SLURM_JOB_ID": "7"}).items():
+        monkeypatch.setenv(name, value)
+    lab = Lab(launcher="slurm", device="auto")
+    assert lab.gpus == count and lab.device_of(4) == "cpu"
 
 
 def test_the_practice_clusters_slots_are_no_gpus(monkeypatch):
+    monkeypatch.setattr(machine, "partitions", lambda: ["gpu"])
     monkeypatch.setattr(
-        machine, "_asked", lambda *words: "gpu:4\n" if words[0] == "sinfo" else "ClusterName = practice\n"
+        machine, "_asked", lambda *words: "gpu* gpu:4\n" if words[0] == "sinfo" else "ClusterName = practice\n"
     )
-    assert machine.gpus_of_a_node("gpu") == 0
+    assert Lab(launcher="slurm", device="auto", partition="gpu").gpus == 0

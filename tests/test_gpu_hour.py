@@ -73,10 +73,11 @@ def test_a_part_measures_keeps_and_tells(monkeypatch, tmp_path, capsys):
     assert "4 hold, 1 do not, 0 are facts" in printed
     assert launch.records.load(tmp_path / "planned.json")["script"] == "gpt_fsdp.py"
 
-    # What is done is not done again, unless that is asked for.
-    monkeypatch.setattr(launch, "follow", lambda *_, **__: pytest.fail("run again"))
-    assert rehearse(monkeypatch, tmp_path, [gpt("planned"), failing]) == 1
-    assert "4 hold, 1 do not" in capsys.readouterr().out
+    # What is done is not done again, unless that is asked for; what has failed is.
+    mended = gpu_hour.Command("failing", ("python", "hello.py", "--ranks", "1"))
+    monkeypatch.setattr(gpu_hour.Step, "do", lambda *_: pytest.fail("run again"))
+    assert rehearse(monkeypatch, tmp_path, [gpt("planned"), mended]) == 0
+    assert "5 hold, 0 do not" in capsys.readouterr().out
     with pytest.raises(pytest.fail.Exception, match="run again"):
         rehearse(monkeypatch, tmp_path, [gpt("planned")], again=True)
 

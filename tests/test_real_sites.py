@@ -207,10 +207,18 @@ def test_words_that_cannot_be_passed_on_are_refused(start, words, sentence, stan
 
 def test_a_site_s_words_come_last_so_that_they_win(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    cluster = launch.Cluster(slurm="--gres=gpu:a100:4 --exclusive --comment='for the class'")
+    cluster = launch.Cluster(slurm="--exclusive --comment='for the class'")
     words = cluster.srun(ranks=2, nodes=1, device="cuda")
-    assert [word for word in words if "gpu" in word] == ["--gres=gpu:a100:4"]
     assert "--exclusive" in words and "--comment=for the class" in words
+
+
+@pytest.mark.parametrize("named", ["gpu:a100", "gpu:a100:4"])
+def test_a_site_s_type_of_gpu_is_taken_and_how_many_is_the_run_s(named, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    cluster = launch.Cluster(slurm=f"--gres={named}")
+    asked = {(ranks, nodes): cluster.request(ranks, nodes, "cuda")["gres"] for ranks, nodes in ((1, 1), (2, 1), (8, 2))}
+    assert asked == {(1, 1): "gpu:a100:1", (2, 1): "gpu:a100:2", (8, 2): "gpu:a100:4"}
+    assert not [word for word in cluster.srun(4, 1, "cpu") if "gres" in word]  # nor does a run on the CPU wait for GPUs
 
 
 def test_the_queue_gets_a_site_s_words(slurm):

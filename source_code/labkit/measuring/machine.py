@@ -121,16 +121,16 @@ def gpus_here() -> int:
 
 
 def gpus_of_a_node(partition: str | None) -> int:
-    """How many GPUs a node of the partition (None: of any) has for a job, by Slurm's word: the most of any node.
-
-    None on the practice cluster, whose slots hold no hardware.
-    """
-    if re.search(r"^ClusterName\s*=\s*practice$", _asked("scontrol", "show", "config"), re.M):
-        return 0
-    where = ["-p", partition] if partition else []
-    # As in "gpu:4", "gpu:a100:2,gpu:v100:2" or "gpu:h100:8(S:0-1),shard:16"
-    nodes = _asked("sinfo", "-h", "-o", "%G", *where).splitlines()
+    """How many GPUs a node of the partition (None: the default one) has for a job, by Slurm's word: the most of any node."""
+    # As in "gpu gpu:4", "gpu* gpu:a100:2,gpu:v100:2" or "gpu gpu:h100:8(S:0-1),shard:16": the star marks the default
+    rows = [row.split() for row in _asked("sinfo", "-h", "-o", "%P %G").splitlines()]
+    nodes = [gres for name, gres in rows if name.rstrip("*") == partition or (partition is None and name.endswith("*"))]
     return max((sum(map(int, re.findall(r"\bgpu(?::[^:,(]+)?:(\d+)", node))) for node in nodes), default=0)
+
+
+def is_practice() -> bool:
+    """Whether the cluster is the course's own, whose GPU slots hold no hardware."""
+    return bool(re.search(r"^ClusterName\s*=\s*practice$", _asked("scontrol", "show", "config"), re.M))
 
 
 def _asked(*words: str) -> str:

@@ -22,7 +22,7 @@ from planner import predict
 
 from labkit import UserError
 from labkit.measuring import machine
-from labkit.running import cells, launch
+from labkit.running import cells, launch, slurm
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,14 @@ class Lab(launch.Cluster):
 
     @cached_property
     def gpus(self) -> int:
-        """How many GPUs a node offers to a run: of this machine, or of the partition's best node."""
+        """How many GPUs a node offers to a run: of this machine, of the job around it, or of the partition's best node."""
         if self.device == "cpu":
             return 0
-        return machine.gpus_of_a_node(self.partition) if self.uses_slurm() else machine.gpus_here()
+        if not self.uses_slurm():
+            return machine.gpus_here()
+        if machine.is_practice():
+            return 0
+        return slurm.gpus_of_the_job() if slurm.inside_a_job() else machine.gpus_of_a_node(self.partition)
 
     def device_of(self, ranks: int | None = None, nodes: int = 1) -> str:
         """What a run of so many ranks (default: those of the settings) computes on: "cuda" or "cpu"."""
@@ -67,9 +71,9 @@ class Lab(launch.Cluster):
             return []
         if not self.gpus:
             return [f"{'':9}  there is no GPU here: all runs compute on the CPU"]
-        few = "1 rank computes" if self.gpus == 1 else f"up to {self.gpus} ranks compute"
-        rest = "as the notebook's runs do" if self.ranks <= self.gpus else "more, as in this notebook, on the CPU"
-        return [f"{'':9}  {few} on a GPU each, {rest}"]
+        few = "single ranks compute on the GPU" if self.gpus == 1 else f"up to {self.gpus} ranks compute on a GPU each"
+        rest = "on GPUs, too" if self.ranks <= self.gpus else "on the CPU"
+        return [f"{'':9}  {few}; this notebook's runs of {self.ranks} {rest}"]
 
     def run(self, script: str, **options) -> dict:
         """Run a lab script with these settings (``launch.run``); options given here come before them."""

@@ -81,20 +81,22 @@ class Cluster:
     def request(self, ranks: int, nodes: int, device: str = "auto") -> dict:
         """What a run asks of Slurm, {option: value or True}, by srun or in the queue. device: "cpu" asks for no GPUs.
 
-        A site's own words come last and win, as in ``--gres=gpu:a100:4`` where GPUs are asked for by their type.
+        A site's own words come last and win. Of ``--gres=gpu:a100:4`` only the type does: how many depends on the run.
         """
         if ranks % nodes:
             raise UserError(f"{ranks} ranks cannot be shared evenly by {nodes} nodes")
+        site = slurm.site_words(self.slurm)
+        gpu = re.sub(r":\d+$", "", str(site.pop("gres", "gpu")))
         options = {
             "nodes": nodes,
             "ntasks": ranks,  # said, or the number of the job around a notebook would hold
             "ntasks-per-node": ranks // nodes,
-            "gres": None if device == "cpu" else f"gpu:{ranks // nodes}",
+            "gres": None if device == "cpu" else f"{gpu}:{ranks // nodes}",
             "partition": self.partition,
             "account": self.account,
             "time": self.time,
         }
-        return {name: value for name, value in options.items() if value} | slurm.site_words(self.slurm)
+        return {name: value for name, value in options.items() if value} | site
 
     def words(self, ranks: int, nodes: int, device: str = "auto") -> list[str]:
         """The request as srun and sbatch take it."""

@@ -43,6 +43,13 @@ def nodes(partition: str | None = None) -> int:
     return len(set(subprocess.run(asked, capture_output=True, text=True, timeout=30).stdout.split()))
 
 
+def gpus_of_the_job() -> int:
+    """How many GPUs a node of the job around this process has for it, by what Slurm told the job."""
+    if told := os.environ.get("SLURM_GPUS_ON_NODE"):
+        return int(told)
+    return len([gpu for gpu in os.environ.get("SLURM_JOB_GPUS", "").split(",") if gpu])
+
+
 def environment() -> dict[str, str]:
     """The environment for srun and sbatch: this process's, but inside a job without what describes its tasks."""
     return {n: v for n, v in os.environ.items() if not (inside_a_job() and TASKS_AROUND.match(n))}
