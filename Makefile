@@ -49,12 +49,14 @@ test-lowest: $(LOWEST)/ready    ## arithmetic, equality and memory on the oldest
 lab: $(READY)           ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab notebooks
 
-# Where the course is installed once for a class. Beside the copies lie links to the code and the pictures, as the
-# notebooks expect them beside their folder; runs of the labs go there too (labkit/measuring/records.py).
+# Where the course is installed once for a class. Beside the copies lies what the notebooks expect beside their folder:
+# a link to the code, and the pictures, which Jupyter does not fetch through a link. Runs of the labs go there too
+# (labkit/measuring/records.py).
 LEARNER ?= $(HOME)/my-fsdp-labs
 learner:                ## copy the notebooks into a folder of your own, ~/my-fsdp-labs (LEARNER=...); never over your work
-	@mkdir -p "$(LEARNER)/notebooks"
-	@ln -sfn "$(CURDIR)/source_code" "$(CURDIR)/images" "$(LEARNER)/"
+	@mkdir -p "$(LEARNER)/notebooks" "$(LEARNER)/images"
+	@ln -sfn "$(CURDIR)/source_code" "$(LEARNER)/"
+	@install -m 644 images/*.svg images/*.png "$(LEARNER)/images/"
 	@for each in notebooks/*.ipynb; do \
 	  [ -e "$(LEARNER)/$$each" ] || install -m 644 "$$each" "$(LEARNER)/$$each" || exit 2; done
 	@echo "The notebooks are in $(LEARNER)/notebooks, for you to change. Open them with"
