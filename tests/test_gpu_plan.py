@@ -1,15 +1,18 @@
 """The planner's GPU column says what PyTorch's own code says, run with a GPU's operators on tensors without memory."""
 
+import importlib.metadata
 from dataclasses import asdict, replace
 from itertools import dropwhile, takewhile
 
 import gpt_fsdp
 import mnist_fsdp
+import plan
 import pytest
 import torch
 import trial
 from forked import forked
 from labkit.measuring import gpu_operators, trace
+from labkit.running import lab
 from labkit.training.models import Net
 from planner import attention, networks, predict
 from planner.shapes import GPT_SHAPES, GPTShape
@@ -287,3 +290,10 @@ def test_a_records_prediction_leaves_out_what_its_meters_cannot_see():
     older, newer = (predict.plan_of(about | {"versions": {"torch": v}}) for v in ("2.14.1+cu130", "2.15.0+cu132"))
     name = ("activations", "block: attention: weights")
     assert name in older.peak()[1] and name not in newer.peak()[1]
+
+
+def test_plans_are_for_the_pytorch_that_is_here(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.14.1+cu130")
+    monkeypatch.setattr(lab, "version", importlib.metadata.version)
+    assert lab.Lab(device="cuda").plan("gpt_fsdp.py").torch == (2, 14)
+    assert plan.plan_of(plan.Options()).torch == (2, 14)

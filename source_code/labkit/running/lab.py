@@ -16,6 +16,7 @@ one GPU, single ranks compute on it, and what needs several runs beside it. A no
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 
 from planner import predict
@@ -88,6 +89,7 @@ class Lab(launch.Cluster):
         ranks = ranks or (1 if options.get("strategy") == "single" else self.ranks)
         config = import_module(Path(script).stem).Config(**options)  # the defaults are the script's
         about = {"script": script, "config": asdict(config), "ranks": ranks, "device": self.device_of(ranks)}
+        about["versions"] = {"torch": version("torch")}
         if script == "mnist_fsdp.py":
             about["batch_size"] = config.batch_size_of(ranks)
         return predict.plan_of(about)
