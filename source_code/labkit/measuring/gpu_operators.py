@@ -10,7 +10,7 @@ What is chosen, and where PyTorch says so (C++ below aten/src/ATen and aten/src/
 
   attention            transformers/cuda/sdp_utils.cpp: fp64 math; fp32 memory-efficient, with grouped heads only from
                        PyTorch 2.15 (pytorch#191085), math before; bf16 flash, or on Hopper cuDNN's, whose tensors have
-                       the same sizes. Heads of a multiple of 8 numbers, no mask, no dropout: other calls fail
+                       the same sizes. Not here: masks, dropout, heads of no multiple of 8 numbers (which it pads)
   rms_norm             layer_norm.cpp: one operator where weight and input have one number format
   dropout              Dropout.cpp: native_dropout, whose mask has a byte a number
   autocast             autocast_mode.h: also rms_norm and log_softmax are computed in fp32
@@ -202,7 +202,8 @@ def _flash_backward(gradient, query, key, *_) -> int:
 def _efficient_backward(gradient, query, key, value, bias, out, *_) -> int:
     """transformers/cuda/attention_backward.cu, in fp32: gradient · result and its sums by row, in two layouts.
 
-    Then, with grouped heads, the sums and a gradient of key and value for each head of queries.
+    Then, with grouped heads, the sums and a gradient of key and value for each head of queries, as pytorch#191085
+    describes it: its source could not be read.
     """
     product, sums = 4 * out.numel(), 4 * out.numel() // out.shape[-1]
     return sums + max(product + sums, _a_head_each(query, key))
