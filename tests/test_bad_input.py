@@ -168,5 +168,5 @@ def test_help_is_a_page_a_learner_can_read(capsys):
         options.parse(mnist_fsdp.Config, mnist_fsdp.__doc__, ["--help"])
     assert exit_.value.code == 0
     page = capsys.readouterr().out
-    assert "srun -p gpu -N 1 --gres=gpu:4 python mnist_fsdp.py" in page
+    assert "srun -p gpu -N 1 --gres=gpu:4 --cpus-per-task=16 python mnist_fsdp.py" in page
     assert "(default: fsdp2)" in page
