@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from labkit import UserError
+from labkit.measuring import machine
 from labkit.running import launch, ranks
 from labkit.running.options import Options, option, parse
 from labkit.teaching import plots
@@ -41,6 +42,7 @@ def spread(ratios: list[float]) -> str:
 def loaders(data: str, pairs: int):
     """Samples/s of --loader memory over those of --loader torchvision, and both accuracies."""
     common = {"strategy": "fsdp1", "ranks": 2, "batch_size": 64, "epochs": 1 if data == "mnist" else 4}
+    common["device"] = "cpu" if machine.gpus_here() < 2 else "cuda"
     ratios, accuracies = [], []
     for _ in tqdm(range(pairs), desc="loaders", leave=False):
         memory, usual = (run(data, loader=loader, **common) for loader in ("memory", "torchvision"))

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 import pandas
-import torch
 from labkit import UserError
-from labkit.measuring import meters, records
+from labkit.measuring import machine, meters, records
 from labkit.measuring.trace import CATEGORIES
 from labkit.running import launch, ranks
 from labkit.running.options import Options, option, parse
@@ -54,7 +53,7 @@ class Climb(Options):
     )
     epochs: int | None = option(None, "passes over the training set (default: 1 of mnist, 4 of mnist-5k)", least=1)
     ranks: int | None = option(
-        None, "ranks of each rung but the first (default: one per GPU, or 4 on the CPU)", least=1
+        None, "ranks of each rung but the first (default: one per GPU, or 4 where there are not two GPUs)", least=1
     )
     batch_size: int = option(32, "images a step on each rank", least=1)
 
@@ -81,10 +80,11 @@ def shared(config: Climb) -> tuple[dict, int]:
     """(the options that all rungs share, how many steps they train on several ranks). UserError if none can climb so."""
     data = datasets.prepare(config.data)
     epochs = config.epochs or EPOCHS[data]
-    gpus = torch.cuda.device_count()
-    if gpus and (config.ranks or 1) > gpus:
-        raise UserError(f"--ranks {config.ranks}, but {gpus} GPUs are visible: ask for at most {gpus}")
-    world_size = config.ranks or gpus or 4
+    gpus = machine.gpus_here()
+    world_size = config.ranks or (gpus if gpus > 1 else 4)  # one rank shares nothing
+    on_gpus = world_size <= gpus
+    if gpus and not on_gpus:
+        print(f"{world_size} ranks, and GPUs for {gpus}: the ladder climbs on the CPU", flush=True)
     steps = epochs * (IMAGES[data] // (world_size * config.batch_size))
     if steps < FEWEST_STEPS:
         raise UserError(
@@ -93,6 +93,7 @@ def shared(config: Climb) -> tuple[dict, int]:
         )
     common = {
         "ranks": world_size,
+        "device": "cuda" if on_gpus else "cpu",
         "cluster": launch.Cluster(launcher="local"),
         "quiet": True,
         "data": data,
@@ -113,10 +114,10 @@ def run_and_resume(half: int, script: str, **options) -> dict:
 
 
 def predicted_peak(record: dict) -> int | None:
-    """Bytes, by the arithmetic of planner/predict.py; None on a GPU, with which that has not been compared yet."""
-    if record["device"] != "cpu" or not record["memory"]:
+    """Bytes, by the arithmetic of planner/predict.py; None for offload from a GPU, whose two memories it does not tell apart."""
+    if not record["memory"] or (record["config"]["cpu_offload"] and record["device"] != "cpu"):
         return None
-    return predict.total(predict.plan_of(record).peak()[1])
+    return predict.total(predict.peak_of(record)[1])
 
 
 def memory_table(runs: list[dict]) -> pandas.DataFrame:

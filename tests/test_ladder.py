@@ -103,15 +103,27 @@ def test_climb_on_two_ranks(monkeypatch, tmp_path, capsys):
     assert "FSDP2, resumed" in ladder.tables(runs)
 
 
-def test_climb_refuses_more_ranks_than_gpus(monkeypatch):
-    monkeypatch.setattr(ladder.torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UserError, match="--ranks 2, but 1 GPUs are visible"):
-        next(ladder.climb(ladder.Climb(data="mnist-5k", ranks=2)))
+@pytest.mark.parametrize(
+    ("gpus", "asked", "ranks", "device"),
+    [
+        (0, None, 4, "cpu"),
+        (1, None, 4, "cpu"),
+        (1, 1, 1, "cuda"),
+        (2, None, 2, "cuda"),
+        (2, 3, 3, "cpu"),
+        (8, 4, 4, "cuda"),
+    ],
+)
+def test_a_climb_is_on_gpus_where_each_rank_has_one(gpus, asked, ranks, device, monkeypatch, capsys):
+    monkeypatch.setattr(ladder.machine, "gpus_here", lambda: gpus)
+    common, _ = ladder.shared(ladder.Climb(data="mnist-5k", ranks=asked))
+    assert (common["ranks"], common["device"]) == (ranks, device)
+    assert ("climbs on the CPU" in capsys.readouterr().out) == (0 < gpus < ranks)
 
 
 @pytest.fixture
 def no_gpus(monkeypatch):
-    monkeypatch.setattr(ladder.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(ladder.machine, "gpus_here", lambda: 0)
 
 
 @pytest.mark.parametrize(("epochs", "batch_size", "steps"), [(1, 500, 2), (1, 1000, 1), (9, 1001, 0), (6, 1000, 6)])

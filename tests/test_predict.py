@@ -190,3 +190,25 @@ def test_differences_of_torchtitan_822():
     assert peak("true") - peak("true", first=True) == pytest.approx(49.41 - 41.89, rel=0.03)
     assert peak("false") - peak("false", first=True) == pytest.approx(62.18 - 54.66, rel=0.03)
     assert peak("false") - peak("true") == pytest.approx(62.18 - 49.41, rel=0.03)
+
+
+def test_the_short_forms_know_whose_kernels():
+    counters = (
+        predict.persistent("ddp", "unit", 2)["optimizer state"]
+        - predict.persistent("ddp", "unit", 2, device="cuda")["optimizer state"]
+    )
+    assert counters == 8 * predict.STEP_COUNTER  # a GPU's memory does not hold them
+    record = {"script": "mnist_fsdp.py", "ranks": 2, "batch_size": 8, "device": "cuda"}
+    record["config"] = {
+        "strategy": "fsdp2",
+        "precision": "fp32",
+        "wrap": "size",
+        "dropout": True,
+        "min_num_params": 20000,
+        "sharding": "full",
+    }
+    assert (
+        predict.peak_of(record)
+        == predict.peak("fsdp2", "size", 2, 8, device="cuda")
+        != predict.peak("fsdp2", "size", 2, 8)
+    )
