@@ -5,8 +5,9 @@
   python gpu_hour.py --dry              (make gpu DRY=1) what it would run
   python gpu_hour.py --device cpu       a rehearsal of the same steps on the CPU, with small shapes
 
-It needs no network. Records go to results/reference/<gpu>/, or to --folder; a table says what holds, what does not, and
-by how much. Started again, a part goes on with what is not done, then with what has failed, until nothing is left.
+It needs no network, and of packages what the labs need. Records go to results/reference/<gpu>/, or to --folder; a
+table says what holds, what does not, and by how much. Started again, a part goes on with what is not done, then with
+what has failed, until nothing is left.
 """
 
 import dataclasses
@@ -22,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import pandas
 from labkit import UserError
 from labkit.measuring import machine, records
 from labkit.running import launch
@@ -313,17 +313,24 @@ def about(part: str, step, found: dict) -> dict:
 
 def table(rows: list[dict]) -> str:
     """What holds, what does not, by how much."""
-    shown = pandas.DataFrame(rows, columns=["step", "what", "measured", "expected", "off", "holds", "note"])
-    shown["off"] = [f"{off:+.4%}" if pandas.notna(off) else "" for off in shown["off"]]
-    shown["holds"] = [{True: "yes", False: "NO"}.get(holds, "") for holds in shown["holds"]]
-    shown["note"] = [note.strip().splitlines()[-1][:70] if note.strip() else "" for note in shown["note"]]
-    for name in ("measured", "expected"):
-        shown[name] = [
-            "" if pandas.isna(value) else f"{value:,.6g}" if value % 1 else f"{value:,.0f}" for value in shown[name]
-        ]
+    lines = [f"{'step':32} {'what':44} {'measured':>16} {'expected':>16} {'off':>10}  holds"]
+    for each in rows:
+        sizes = [shown(each[name]) for name in ("measured", "expected")]
+        off = "" if each["off"] is None else f"{each['off']:+.4%}"
+        holds = {True: "yes", False: "NO"}.get(each["holds"], "")
+        note = (each["note"].strip().splitlines() or [""])[-1]
+        lines.append(
+            f"{each['step']:32} {each['what']:44} {sizes[0]:>16} {sizes[1]:>16} {off:>10}  {holds:5} {note}".rstrip()
+        )
     failed = sum(each["holds"] is False for each in rows)
     held = sum(each["holds"] is True for each in rows)
-    return f"{shown.to_string(index=False)}\n\n{held} hold, {failed} do not, {len(rows) - held - failed} are facts"
+    return "\n".join([*lines, "", f"{held} hold, {failed} do not, {len(rows) - held - failed} are facts"])
+
+
+def shown(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.4g}" if value % 1 else f"{value:,.0f}"
 
 
 def main(config) -> int:
