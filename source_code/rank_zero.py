@@ -48,6 +48,10 @@ def place(config) -> ranks.Rank:
     device, _ = ranks.device_and_backend(config.device, config.backend)
     if device == "cuda":
         torch.cuda.set_device(0)
+    else:
+        ranks.compute_as_one_of_several()
+        # Wrong values soon become too small for the usual format, and a CPU computes with such ones far more slowly.
+        torch.set_flush_denormal(True)
     return ranks.Rank(0, 0, config.ranks, socket.gethostname(), torch.device(device), "fake")
 
 

@@ -101,9 +101,8 @@ def be_rank(place: tuple[int, int, int], main, config):
         torch.cuda.set_device(rank.device)
         if backend == "nccl" and rank.world_size > 1 and (store := _store_of_the_run()):
             gpus.check_one_each(rank, store)
-    else:  # the ranks of one machine share its cores
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
-        _keep_freed_memory()
+    else:
+        compute_as_one_of_several()
     main(config, rank)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -314,6 +313,12 @@ def device_and_backend(device: str, backend: str) -> tuple[str, str]:
 def _own_device(device: str, local_rank: int) -> torch.device:
     """The local rank's. Where a site gives each task one GPU, every rank calls its own 0: hence the modulo."""
     return torch.device("cuda", local_rank % torch.cuda.device_count()) if device == "cuda" else torch.device("cpu")
+
+
+def compute_as_one_of_several():
+    """On the CPU: with one thread unless told otherwise, as the ranks of one machine share its cores."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    _keep_freed_memory()
 
 
 def _keep_freed_memory():
