@@ -232,7 +232,7 @@ def answer(options: Options) -> str:
 
 def answer_on_own(options: Options) -> str:
     """What it prints of a model of one's own."""
-    need_torch()
+    prepare_to_simulate()
     from labkit.measuring import own_model
 
     build = own_model.load(options.model)
@@ -245,15 +245,18 @@ def answer_on_own(options: Options) -> str:
     return json.dumps(found, indent=1) if options.json else report.own_text(options, plan, found)
 
 
-def need_torch():
-    """UserError where there is no PyTorch: planning does without, simulating runs it."""
+def prepare_to_simulate():
+    """Hide GPUs, as tensors without memory need none. UserError where there is no PyTorch: planning does without."""
     if importlib.util.find_spec("torch") is None:
         raise UserError("simulating runs PyTorch's own code, and this Python has none: pip install torch")
+    from labkit.running import gpus
+
+    gpus.hide()
 
 
 def simulated(options: Options) -> dict:
     """The peak of PyTorch's own code: see ``peak_of``."""
-    need_torch()
+    prepare_to_simulate()
     import imagine
     from labkit.measuring.gpu_operators import GpuOperators
 

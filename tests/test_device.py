@@ -47,6 +47,11 @@ def test_labs_stay_on_the_cpu(words):
     assert "cuda" not in run.stdout + run.stderr
 
 
+def test_a_simulation_needs_no_gpu():
+    run = believing("plan.py", "--model", "tiny", "--ranks", "4", "--seq", "64", "--batch", "1", "--simulate")
+    assert "(+0.00%)" in run.stdout
+
+
 IN_A_CELL = """
 from labkit.running.lab import Lab
 
