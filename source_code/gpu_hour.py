@@ -88,10 +88,11 @@ class Step:
         return [script, *launch.options.arguments(options | {"device": config.device})]
 
     def do(self, config, seconds) -> list[dict]:
-        return self.judge(*(self.record(config, number, seconds) for number in range(len(self.runs))))
+        each = seconds / len(self.runs)
+        return self.judge(*(self.record(config, number, each) for number in range(len(self.runs))))
 
     def record(self, config, number: int, seconds: float) -> dict:
-        """Of one of the runs, which is made."""
+        """Make one of the runs, in so many seconds at most; its record."""
         path = place(config) / f"{slug(self.name)}{f'-{number + 1}' if number else ''}.json"
         words = [*self.words(config, *self.runs[number]), "--record", str(path)]
         launch.follow([sys.executable, "-u", *words], None, seconds, config.device)
@@ -176,10 +177,9 @@ def rate_ratio(one, other) -> list[dict]:
 
 def share(*found) -> list[dict]:
     """How much of what multiplying matrices reaches goes into the model."""
-    return [
-        row("model FLOPs over the measured matmul ceiling", record["model_flops_utilisation"]["value"])
-        for record in found
-    ]
+    what = "model FLOPs over the measured matmul ceiling"
+    how = {False: "eager", True: "compiled"}
+    return [row(what, one["model_flops_utilisation"]["value"], note=how[one["config"]["compile"]]) for one in found]
 
 
 # The parts
@@ -204,7 +204,7 @@ def all_of_them(config, strategy) -> dict:
 
 
 def operators(config):
-    for precision in ("fp32", "fp64", "bf16"):
+    for precision in FORMATS:
         options = {"strategy": "single", "precision": precision, "data": "mnist-5k", "max_steps": 6}
         yield Step(f"mnist planned {precision}", (("mnist_fsdp.py", options),), as_planned)
     for precision in FORMATS:

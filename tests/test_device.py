@@ -89,6 +89,7 @@ def test_auto_takes_a_gpu_for_each_rank_or_the_cpu(gpus, chosen, words, monkeypa
     assert [lab.device_of(ranks) for ranks in (1, 2, 4)] == chosen
     assert words in repr(lab)
     assert [lab.plan("gpt_fsdp.py", ranks=ranks).on_gpu for ranks in (1, 2, 4)] == [one == "cuda" for one in chosen]
+    assert lab.plan("gpt_fsdp.py", ranks=4, nodes=2).on_gpu == (gpus >= 2)  # two nodes have twice as many
 
     started, called = [], []
     monkeypatch.setattr(launch, "run", lambda script, **settings: started.append(settings))
@@ -124,6 +125,7 @@ def test_an_unknown_device_is_a_sentence(monkeypatch):
         ("gpu* gpu:a100:2(S:0-1)\ngpu* gpu:h100:8(S:0-1)\ngpu* (null)\n", None, 8),
         ("mixed gpu:a100:2,gpu:v100:2,shard:16\nbig gpu:8\n", "mixed", 4),
         ("gpu gpu:nvidia_h200:8(S:0,1),nvme:1\n", "gpu", 8),
+        ("small gpu:2\nlarge gpu:8\nother gpu:16\n", "small,large", 8),
         ("", None, 0),
     ],
 )

@@ -121,10 +121,14 @@ def gpus_here() -> int:
 
 
 def gpus_of_a_node(partition: str | None) -> int:
-    """How many GPUs a node of the partition (None: the default one) has for a job, by Slurm's word: the most of any node."""
+    """How many GPUs a node has for a job, by Slurm's word: the most of any node.
+
+    partition: its name, or several with commas between; None: the default one.
+    """
     # As in "gpu gpu:4", "gpu* gpu:a100:2,gpu:v100:2" or "gpu gpu:h100:8(S:0-1),shard:16": the star marks the default
     rows = [row.split() for row in _asked("sinfo", "-h", "-o", "%P %G").splitlines()]
-    nodes = [gres for name, gres in rows if name.rstrip("*") == partition or (partition is None and name.endswith("*"))]
+    wanted = partition.split(",") if partition else [name.rstrip("*") for name, _ in rows if name.endswith("*")]
+    nodes = [gres for name, gres in rows if name.rstrip("*") in wanted]
     return max((sum(map(int, re.findall(r"\bgpu(?::[^:,(]+)?:(\d+)", node))) for node in nodes), default=0)
 
 

@@ -84,11 +84,11 @@ class Lab(launch.Cluster):
             settings["data"] = self.data
         return launch.run(script, **settings | options)
 
-    def plan(self, script: str, *, ranks: int | None = None, **options) -> predict.Plan:
+    def plan(self, script: str, *, ranks: int | None = None, nodes: int = 1, **options) -> predict.Plan:
         """What the planner says of the run that ``run`` starts with the same words."""
         ranks = ranks or (1 if options.get("strategy") == "single" else self.ranks)
         config = import_module(Path(script).stem).Config(**options)  # the defaults are the script's
-        about = {"script": script, "config": asdict(config), "ranks": ranks, "device": self.device_of(ranks)}
+        about = {"script": script, "config": asdict(config), "ranks": ranks, "device": self.device_of(ranks, nodes)}
         about["versions"] = {"torch": version("torch")}
         if script == "mnist_fsdp.py":
             about["batch_size"] = config.batch_size_of(ranks)

@@ -189,7 +189,8 @@ def started(words: list[str], ranks: int, nodes: int, device: str, cluster: Clus
 def follow(command: list[str], on_progress=None, timeout: float = 3600, device: str = "auto") -> str:
     """Run a command in source_code/, show its progress, and return what it printed. RunFailed if it fails.
 
-    device: "cpu" hides the GPUs. timeout: seconds; of what srun starts they count from when the first rank reports, not while Slurm lets it wait.
+    device: "cpu" hides the GPUs. timeout: seconds; of what srun starts they count from when the first rank reports,
+    not while Slurm lets it wait.
     """
     with tempfile.TemporaryDirectory(dir=records.made(RUNS), prefix=".progress-") as folder:
         mark, log = Path(folder) / "progress", Path(folder) / "output"
