@@ -27,9 +27,10 @@ from labkit import UserError
 from labkit.measuring import limits, meters, records
 from labkit.measuring.trace import local
 from labkit.running import options, progress, ranks
-from labkit.running.options import MESH, RESHARD, SHARDED, option
+from labkit.running.options import RESHARD, SHARDED, option
 from labkit.training import checkpoints, models, text
-from planner import networks, strategies
+from planner import networks
+from planner.mesh import FORM, Mesh, arrange
 from planner.shapes import GPT_SHAPES, GPTShape
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
@@ -89,7 +90,8 @@ def parallelize(model, config, me):
 def device_mesh(config, me):
     """All ranks share one model; with --mesh (HSDP) they form a grid, and each of its rows shares one."""
     if config.mesh:
-        return init_device_mesh(me.device.type, config.grid(me.world_size), mesh_dim_names=("replicate", "shard"))
+        mesh = config.arranged(me.world_size)
+        return init_device_mesh(me.device.type, (mesh.replicate, mesh.shard), mesh_dim_names=("replicate", "shard"))
     return init_device_mesh(me.device.type, (me.world_size,), mesh_dim_names=("shard",))
 
 
@@ -209,10 +211,11 @@ def train_step(model, optimizer, inputs, targets, config):
 
 def training_batches(tokens, config, me, steps):
     """A step's micro-batches on this rank: (inputs, targets), each of shape (accumulate, batch_size, seq_len)."""
-    count = config.accumulate * me.world_size * config.batch_size
+    mesh = config.arranged(me.world_size)
+    count = config.accumulate * mesh.data * config.batch_size
     for step in steps:
         starts = text.starts(tokens, config.seq_len, count, config.seed, step)
-        mine = starts.view(config.accumulate, me.world_size, config.batch_size)[:, me.rank]
+        mine = starts.view(config.accumulate, mesh.data, config.batch_size)[:, mesh.data_part(me.rank)]
         yield text.sequences(tokens, mine, config.seq_len)
 
 
@@ -231,14 +234,23 @@ def evaluate(model, tokens, config, me):
     return loss.item() / total
 
 
-def train(config, me):
-    """Train as ``config`` says in the process group there is; returns this run's part of a record."""
+def prepare(config, me):
+    """(model, optimizer, step), ready to train: step(inputs, targets) → losses, as ``train_step`` has them."""
+    model, _ = build(config, me)
+    optimizer = make_optimizer(model, config)
+    return model, optimizer, lambda inputs, targets: train_step(model, optimizer, inputs, targets, config)
+
+
+def train(config, me, prepare=prepare):
+    """Train as ``config`` says in the process group there is; returns this run's part of a record.
+
+    prepare: what another lab does in the place of the function of that name.
+    """
     data = text.load(me.device)
     if config.seq_len >= len(data.validation):
         raise UserError(f"--seq-len must be less than the {len(data.validation)} tokens of the validation text")
-    model, flops = build(config, me)
-    optimizer = make_optimizer(model, config)
-    global_batch = config.batch_size * config.accumulate * me.world_size
+    model, optimizer, train_one = prepare(config, me)
+    global_batch = config.batch_size * config.accumulate * config.arranged(me.world_size).data
     run = checkpoints.identity(config, global_batch, text.NAME)
     step = first_step = checkpoints.resume(config, model, optimizer, run, config.max_steps)
     for group in optimizer.param_groups:  # a checkpoint brings its own
@@ -254,7 +266,7 @@ def train(config, me):
         stop = min(config.max_steps, *(step - step % every + every for every in (save_every, LOG_EVERY)))
         local_losses = []
         for inputs, targets in meter.watch(training_batches(data.train, config, me, range(step, stop))):
-            local_losses += train_step(model, optimizer, inputs, targets, config)
+            local_losses += train_one(inputs, targets)
         step = stop
         summed = torch.stack(local_losses).view(-1, config.accumulate).sum(1)
         dist.all_reduce(summed)  # once every LOG_EVERY steps: once a step, only to print, would slow the training
@@ -276,19 +288,21 @@ def train(config, me):
         "validation_loss": validation_loss,
         **measured,
         "tokens_per_second": rate and rate * config.seq_len,
-        "model_flops_utilisation": {"flops_per_token": flops},
+        "model_flops_utilisation": {
+            "flops_per_token": networks.flops_per_token(config.shape, config.seq_len, config.lora)
+        },
     }
 
 
-def main(config, me):
-    """What every rank runs. me: which rank this is (labkit/running/ranks.py)."""
+def main(config, me, prepare=prepare):
+    """What every rank runs. me: which rank this is (labkit/running/ranks.py). prepare: see ``train``."""
     begin = time.perf_counter()
-    config.grid(me.world_size)  # refuses, before anything is allocated, what the ranks cannot share
+    config.arranged(me.world_size)  # refuses, before anything is allocated, what the ranks cannot share
     limits.check(config, me)
     # With offload, --clip sums the norms of shards in the CPU's memory, which NCCL cannot.
     backend = "cpu:gloo,cuda:nccl" if config.cpu_offload and me.backend == "nccl" else me.backend
     dist.init_process_group(backend, device_id=me.device if me.device.type == "cuda" else None)
-    result = train(config, me)
+    result = train(config, me, prepare)
     speed = result["model_flops_utilisation"]
     compute_dtype = torch.bfloat16 if config.precision == "bf16" else config.dtype
     speed |= meters.utilisation(result["tokens_per_second"], speed["flops_per_token"], compute_dtype, me)
@@ -316,7 +330,7 @@ class Config(options.Training):
         "none", "what backward computes again: nothing, each block, or all but matrix products and attention"
     )
     cpu_offload: bool = option(False, "FSDP: shards, gradients and optimizer state in CPU memory", only=SHARDED)
-    mesh: str | None = option(None, "HSDP: 2x4 shards among 4 ranks, replicates twice", form=MESH, only=SHARDED)
+    mesh: str | None = option(None, "HSDP: 2x4 shards among 4 ranks, replicates twice", form=FORM, only=SHARDED)
     prefetch: int = option(0, "FSDP2: gather this many blocks ahead; 0 leaves it to FSDP2", least=0, only=("fsdp2",))
     accumulate: int = option(1, "micro-batches in a step", least=1)
     sync: Literal["every", "last"] = option("every", "after which micro-batch of a step the ranks average gradients")
@@ -361,9 +375,9 @@ class Config(options.Training):
         value = self.reshard_after_forward or "true"
         return int(value) if value.isdecimal() else value == "true"
 
-    def grid(self, world_size: int) -> tuple[int, int]:
-        """(replicas of the model, ranks that share each). UserError: the options do not fit this number of ranks."""
-        return strategies.grid(world_size, self.mesh, self.reshard_after_forward or "true")
+    def arranged(self, world_size: int) -> Mesh:
+        """How the ranks are arranged. UserError: the options do not fit their number."""
+        return arrange(world_size, self.mesh, self.reshard_after_forward or "true")
 
 
 if __name__ == "__main__":

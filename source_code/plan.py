@@ -30,12 +30,12 @@ from itertools import product
 from typing import Literal
 
 from labkit import UserError
-from labkit.running.options import MESH, RESHARD, SHARDED, flag, leave, option, parse
+from labkit.running.options import RESHARD, SHARDED, flag, leave, option, parse
 from labkit.running.options import Options as Base
 from planner import cost, networks, predict, report
+from planner.mesh import FORM, arrange
 from planner.report import GIB
 from planner.shapes import GPT_SHAPES
-from planner.strategies import grid
 
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp1", "fsdp2")
 SIMULATED = ("single", "fsdp1", "fsdp2")
@@ -49,7 +49,7 @@ class Options(Base):
     ranks: int = option(8, "how many ranks train", least=1)
     node_size: int = option(8, "ranks on a node", least=1)
     strategy: Literal[STRATEGIES] = option("fsdp2", "how the ranks share")
-    mesh: str | None = option(None, "HSDP: REPLICASxSHARDS, such as 2x4", form=MESH, only=SHARDED)
+    mesh: str | None = option(None, "HSDP: REPLICASxSHARDS, such as 2x4", form=FORM, only=SHARDED)
     reshard_after_forward: str = option(
         "true",
         "FSDP: free gathered parameters, keep them (false), or keep one part in N",
@@ -119,7 +119,7 @@ def plan_of(options: Options, network: networks.Blueprint | None = None) -> pred
         network or networks.gpt(GPT_SHAPES[options.model], options.batch, options.seq, options.recompute),
         options.strategy,
         options.ranks,
-        grid(options.ranks, options.mesh, options.reshard_after_forward)[0],
+        arrange(options.ranks, options.mesh, options.reshard_after_forward).replicate,
         options.reshard_after_forward,
         options.precision,
         options.optimizer,

@@ -5,8 +5,8 @@
 
 One GPU measures what each of many would hold: tensors, kernels, the allocator and the time to compute are real. The
 collectives send nothing: torch's process group of the kind "fake" puts this rank's own part where the others' would
-arrive. So sizes are right, values are not, the losses mean nothing, and there is no communication in a step's time, nor
-NCCL's buffers in its memory. The options are gpt_fsdp.py's; --ranks is the size of the world.
+arrive. So tensors have their sizes, values are wrong, the losses mean nothing, and of communication there is no more in
+a step's time than those copies, nor are NCCL's buffers in its memory. The options are gpt_fsdp.py's; --ranks is the size of the world.
 """
 
 import socket
@@ -58,16 +58,18 @@ def place(config) -> ranks.Rank:
 def train(config, me) -> dict:
     """Train as gpt_fsdp.py does; returns what the meter has measured, as in its record."""
     tokens = text.load(me.device).train
-    model, flops = gpt_fsdp.build(config, me)
-    optimizer = gpt_fsdp.make_optimizer(model, config)
+    model, optimizer, step = gpt_fsdp.prepare(config, me)
     bar = progress.Progress(me, config.max_steps)
     meter = meters.Meter(model, optimizer, me.device, progress=bar, profile=config.profile, compiled=config.compile)
     kept = []  # as the lab keeps its losses
     for inputs, targets in meter.watch(gpt_fsdp.training_batches(tokens, config, me, range(config.max_steps))):
-        kept += gpt_fsdp.train_step(model, optimizer, inputs, targets, config)
+        kept += step(inputs, targets)
     meter.finish()
     measured = meter.summary(config.batch_size * config.accumulate * me.world_size)
-    return {"data": {"name": text.NAME}, "batch_size": config.batch_size, **measured, "flops_per_token": flops}
+    measured["time"]["samples_per_second"] = None  # of all ranks together, of which one was there
+    if measured["memory"]:
+        measured["memory"]["peak_by_rank"] = None
+    return {"data": {"name": text.NAME}, "batch_size": config.batch_size, **measured}
 
 
 def page(record: dict) -> str:
@@ -103,7 +105,7 @@ def main():
         gpus.hide()
     try:
         me = place(config)
-        config.grid(me.world_size)
+        config.arranged(me.world_size)
         limits.check(config, me)
         simulate.join(config.ranks)
         result = train(config, me)

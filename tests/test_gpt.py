@@ -478,7 +478,7 @@ BAD = {
     "--reshard-after-forward maybe": "--reshard-after-forward is true, false or a number from 2 on, not 'maybe'",
     "--reshard-after-forward 1": "a number from 2 on, not '1'",
     "--strategy fsdp1 --clip 1 --precision fp64": "FSDP1 computes the norm that --clip needs in fp32",
-    "--mesh 2by4": "--mesh is REPLICASxSHARDS, such as 2x4, not '2by4'",
+    "--mesh 2by4": "--mesh is REPLICASxSHARDS, such as 2x4, or NAME=SIZE,NAME=SIZE, not '2by4'",
     "--mesh 0x4": "not '0x4'",
     "--strategy single --ranks 2": "--strategy single is one rank",
     "--resume": "--resume needs --checkpoint",

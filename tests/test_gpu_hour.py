@@ -33,7 +33,7 @@ def test_every_line_is_a_command_that_its_lab_accepts(gpus, monkeypatch, capsys)
             if name != "rank_zero.py" and config.strategy != "single":  # every GPU has a rank, and every rank a GPU
                 assert config.ranks in (gpus, 1)
             if getattr(config, "mesh", None):
-                config.grid(config.ranks)
+                config.arranged(config.ranks)
     assert {line.split()[1] for line in lines} == {*LABS, "hello.py", "-m"}
     named = {path.name for path in (launch.SOURCE.parent / "notebooks").glob("*.ipynb")}
     assert named == {name for line in lines for name in re.findall(r"[^/ ]+\.ipynb", line)}

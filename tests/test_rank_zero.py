@@ -60,6 +60,7 @@ def test_the_command_shows_the_plan_beside_it_and_writes_a_record(tmp_path):
     assert measured == planned and "are those planned" in run.stdout and "a step computes for" in run.stdout
     record = records.load(tmp_path / "run.json")
     assert (record["ranks"], record["nodes"], record["backend"]) == (64, 1, "fake")
+    assert record["memory"]["peak_by_rank"] is None and record["time"]["samples_per_second"] is None  # of one only
     assert f"{sum(record['memory']['peak'].values()):,}" == measured
 
 

@@ -25,10 +25,11 @@ from functools import cached_property
 from math import prod
 
 from planner import UserError, networks
+from planner.mesh import arrange
 from planner.networks import Blueprint
 from planner.shapes import GPT_SHAPES
 from planner.step import Step
-from planner.strategies import Unit, grid
+from planner.strategies import Unit
 
 STEP_COUNTER = 4  # bytes: the number of steps done, one for each tensor that Adam or Adadelta updates
 # What an optimizer keeps, for each number it updates unless it is a counter.
@@ -232,7 +233,7 @@ def plan_of(record: dict) -> Plan:
         shape = replace(shape, tied=config["tied"])
     return Plan(
         networks.gpt(shape, *(config[name] for name in ("batch_size", "seq_len", "recompute", "lora"))),
-        replicas=grid(ranks, config["mesh"], reshard)[0],
+        replicas=arrange(ranks, config["mesh"], reshard).replicate,
         reshard=reshard,
         micro_batches=config["accumulate"],
         **{name: config[name] for name in ("optimizer", "sync", "prefetch")},

@@ -9,21 +9,7 @@ Sources: torch/distributed/fsdp/_runtime_utils.py and _flat_param.py (FSDP1), to
 
 from math import ceil, prod
 
-from planner import UserError
 from planner.sizes import Autograd, SizedParameter
-
-
-def grid(ranks: int, mesh: str | None = None, reshard: str = "true") -> tuple[int, int]:
-    """(replicas of the model, ranks that share each) under FSDP. mesh: "2x4"; reshard: "true", "false", or "N".
-
-    UserError where they do not fit the number of ranks.
-    """
-    replicas, shards = map(int, mesh.split("x")) if mesh else (1, ranks)
-    if replicas * shards != ranks:
-        raise UserError(f"--mesh {mesh} is for {replicas * shards} ranks, but there are {ranks}")
-    if reshard.isdecimal() and shards % int(reshard):
-        raise UserError(f"--reshard-after-forward {reshard} does not divide the {shards} ranks of a model")
-    return replicas, shards
 
 
 class Unit:

@@ -24,7 +24,6 @@ from typing import Literal
 from labkit import UserError
 
 SHARDED = ("fsdp1", "fsdp2")
-MESH = (r"[1-9]\d*x[1-9]\d*", "REPLICASxSHARDS, such as 2x4")
 RESHARD = (r"true|false|[2-9]|[1-9]\d+", "true, false or a number from 2 on")
 
 
