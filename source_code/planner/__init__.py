@@ -3,6 +3,7 @@
 It needs only the standard library, and imports nothing of this course. From the ground up:
 
   shapes       the sizes of the course's models
+  mesh         how ranks are arranged: a grid with named dimensions
   sizes        autograd on sizes: what is alive when
   attention    what attention keeps for backward, and makes, kernel by kernel
   operators    what each other operator keeps, and makes

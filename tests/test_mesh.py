@@ -1,0 +1,41 @@
+"""How ranks are arranged: dimensions by name, in one order whatever order they were written in."""
+
+import pytest
+from planner import UserError
+from planner.mesh import Mesh, arrange
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text", "mesh"),
+    [
+        (4, None, Mesh(shard=4)),
+        (8, "2x4", Mesh(replicate=2, shard=4)),
+        (8, "tensor=2,shard=4", Mesh(shard=4, tensor=2)),
+        (4, "pipeline=4", Mesh(pipeline=4)),
+        (16, "pipeline=2,replicate=2,shard=2,tensor=2", Mesh(2, 2, 2, 2)),
+    ],
+)
+def test_what_is_written_is_what_is_arranged(ranks, text, mesh):
+    assert arrange(ranks, text) == mesh
+    assert mesh.ranks == ranks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text", "reshard", "sentence"),
+    [
+        (2, "2x4", "true", "--mesh 2x4 is for 8 ranks, but there are 2"),
+        (8, "shard=2,tensor=2", "true", "--mesh shard=2,tensor=2 is for 4 ranks, but there are 8"),
+        (4, "shards=4", "true", "its dimensions are pipeline, replicate, shard, tensor, each named once at most"),
+        (4, "shard=2,shard=2", "true", "each named once at most"),
+        (8, "shard=2,tensor=4", "4", "--reshard-after-forward 4 does not divide the 2 ranks of a model"),
+    ],
+)
+def test_what_does_not_fit_is_refused(ranks, text, reshard, sentence):
+    with pytest.raises(UserError, match=sentence):
+        arrange(ranks, text, reshard)
+
+
+def test_ranks_of_a_tensor_group_and_stages_of_a_pipeline_see_the_same_part_of_a_batch():
+    mesh = Mesh(pipeline=2, replicate=2, shard=2, tensor=2)
+    assert mesh.data == 4
+    assert [mesh.data_part(rank) for rank in range(16)] == [0, 0, 1, 1, 2, 2, 3, 3] * 2
