@@ -1,0 +1,127 @@
+"""One training, however it is shared: the losses of each way to share it, beside those of one process.
+
+  python equivalence.py                    every way, on 2 and on 4 ranks, in float64 and in fp32; a table and a record
+  python equivalence.py --record here.json
+
+One model, one set of first values, one order of the text, one global batch. In float64 the ways differ by the order in
+which they add, some 1e-15; what computes something else differs by far more. fp32 is what people train in.
+"""
+
+import contextlib
+import io
+import os
+from dataclasses import dataclass
+from datetime import datetime
+from importlib import import_module
+from pathlib import Path
+
+import pandas
+import torch
+from labkit import UserError
+from labkit.measuring import records
+from labkit.running import cells, launch, ranks
+from labkit.running.options import Options, option, parse
+
+STEPS, SEQUENCES = 20, 8  # in a step, of all ranks together
+TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4}  # the largest relative difference of a loss
+RANKS = (2, 4)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to share the training. lab: the script, which has a Config and a ``prepare``; options: of that Config."""
+
+    name: str
+    lab: str
+    options: dict
+    ranks: tuple[int, ...] = RANKS
+    precisions: tuple[str, ...] = tuple(TOLERANCE)
+
+
+ALONE = Way("one process", "gpt_fsdp", {"strategy": "single"}, ranks=(1,))
+WAYS = [
+    Way("DDP", "gpt_fsdp", {"strategy": "ddp"}),
+    Way("FSDP1", "gpt_fsdp", {"strategy": "fsdp1"}),
+    Way("FSDP1, SHARD_GRAD_OP", "gpt_fsdp", {"strategy": "fsdp1", "reshard_after_forward": "false"}),
+    Way("FSDP2", "gpt_fsdp", {}),
+    Way("FSDP2, kept after forward", "gpt_fsdp", {"reshard_after_forward": "false"}),
+    Way("FSDP2, half kept", "gpt_fsdp", {"reshard_after_forward": "2"}),
+    Way("HSDP 2x2", "gpt_fsdp", {"mesh": "2x2"}, ranks=(4,)),
+]
+
+
+def config_of(way: Way, count: int, precision: str):
+    """The options of one run: the same sequences in a step, whatever the number of ranks that share them."""
+    lab = import_module(way.lab)
+    common = {"max_steps": STEPS, "seq_len": 32, "precision": precision, "device": "cpu"}
+    parts = lab.Config(**common | way.options).arranged(count).data * way.options.get("accumulate", 1)
+    return lab.Config(**common | way.options, batch_size=SEQUENCES // parts)
+
+
+def losses_of(me, ways: list[tuple[Way, str]]) -> list[list[float]]:
+    """Run on every rank: the losses of each (way, precision), step by step."""
+    os.environ["TQDM_DISABLE"] = "1"
+    import gpt_fsdp
+
+    found = []
+    for way, precision in ways:
+        with contextlib.redirect_stdout(io.StringIO()):  # dozens of runs would each tell their losses
+            config = config_of(way, me.world_size, precision)
+            found.append(gpt_fsdp.train(config, me, import_module(way.lab).prepare)["losses"])
+    return found
+
+
+def run(ways: list[Way]) -> list[dict]:
+    """[{"way", "ranks", "precision", "losses", "difference"}, …]: the largest relative difference to one process."""
+    alone, rows = {}, []
+    for count in (1, *RANKS):
+        mine = [(way, precision) for way in [ALONE, *ways] if count in way.ranks for precision in way.precisions]
+        found = cells.on_ranks(losses_of, mine, ranks=count, cluster=launch.Cluster(launcher="local"), timeout=600)[0]
+        for (way, precision), losses in zip(mine, found, strict=True):
+            if way is ALONE:
+                alone[precision] = losses
+            pairs = zip(losses, alone[precision], strict=True)
+            difference = max(abs(loss / right - 1) for loss, right in pairs)
+            about = {"way": way.name, "lab": way.lab, "options": way.options, "ranks": count, "precision": precision}
+            rows.append(about | {"losses": losses, "difference": difference})
+    return rows
+
+
+def table(rows: list[dict]) -> pandas.DataFrame:
+    return pandas.DataFrame(
+        {
+            "way": row["way"],
+            "ranks": row["ranks"],
+            "numbers": row["precision"],
+            "loss in step 1": f"{row['losses'][0]:.6f}",
+            f"in step {STEPS}": f"{row['losses'][-1]:.6f}",
+            "largest difference": f"{row['difference']:.1e}",
+            "": "equal" if row["difference"] <= TOLERANCE[row["precision"]] else "DIFFERS",
+        }
+        for row in rows
+    )
+
+
+@dataclass(frozen=True)
+class Equivalence(Options):
+    """The command line is made from these fields."""
+
+    record: str | None = option(None, "where the record goes (default: results/runs/)")
+
+
+def main():
+    options = parse(Equivalence, __doc__)
+    try:
+        path = Path(options.record or launch.RUNS / f"equivalence-{datetime.now():%Y%m%d-%H%M%S}.json")
+        records.check_writable(path)
+        rows = run(WAYS)
+    except UserError as error:
+        ranks.leave(str(error))
+    print(table(rows).to_markdown(index=False, disable_numparse=True))
+    about = {"hardware": records.hardware(torch.device("cpu")), "torch": torch.__version__, "steps": STEPS}
+    records.write(path, about | {"date": f"{datetime.now():%Y-%m-%d}", "rows": rows})
+    print(f"\n{len(rows)} runs of {STEPS} steps; record: {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""The matrix: however a training is shared, by whichever library, it is the same training."""
+
+import math
+
+import equivalence
+import pytest
+from labkit.measuring import records
+
+pytestmark = pytest.mark.long
+RUNS = [(w.name, count, precision) for w in equivalence.WAYS for count in w.ranks for precision in w.precisions]
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return {(row["way"], row["ranks"], row["precision"]): row for row in equivalence.run(equivalence.WAYS)}
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run[0]}, {run[1]} ranks, {run[2]}")
+def test_its_losses_are_those_of_one_process(run, rows):
+    row, tolerance = rows[run], equivalence.TOLERANCE[run[2]]
+    assert len(row["losses"]) == equivalence.STEPS
+    assert row["difference"] <= tolerance
+    assert math.isclose(row["losses"][-1], rows["one process", 1, run[2]]["losses"][-1], rel_tol=tolerance)
+
+
+def test_the_training_learns(rows):
+    """A loss that stands still would be equal however wrong the gradients are."""
+    losses = rows["one process", 1, "fp64"]["losses"]
+    assert losses[-1] < 0.8 * losses[0]
