@@ -4,7 +4,6 @@ import math
 
 import equivalence
 import pytest
-from labkit.measuring import records
 
 pytestmark = pytest.mark.long
 RUNS = [(w.name, count, precision) for w in equivalence.WAYS for count in w.ranks for precision in w.precisions]

@@ -1,0 +1,40 @@
+"""Chapter 15: its exercises judge fairly, its verdicts fail when what it claims is broken."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from forked import by_value
+from labkit.teaching.exercises import check
+
+
+def mlp(reduces=True, divides=False, gathers=False):
+    """A function for 15.3, right but for what is said."""
+
+    def function(x, up, down):
+        hidden = F.relu(F.linear(x, up))
+        if gathers:
+            dist.all_gather([torch.empty_like(hidden) for _ in range(2)], hidden)
+        part = F.linear(hidden, down)
+        if reduces:
+            dist.all_reduce(part)
+        return part / 2 if divides else part
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (mlp(), "right"),
+        (mlp(reduces=False), "that is this rank's part of a sum over the ranks"),
+        (mlp(divides=True), "that is the mean of the ranks' parts"),
+        (mlp(gathers=True), "it took 2 collectives; one is enough"),
+        (lambda x, up, down: x @ up.T, "has a result of shape (5, 4), and (5, 6) is wanted"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_two_layers_are_told_their_first_difference(function, said, capsys):
+    by_value(mlp)
+    check("15.3", function)
+    assert said in capsys.readouterr().out
