@@ -35,7 +35,7 @@ from planner.shapes import GPT_SHAPES, GPTShape
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, parallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -89,24 +89,24 @@ def parallelize(model, config, me):
 
 def device_mesh(config, me):
     """All ranks share one model; with --mesh (HSDP) they form a grid, and each of its rows shares one."""
-    if config.mesh:
-        mesh = config.arranged(me.world_size)
-        return init_device_mesh(me.device.type, (mesh.replicate, mesh.shard), mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh(me.device.type, (me.world_size,), mesh_dim_names=("shard",))
+    sizes = config.arranged(me.world_size).sizes
+    names = tuple(name for name in ("replicate", "shard", "tensor") if name == "shard" or sizes[name] > 1)
+    return init_device_mesh(me.device.type, tuple(sizes[name] for name in names), mesh_dim_names=names)
 
 
 def fsdp1(model, config, me):
     """FSDP1, a wrapper class: each unit's parameters become one flat tensor, cut into equal parts."""
+    mesh = device_mesh(config, me)
     whole = fsdp.ShardingStrategy.FULL_SHARD if config.reshard else fsdp.ShardingStrategy.SHARD_GRAD_OP
     bf16 = fsdp.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     # With --lora a block's gradient is as large as all its parameters: FSDP1 warns, once a block and rank.
     warnings.filterwarnings("ignore", ".*has both parameters with requires_grad")
     return fsdp.FullyShardedDataParallel(
         model,
-        device_mesh=device_mesh(config, me),
+        device_mesh=mesh,
         device_id=me.device,
         auto_wrap_policy=ModuleWrapPolicy({models.Block}),
-        sharding_strategy=fsdp.ShardingStrategy.HYBRID_SHARD if config.mesh else whole,
+        sharding_strategy=fsdp.ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else whole,
         cpu_offload=fsdp.CPUOffload(offload_params=config.cpu_offload),
         mixed_precision=bf16 if config.precision == "bf16" else None,
         # Otherwise a flat tensor is trained or frozen as a whole, and torch.compile cannot trace what is in it.
@@ -118,8 +118,11 @@ def fsdp2(model, config, me):
     """FSDP2, a function: each parameter becomes a DTensor, cut along its first dimension."""
     pinned = me.device.type == "cuda"  # page-locked memory makes copies to a GPU fast; without one it cannot be had
     bf16 = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = device_mesh(config, me)
+    if "tensor" in mesh.mesh_dim_names:
+        tensor_parallel(model, mesh["tensor"])
     settings = {
-        "mesh": device_mesh(config, me),
+        "mesh": mesh[tuple(name for name in mesh.mesh_dim_names if name != "tensor")],
         "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=pinned) if config.cpu_offload else fsdp.OffloadPolicy(),
         "mp_policy": bf16 if config.precision == "bf16" else fsdp.MixedPrecisionPolicy(),
     }
@@ -129,6 +132,39 @@ def fsdp2(model, config, me):
     fsdp.fully_shard(model, **settings)
     if config.prefetch:
         prefetch(model, list(model.blocks), config.prefetch)
+
+
+def tensor_parallel(model, mesh):
+    """Split every matrix product among the ranks of ``mesh``, and between the products the sequence: on a mesh of one
+    dimension, whose ranks see the same sequences.
+
+    What comes into attention and into the feed-forward part is gathered, and what comes out is summed and split again.
+    A rank has some of the heads, some of the hidden numbers, and some of the vocabulary.
+    """
+    sequence, whole = Shard(1), Replicate()  # of an activation (batch, sequence, width)
+    normalise = parallel.SequenceParallel()
+    columns, rows = parallel.ColwiseParallel(), parallel.RowwiseParallel(output_layouts=sequence)
+    block = {
+        "attention_norm": normalise,
+        "attention": parallel.PrepareModuleInput(input_layouts=(sequence, None), desired_input_layouts=(whole, None)),
+        "attention.query": columns,
+        "attention.key": columns,
+        "attention.value": columns,
+        "attention.output": rows,
+        "feed_forward_norm": normalise,
+        "feed_forward": parallel.PrepareModuleInput(input_layouts=(sequence,), desired_input_layouts=(whole,)),
+        "feed_forward.gate": columns,
+        "feed_forward.up": columns,
+        "feed_forward.down": rows,
+    }
+    plan = {
+        "embedding": parallel.RowwiseParallel(input_layouts=whole, output_layouts=sequence),
+        "norm": normalise,
+        # The logits stay split, for compute_loss: nobody needs them whole.
+        "head": parallel.ColwiseParallel(input_layouts=sequence, use_local_output=False),
+    }
+    parallel.parallelize_module(model, mesh, plan | {f"blocks.*.{name}": style for name, style in block.items()})
+    model.tie()  # the styles have given embedding and head a parameter each
 
 
 def prefetch(model, blocks, ahead):
@@ -170,7 +206,7 @@ def compute_loss(model, inputs, targets, config):
     by_autocast = config.precision == "bf16" and config.strategy not in SHARDED
     with torch.autocast(inputs.device.type, torch.bfloat16) if by_autocast else nullcontext():
         logits = model(inputs)
-    return F.cross_entropy(logits.flatten(0, 1).to(config.dtype), targets.flatten())
+    return local(F.cross_entropy(logits.flatten(0, 1).to(config.dtype), targets.flatten()))
 
 
 def gradients_wait(model, config, last):
@@ -198,7 +234,7 @@ def train_step(model, optimizer, inputs, targets, config):
     """
     losses = []
     for micro in range(config.accumulate):
-        with gradients_wait(model, config, last=micro == config.accumulate - 1):
+        with gradients_wait(model, config, last=micro == config.accumulate - 1), parallel.loss_parallel():
             loss = compute_loss(model, inputs[micro], targets[micro], config) / config.accumulate
             loss.backward()
         losses.append(loss.detach())
@@ -222,16 +258,18 @@ def training_batches(tokens, config, me, steps):
 @torch.no_grad()
 def evaluate(model, tokens, config, me):
     """Mean loss on the validation text: the same sequences for any number of ranks up to VALIDATION_SEQUENCES."""
-    total = max(VALIDATION_SEQUENCES, me.world_size)
+    mesh = config.arranged(me.world_size)
+    total = max(VALIDATION_SEQUENCES, mesh.data)
     starts = torch.linspace(0, len(tokens) - config.seq_len - 1, total).long()
-    passes = math.ceil(math.ceil(total / me.world_size) / config.batch_size)
+    passes = math.ceil(math.ceil(total / mesh.data) / config.batch_size)
     loss = torch.zeros((), dtype=torch.float64, device=me.device)
-    for part in starts[me.rank :: me.world_size].tensor_split(passes):
+    for part in starts[mesh.data_part(me.rank) :: mesh.data].tensor_split(passes):
         # Under FSDP each forward pass is a collective: a rank with no sequence left makes one that does not count.
         inputs, targets = text.sequences(tokens, part if len(part) else starts[:1], config.seq_len)
-        loss += len(part) * compute_loss(model, inputs, targets, config)
+        with parallel.loss_parallel():
+            loss += len(part) * compute_loss(model, inputs, targets, config)
     dist.all_reduce(loss)
-    return loss.item() / total
+    return loss.item() / total / mesh.tensor
 
 
 def prepare(config, me):
@@ -376,8 +414,16 @@ class Config(options.Training):
         return int(value) if value.isdecimal() else value == "true"
 
     def arranged(self, world_size: int) -> Mesh:
-        """How the ranks are arranged. UserError: the options do not fit their number."""
-        return arrange(world_size, self.mesh, self.reshard_after_forward or "true")
+        """How the ranks are arranged. UserError: the options do not fit their number, or the model does not."""
+        mesh = arrange(world_size, self.mesh, self.reshard_after_forward or "true")
+        if mesh.pipeline > 1:
+            raise UserError(f"--mesh {self.mesh} has a pipeline, which is gpt_pipeline.py's: name other dimensions")
+        if mesh.tensor > 1:
+            if self.strategy != "fsdp2" or self.lora:
+                what = "--lora" if self.lora else f"--strategy {self.strategy}"
+                raise UserError(f"--mesh {self.mesh} splits matrix products, which goes without {what}")
+            self.shape.check_split(mesh.tensor, self.seq_len)
+        return mesh
 
 
 if __name__ == "__main__":

@@ -115,11 +115,13 @@ class Options(Base):
 
 def plan_of(options: Options, network: networks.Blueprint | None = None) -> predict.Plan:
     """network: one's own, else the course's. UserError where the options do not go together."""
+    mesh = arrange(options.ranks, options.mesh, options.reshard_after_forward)
+    shape = GPT_SHAPES.get(options.model)
     return predict.Plan(
-        network or networks.gpt(GPT_SHAPES[options.model], options.batch, options.seq, options.recompute),
+        network or networks.gpt(shape, options.batch, options.seq, options.recompute, tensor=mesh.tensor),
         options.strategy,
         options.ranks,
-        arrange(options.ranks, options.mesh, options.reshard_after_forward).replicate,
+        mesh.replicate,
         options.reshard_after_forward,
         options.precision,
         options.optimizer,
@@ -157,7 +159,7 @@ def describe(options: Options, plan: predict.Plan) -> dict:
         link_of(options.network, cost.NETWORKS, cost.NETWORKS["infiniband"].latency, "--network"),
     )
     times = cost.step_time(plan, options.node_size, *links, options.flops * options.efficiency)
-    samples = plan.blueprint.samples * plan.micro_batches * plan.ranks
+    samples = plan.blueprint.samples * plan.micro_batches * plan.ranks // plan.tensor
     peak = predict.total(terms)
     return {
         "parameters": plan.blueprint.numel,

@@ -46,14 +46,17 @@ def ring_bytes(collective: dict, plan: Plan, node_size: int, backend: str = "rin
     """Where one collective of ``plan.traffic()`` sends its bytes, with ``node_size`` ranks on each node.
 
     Returns {"rank": bytes that a rank sends, "node": bytes that leave a node, "steps": of the ring}; of unequal nodes,
-    the one that most leave. Ranks are numbered node by node. The ranks of a group are neighbours, but those of an
-    all-reduce of a part of them (the replicas of a shard) lie as far apart as they can. backend: "ring", as NCCL's, or
+    the one that most leave. Ranks are numbered node by node. The ranks of a tensor group are
+    neighbours, those that share a model lie that many apart, and the replicas of a shard as far apart as they can. backend: "ring", as NCCL's, or
     "gloo". A record's traffic does not say how many ranks take part; the plan does, but for reshard_after_forward=N.
     """
-    n = collective.get("ranks") or _members(collective["kind"], plan)
+    n = collective.get("ranks") or _members(collective, plan)
     passes = PASSES[backend][collective["kind"]]
     edge = passes * (n - 1) / n * collective["bytes"]
-    apart = plan.ranks // n if collective["kind"] == "all-reduce" else 1
+    if collective.get("dimension") == "tensor":
+        apart = 1
+    else:
+        apart = plan.ranks // n if collective["kind"] == "all-reduce" else plan.tensor
     return {"rank": edge, "node": _leaving_edges(plan.ranks, n, apart, node_size) * edge, "steps": passes * (n - 1)}
 
 
@@ -62,10 +65,12 @@ def inter_node_bytes(traffic: list[dict], plan: Plan, node_size: int, backend: s
     return sum(c["count"] * ring_bytes(c, plan, node_size, backend)["node"] for c in traffic)
 
 
-def _members(kind: str, plan: Plan) -> int:
+def _members(collective: dict, plan: Plan) -> int:
     if not plan.shards_parameters:
         return plan.ranks
-    return plan.replicas if kind == "all-reduce" else plan.shards
+    if collective.get("dimension") == "tensor":
+        return plan.tensor
+    return plan.replicas if collective["kind"] == "all-reduce" else plan.shards
 
 
 @cache
@@ -95,7 +100,7 @@ def step_time(plan: Plan, node_size: int, link: Link, network: Link, flops: floa
     nothing is left to compute that could hide the last reduction.
     """
     work = plan.blueprint
-    compute = plan.micro_batches * work.samples * (work.flops + work.recomputed_flops) / flops
+    compute = plan.micro_batches * work.samples * (work.flops + work.recomputed_flops) / plan.tensor / flops
     times = [(seconds(c, plan, node_size, link, network), c["count"]) for c in plan.traffic()]
     communication = sum(one * count for one, count in times)
     last = communication / sum(count for _, count in times) if times else 0.0

@@ -7,17 +7,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 
+from planner import tensor_parallel
 from planner.attention import INT64, Heads
 from planner.operators import Tape
 from planner.shapes import GPTShape
 from planner.sizes import SizedParameter, SizedTensor
+from planner.tensor_parallel import Exchange
 
 
 @dataclass(frozen=True, eq=False)
 class SizedModule:
     """A piece of a network that runs once in forward.
 
-    parameters: {name: shape}, in the order in which they are registered; ``frozen`` names those not trained.
+    parameters: {name: shape}, in the order in which they are registered; ``frozen`` names those not trained, and
+    ``everywhere`` those that every rank of a tensor group has, where of the others it has its part.
     forward(tape, x, parameters): computes on sizes. wrapped: FSDP makes a unit of it; the rest belongs to the root.
     """
 
@@ -26,6 +29,7 @@ class SizedModule:
     forward: Callable[[Tape, SizedTensor, dict[str, SizedParameter]], SizedTensor]
     wrapped: bool = False
     frozen: frozenset = frozenset()
+    everywhere: frozenset = frozenset()
 
     @property
     def kind(self) -> str:
@@ -35,7 +39,7 @@ class SizedModule:
 
 @dataclass(frozen=True, eq=False)
 class Blueprint:
-    """A network with its loss, for a batch of a given size on each rank."""
+    """A network with its loss, for a batch of a given size on each rank; of tensor parallelism, one rank's part of it."""
 
     name: str
     modules: tuple[SizedModule, ...]
@@ -47,13 +51,18 @@ class Blueprint:
     flops: float  # of forward and backward of one sample, without recomputation
     recomputed_flops: float = 0.0  # of a sample, on top of these
     tied: dict[str, str] = field(default_factory=dict)  # a parameter → the one that it is
+    tensor: Exchange = field(default_factory=Exchange)  # how many ranks share each product, and what they exchange
     holds_output: bool = False  # the training loop holds the network's output until the next step's is there
 
     @property
     def numel(self) -> int:
-        """How many parameters the network has."""
-        shapes = [shape for m in self.modules for name, shape in m.parameters.items() if name not in self.tied]
-        return sum(map(prod, shapes))
+        """How many parameters the network has, on all ranks of a tensor group together."""
+        return sum(
+            prod(shape) * (1 if name in module.everywhere else self.tensor.parts)
+            for module in self.modules
+            for name, shape in module.parameters.items()
+            if name not in self.tied
+        )
 
 
 # The MNIST network (labkit/training/models.py: Net)
@@ -110,56 +119,71 @@ def mnist(batch: int = 64, dropout: bool = True, min_num_params: int | None = No
 # The GPT (labkit/training/models.py: GPT)
 
 
-def gpt(shape: GPTShape, batch: int, length: int, recompute: str = "none", lora: int | None = None) -> Blueprint:
+def gpt(
+    shape: GPTShape, batch: int, length: int, recompute: str = "none", lora: int | None = None, tensor: int = 1
+) -> Blueprint:
     """batch: sequences on each rank, of ``length`` tokens. recompute: "none", "full" or "selective" for each block.
 
-    lora: the adapters' rank; then they alone are trained.
+    lora: the adapters' rank; then they alone are trained. tensor: among how many ranks each matrix product is split,
+    and between the products the sequence; they see the same sequences. UserError where that does not come out even.
     """
-    tokens, in_block = batch * length, _block_parameters(shape, lora)
+    shape.check_split(tensor, length)
+    tokens, in_block = batch * length, _block_parameters(shape, lora, tensor)
 
     def frozen(parameters):
         """With adapters, all but them."""
         return frozenset(name for name in parameters if lora and not name.endswith((".down", ".up")))
 
     def embedding(tape, x, p):
-        x = tape.embedding(x, p["embedding.weight"])
+        x = tensor_parallel.embedding(tape, x, p["embedding.weight"], tensor)
+        x = tensor_parallel.scatter(tape, x, tensor, batch)
         for name in ("cosines", "sines"):
             tape.until_backward(tape.given(name, length * shape.width // shape.heads, x.itemsize))
         return x
 
     def call_block(tape, x, p):
         def block(x):
-            return _block(tape, x, p, Heads(batch, shape.heads, shape.kv_heads, length))
+            return _block(tape, x, p, Heads(batch, shape.heads // tensor, shape.kv_heads // tensor, length), tensor)
 
         return block(x) if recompute == "none" else tape.recomputed(block, x, selective=recompute == "selective")
 
     def head(tape, x, p):
-        return tape.linear(tape.rms_norm(x, p["norm.weight"]), p["head.weight"])
+        x = tensor_parallel.gather(tape, tape.rms_norm(x, p["norm.weight"]), tensor, batch)
+        return tape.linear(x, p["head.weight"])
 
     def make_batch(tape, times, _):
         return tape.given("tokens", tokens, INT64, times), tape.given("targets", tokens, INT64, times)
 
     def loss(tape, logits, targets, itemsize):
         logits = tape.to(logits, itemsize, "logits")
-        return tape.divide(tape.nll_loss(tape.log_softmax(logits), targets), "loss, divided by micro-batches")
+        return tape.divide(
+            tensor_parallel.cross_entropy(tape, logits, targets, tensor), "loss, divided by micro-batches"
+        )
 
-    outer = {"embedding.weight": (shape.vocabulary, shape.width)}
-    last = {"norm.weight": (shape.width,), "head.weight": (shape.vocabulary, shape.width)}
+    outer = {"embedding.weight": (shape.vocabulary // tensor, shape.width)}
+    last = {"norm.weight": (shape.width,), "head.weight": (shape.vocabulary // tensor, shape.width)}
+    norms = frozenset(name for name in (in_block | last) if name.endswith("norm.weight"))
     return Blueprint(
         name="GPT",
         modules=(
             SizedModule("embedding", outer, embedding, frozen=frozen(outer)),
-            *(SizedModule(f"block {i}", in_block, call_block, True, frozen(in_block)) for i in range(shape.layers)),
-            SizedModule("head", last, head, frozen=frozen(last)),
+            *(
+                SizedModule(f"block {i}", in_block, call_block, True, frozen(in_block), norms)
+                for i in range(shape.layers)
+            ),
+            SizedModule("head", last, head, frozen=frozen(last), everywhere=norms),
         ),
         batch=make_batch,
         loss=loss,
         samples=tokens,
         flops=flops_per_token(shape, length, lora),
-        recomputed_flops=2 * shape.layers * (sum(map(prod, in_block.values())) + 2 * shape.width * length)
+        recomputed_flops=2
+        * shape.layers
+        * (sum(map(prod, _block_parameters(shape, lora).values())) + 2 * shape.width * length)
         if recompute == "full"
         else 0.0,
         tied={"head.weight": "embedding.weight"} if shape.tied else {},
+        tensor=tensor_parallel.exchange(tensor, shape.layers, tokens, shape.width, recompute),
     )
 
 
@@ -178,8 +202,9 @@ def flops_per_token(shape: GPTShape, length: int, lora: int | None = None) -> fl
     return 4 * multiplied + 2 * trained + 12 * shape.layers * shape.width * length
 
 
-def _block_parameters(shape: GPTShape, lora: int | None) -> dict[str, tuple]:
-    width = shape.width
+def _block_parameters(shape: GPTShape, lora: int | None, tensor: int = 1) -> dict[str, tuple]:
+    """Of a block; of a rank's part of it, where the columns of all products are split but for the last rows'."""
+    width, hidden = shape.width, shape.hidden // tensor
 
     def projection(name, outs):
         weight = {f"{name}.weight": (outs, width)}
@@ -189,21 +214,27 @@ def _block_parameters(shape: GPTShape, lora: int | None) -> dict[str, tuple]:
 
     return {
         "attention_norm.weight": (width,),
-        **projection("query", width),
-        **projection("key", shape.kv_width),
-        **projection("value", shape.kv_width),
-        "output.weight": (width, width),
+        **projection("query", width // tensor),
+        **projection("key", shape.kv_width // tensor),
+        **projection("value", shape.kv_width // tensor),
+        "output.weight": (width, width // tensor),
         "feed_forward_norm.weight": (width,),
-        "gate.weight": (shape.hidden, width),
-        "up.weight": (shape.hidden, width),
-        "down.weight": (width, shape.hidden),
+        "gate.weight": (hidden, width),
+        "up.weight": (hidden, width),
+        "down.weight": (width, hidden),
     }
 
 
-def _block(tape: Tape, x: SizedTensor, p: dict, heads: Heads) -> SizedTensor:
+def _block(tape: Tape, x: SizedTensor, p: dict, heads: Heads, tensor: int) -> SizedTensor:
     """models.py's Block, Attention and FeedForward."""
-    x = tape.add(x, _attention(tape, tape.rms_norm(x, p["attention_norm.weight"]), p, heads), "after attention")
-    return tape.add(x, _feed_forward(tape, tape.rms_norm(x, p["feed_forward_norm.weight"]), p), "block's result")
+
+    def shared(layer, x, norm):
+        """Of a norm's result each rank has some tokens, the layer needs them all, and its results are added up."""
+        x = tensor_parallel.gather(tape, tape.rms_norm(x, p[norm]), tensor, heads.batch)
+        return tensor_parallel.scatter(tape, layer(tape, x, p, heads), tensor, heads.batch)
+
+    x = tape.add(x, shared(_attention, x, "attention_norm.weight"), "after attention")
+    return tape.add(x, shared(_feed_forward, x, "feed_forward_norm.weight"), "block's result")
 
 
 def _attention(tape, x, p, heads):
@@ -222,7 +253,7 @@ def _projection(tape, x, p, name):
     return tape.add(out, tape.linear(tape.linear(x, p[f"{name}.down"]), p[f"{name}.up"]), f"{name}, adapted")
 
 
-def _feed_forward(tape, x, p):
+def _feed_forward(tape, x, p, _):
     return tape.linear(
         tape.multiply(tape.silu(tape.linear(x, p["gate.weight"])), tape.linear(x, p["up.weight"])), p["down.weight"]
     )

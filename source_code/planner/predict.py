@@ -66,10 +66,17 @@ class Plan:
     def __post_init__(self):
         if self.flat and any(module.frozen for module in self.blueprint.modules):
             raise UserError("frozen parameters in FSDP1's flat tensors are not predicted: take FSDP2")
+        if self.tensor > 1 and self.strategy != "fsdp2":
+            raise UserError(f"matrix products split among {self.tensor} ranks go with fsdp2, not with {self.strategy}")
 
     @property
     def shards_parameters(self) -> bool:
         return self.strategy in ("zero3", "fsdp1", "fsdp2")
+
+    @property
+    def tensor(self) -> int:
+        """Among how many ranks each matrix product is split."""
+        return self.blueprint.tensor.parts
 
     @property
     def flat(self) -> bool:
@@ -79,7 +86,7 @@ class Plan:
     @property
     def shards(self) -> int:
         """Among how many ranks the parameters are cut."""
-        return self.ranks // self.replicas if self.shards_parameters else 1
+        return self.ranks // self.replicas // self.tensor if self.shards_parameters else 1
 
     @property
     def state_shards(self) -> int:
@@ -157,32 +164,53 @@ class Plan:
         return f"{many}{numel:,} numbers × {itemsize} bytes" if itemsize > 1 else f"{many}{numel:,} bytes"
 
     def traffic(self) -> list[dict]:
-        """A step's collectives: [{"kind", "count", "bytes", "ranks"}, …].
+        """A step's collectives: [{"kind", "count", "bytes", "ranks", "dimension"}, …].
 
-        bytes: of the whole tensor, as labkit/measuring/trace.py counts. ranks: how many take part in one.
+        bytes: of the whole tensor, as labkit/measuring/trace.py counts. ranks: how many take part in one. dimension: of
+        FSDP2's mesh, along which these lie; None for the pairs and the like of reshard N, and for the other strategies.
         """
         times = Counter()
         reductions = self.micro_batches if self.sync == "every" else 1
         if self.strategy == "ddp":
             for size in buckets(self):
-                times["all-reduce", size, self.ranks] += reductions
+                times["all-reduce", size, self.ranks, None] += reductions
+        if self.tensor > 1:
+            times += self._tensor_traffic(reductions)
+        shard, replicate = ("shard", "replicate") if self.strategy == "fsdp2" else (None, None)
         for number, unit in enumerate(self.make_units()):
             if self.strategy in ("zero1", "zero2"):  # the optimizer's parts of the parameters are put together again
                 size = unit.shard(trained=True, parts=self.ranks) * self.ranks * self.itemsize
-                times["reduce-scatter", size, self.ranks] += reductions
-                times["all-gather", size, self.ranks] += 1
+                times["reduce-scatter", size, self.ranks, None] += reductions
+                times["all-gather", size, self.ranks, None] += 1
             if not self.shards_parameters:
                 continue
-            gathered = unit.shard() * self.shards * self.compute_itemsize
-            times["all-gather", gathered, self.shards] += self.micro_batches
-            if number and self.reshard != "false":  # the root stays from forward to backward
-                among = self.shards if self.reshard == "true" else int(self.reshard)
-                times["all-gather", gathered, among] += self.micro_batches
             part = unit.shard(trained=True) * self.itemsize
-            times["reduce-scatter", part * self.shards, self.shards] += reductions
             if self.replicas > 1:
-                times["all-reduce", part, self.replicas] += reductions
-        return [{"kind": k, "count": n, "bytes": b, "ranks": r} for (k, b, r), n in sorted(times.items()) if n and b]
+                times["all-reduce", part, self.replicas, replicate] += reductions
+            if self.shards == 1 and self.strategy == "fsdp2":  # with itself it has nothing to exchange
+                continue
+            gathered = unit.shard() * self.shards * self.compute_itemsize
+            times["all-gather", gathered, self.shards, shard] += self.micro_batches
+            if number and self.reshard != "false":  # the root stays from forward to backward
+                whole = self.reshard == "true"
+                among = self.shards if whole else int(self.reshard)
+                times["all-gather", gathered, among, shard if whole else None] += self.micro_batches
+            times["reduce-scatter", part * self.shards, self.shards, shard] += reductions
+        ordered = sorted(times.items(), key=lambda item: (*item[0][:3], item[0][3] or ""))
+        names = ("kind", "bytes", "ranks", "dimension")
+        return [dict(zip(names, key, strict=True)) | {"count": n} for key, n in ordered if n and key[1]]
+
+    def _tensor_traffic(self, reductions: int) -> Counter:
+        """Activations and their gradients, the loss's sums, and the gradients of what each rank of a group has whole."""
+        exchange, times = self.blueprint.tensor, Counter()
+        activation = exchange.numel * self.compute_itemsize
+        times["all-gather", activation, exchange.parts, "tensor"] = exchange.gathers * self.micro_batches
+        times["reduce-scatter", activation, exchange.parts, "tensor"] = exchange.scatters * self.micro_batches
+        times["all-reduce", exchange.rows * self.itemsize, exchange.parts, "tensor"] = 3 * self.micro_batches
+        for unit in self.make_units():
+            for parameter in unit.everywhere:
+                times["all-reduce", parameter.numel * self.itemsize, exchange.parts, "tensor"] += reductions
+        return times
 
 
 def by_category(terms: dict) -> dict[str, int]:
@@ -231,9 +259,10 @@ def plan_of(record: dict) -> Plan:
     shape, reshard = GPT_SHAPES[config["preset"]], config["reshard_after_forward"] or "true"
     if config["tied"] is not None:
         shape = replace(shape, tied=config["tied"])
+    mesh = arrange(ranks, config["mesh"], reshard)
     return Plan(
-        networks.gpt(shape, *(config[name] for name in ("batch_size", "seq_len", "recompute", "lora"))),
-        replicas=arrange(ranks, config["mesh"], reshard).replicate,
+        networks.gpt(shape, *(config[name] for name in ("batch_size", "seq_len", "recompute", "lora")), mesh.tensor),
+        replicas=mesh.replicate,
         reshard=reshard,
         micro_batches=config["accumulate"],
         **{name: config[name] for name in ("optimizer", "sync", "prefetch")},

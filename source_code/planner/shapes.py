@@ -30,6 +30,20 @@ class GPTShape:
         if self.heads % self.kv_heads:
             raise UserError(f"{self.heads} heads of queries cannot share {self.kv_heads} of keys and values evenly")
 
+    def check_split(self, tensor: int, length: int):
+        """UserError where ``tensor`` ranks cannot share a model of this shape, and sequences of ``length`` tokens, evenly."""
+        parts = {
+            "heads of keys and values": self.kv_heads,  # which divide those of queries
+            "hidden numbers": self.hidden,
+            "entries of the vocabulary": self.vocabulary,
+            "tokens of a sequence": length,
+        }
+        for what, count in parts.items():
+            if count % tensor:
+                raise UserError(
+                    f"the {count} {what} cannot be shared evenly by the {tensor} ranks of --mesh tensor={tensor}"
+                )
+
     @property
     def kv_width(self) -> int:
         return self.width // self.heads * self.kv_heads

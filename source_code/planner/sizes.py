@@ -49,6 +49,7 @@ class SizedParameter:
         self.uses = 0  # by how many operators: each will send a part of the gradient
         self.parts = 0  # so many have come
         self.gradient = None
+        self.times = 1  # its gradient is so many times as large as it is, until it is reduced
 
 
 class Node:

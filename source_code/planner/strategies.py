@@ -28,6 +28,7 @@ class Unit:
             for name, shape in module.parameters.items()
             if name not in tied
         }
+        self.everywhere = [p for (module, name), p in self.parameters.items() if name in module.everywhere]
         self.whole = None  # the gathered parameters, while they are there
         self.part = None  # what is kept of them after forward, where only a part is
 
@@ -176,8 +177,11 @@ class FSDP1(Sharded):
 class FSDP2(Sharded):
     """Parameters arrive in one buffer and are copied out of it; gradients are packed into another."""
 
-    def __init__(self, *about):
-        super().__init__(*about)
+    def __init__(self, plan, *about):
+        self.alone = plan.shards == 1  # a mesh with one shard: nothing is gathered, but copied all the same
+        if self.alone:
+            self.gradients_as = "temporary"
+        super().__init__(plan, *about)
         self.ahead = {}  # unit → the buffer of what was gathered ahead for it
         self.arrived = None  # in forward, the last unit's buffer
         self.packed = None  # the last unit's packed gradients
@@ -185,14 +189,27 @@ class FSDP2(Sharded):
     def when_whole(self, parameter):
         """Without synchronisation, whole gradients wait, in fp32 at least, and those to come are added in place."""
         if not self.syncs and parameter not in self.gradients:
-            name, size = f"gradient of {parameter.name}, waiting", parameter.numel * self.plan.itemsize
+            name, numel = f"gradient of {parameter.name}, waiting", parameter.times * parameter.numel
+            size = numel * self.plan.itemsize
             waiting = self.tape.hold("reduce-scatter", name, size, self.plan.itemsize) if self.mixed else None
             self.gradients[parameter] = waiting or parameter.gradient
         if parameter in self.gradients:
             parameter.gradient = None
 
+    def settle(self, unit):
+        """Make this rank's part of a gradient of what a tensor group has: add up, or cut; each in a new tensor."""
+        for parameter in unit.parameters.values():
+            if parameter in unit.everywhere or parameter.times > 1:
+                waiting = self.gradients.pop(parameter, None)
+                itemsize = self.plan.itemsize if waiting else parameter.itemsize
+                size = parameter.numel * itemsize
+                settled = self.hold(self.gradients_as, unit, f"gradient of {parameter.name}, settled", size)
+                parameter.gradient, settled, waiting = settled, None, None
+
     def arrive(self, unit):
         """The buffer in which a unit's parameters arrive, all ranks' parts one after the other."""
+        if self.alone:
+            return None
         size = unit.shard() * self.plan.compute_itemsize
         cast = self.hold(self.tape.made_as, unit, "shard, cast", size) if self.mixed else None
         buffer = self.hold("all-gather", unit, "arriving parameters", self.gathered_size(unit))
@@ -238,13 +255,15 @@ class FSDP2(Sharded):
 
     def after_backward(self, unit):
         """Free the parameters; pack the gradients into one buffer, which is there until the next unit has packed its own."""
+        if self.syncs and self.plan.tensor > 1:
+            self.settle(unit)
         unit.whole = None
         if not self.syncs:
             return
         size = unit.shard(trained=True) * unit.parts * self.plan.itemsize
         if size:
             self.packed = None  # the unit before's goes first
-            self.packed = self.hold("reduce-scatter", unit, "packed gradients", size)
+            self.packed = self.hold(self.gradients_as, unit, "packed gradients", size)
             for parameter in unit.parameters.values():
                 parameter.gradient = None
                 self.gradients.pop(parameter, None)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from labkit import UserError
 from labkit.measuring import machine
-from labkit.measuring.trace import CATEGORIES, StepTrace, peak
+from labkit.measuring.trace import CATEGORIES, StepTrace, listed, peak
 
 ALLOCATOR_STEP = 1
 TRACED_STEPS = range(2, 6)
@@ -127,7 +127,7 @@ class Meter:
                 "allocator": self.allocator,
             }
         if self.timeline:
-            traffic = [{"kind": k, "count": n, "bytes": b} for (k, b), n in sorted(self.collectives.items())]
+            traffic = listed(self.collectives)
         return {"memory": memory, "time": _times(self._step_times(), global_batch), "traffic": traffic}
 
 

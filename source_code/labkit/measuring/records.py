@@ -11,7 +11,9 @@ A record is a dict with these keys (sizes in bytes, times in seconds):
   first_step   how many steps an earlier run had made
   memory       see ``meters.Meter.summary``
   time         {"step": {"median", "p10", "p90", "steps"}, "samples_per_second", "elapsed"}
-  traffic      [{"kind", "count", "bytes"}, …] of one step: bytes is the size of the whole tensor
+  traffic      [{"kind", "count", "bytes", "dimension"}, …] of one step: bytes is the size of the whole tensor; dimension
+               that of the mesh along which the ranks lie that take part, where the parameters know of one (FSDP2, tensor
+               parallelism), else None. Earlier records do not have it
   losses       the loss of every step, averaged over the global batch
   accuracy     {"correct", "total"} on the test set (MNIST)
   test_loss    mean loss on the test set (MNIST)

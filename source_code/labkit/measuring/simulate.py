@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.measuring.gpu_operators import GpuOperators, GpuTrace
-from labkit.measuring.trace import CATEGORIES, StepTrace, peak
+from labkit.measuring.trace import CATEGORIES, StepTrace, listed, peak
 
 
 def join(world_size: int):
@@ -44,7 +44,7 @@ def step(setup, gpu: GpuOperators | None = None, workspaces: bool = True) -> dic
     gpu: a GPU's operators instead of the CPU's. workspaces: count what these allocate inside them, too.
 
     Returns what a record has under "memory" and "traffic": {"peak": {category: bytes}, "peak_phase",
-    "peak_operator", "start", "timeline", "traffic": [{"kind", "count", "bytes"}, …]}.
+    "peak_operator", "start", "timeline", "traffic": [{"kind", "count", "bytes", "dimension"}, …]}.
     """
     # The first step fills DTensor's cache of what its operators return, as it does in a real run. On tensors without
     # memory DTensor would think that it is being compiled, and work it out each time, on whole parameters.
@@ -66,7 +66,7 @@ def step(setup, gpu: GpuOperators | None = None, workspaces: bool = True) -> dic
         "peak_operator": highest["operator"],
         "start": {category: timeline[0][category] for category in CATEGORIES},
         "timeline": [[moment["phase"], *(moment[category] for category in CATEGORIES)] for moment in timeline],
-        "traffic": [{"kind": k, "count": n, "bytes": b} for (k, b), n in sorted(trace.collectives.items())],
+        "traffic": listed(trace.collectives),
     }
 
 

@@ -10,7 +10,8 @@ every buffer handed to a collective. Not counted: what lies outside tensors, suc
 communication backend (gloo, NCCL) makes inside itself, kernel workspaces and Python's own memory.
 
 Private PyTorch used here, and only here: ``torch._C._current_graph_task_id`` (are we inside backward?), the
-names of c10d's operators, and the replacing of ``UntypedStorage.resize_`` by which FSDP frees parameters.
+names of c10d's operators, ``_resolve_process_group`` (whose group is that?), and the replacing of ``UntypedStorage.resize_`` by which FSDP frees
+parameters.
 """
 
 import os
@@ -18,6 +19,10 @@ import weakref
 from collections import Counter
 
 import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,14 +31,15 @@ CATEGORIES = (
     "parameters",  # as the optimizer sees them: whole under DDP, this rank's shard under FSDP
     "gradients",  # likewise
     "optimizer state",
-    "activations",  # made in forward, and the batch; some live on for backward
+    "activations",  # made in forward, and the batch; some live on for backward; tensor parallelism's, gathered, too
     "all-gather",  # parameters gathered for computing, and the buffers they arrive in
     "reduce-scatter",  # whole gradients packed to be summed and split up again
     "all-reduce buckets",  # DDP's
     "temporary",  # the rest: gradients of activations, the optimizer's intermediate results
 )
 
-# c10d operator → (kind, position of the tensors whose size is the size of the collective, category or None)
+# Operator → (kind, position of the tensors whose size is that of the collective, or None for the result, category or
+# None). Those of _c10d_functional are tensor parallelism's: what they make is activations, and gradients of these.
 COLLECTIVES = {
     "c10d::allreduce_": ("all-reduce", 0, "all-reduce buckets"),
     "c10d::_allgather_base_": ("all-gather", 0, "all-gather"),
@@ -41,9 +47,28 @@ COLLECTIVES = {
     "c10d::_reduce_scatter_base_": ("reduce-scatter", 1, "reduce-scatter"),
     "c10d::reduce_scatter_": ("reduce-scatter", 1, "reduce-scatter"),
     "c10d::broadcast_": ("broadcast", 0, None),
+    "_c10d_functional::all_reduce": ("all-reduce", 0, None),
+    "_c10d_functional::all_gather_into_tensor": ("all-gather", None, None),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce-scatter", 0, None),
 }
 # Operators by which FSDP1 (cat, pad) and FSDP2 (chunk_cat) pack a unit's gradients for the reduce-scatter
 PACKING = {"aten::cat", "aten::constant_pad_nd", "fsdp::chunk_cat", "fsdp::chunk_cat_mixed_dtype", "aten::_chunk_cat"}
+
+
+def dimensions(model) -> dict[tuple, str]:
+    """{ranks: the dimension of the mesh along which they lie} of the groups that this rank is in, as the parameters say."""
+    meshes = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    named = [(mesh.get_group(name), name) for mesh in meshes for name in mesh.mesh_dim_names or ()]
+    return {tuple(dist.get_process_group_ranks(group)): name for group, name in named}
+
+
+def members(arguments) -> tuple:
+    """The ranks that take part in a collective: of the group, or the group's name, among its arguments."""
+    for argument in arguments:
+        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+            return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument)))
+    names = [argument for argument in arguments if isinstance(argument, str)]
+    return tuple(dist.get_process_group_ranks(_resolve_process_group(names[-1]))) if names else ()
 
 
 def local(tensor):
@@ -78,7 +103,8 @@ class StepTrace(TorchDispatchMode):
         super().__init__()
         self.model, self.optimizer, self.device = model, optimizer, device
         self.batch = ()
-        self.collectives = Counter()  # (kind, bytes) → how many
+        self.collectives = Counter()  # (kind, bytes, the mesh's dimension or None) → how many
+        self._dimensions = dimensions(model)
         self._number = {}  # address of a live storage → its number; addresses are reused, numbers are not
         self._category = []  # by number; a known role beats the phase in which the storage was made
         self._size = []  # by number, bytes
@@ -108,8 +134,8 @@ class StepTrace(TorchDispatchMode):
             hook.remove()
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if any(issubclass(t, torch.distributed.tensor.DTensor) for t in types):
-            return NotImplemented  # let DTensor turn it into operators on local tensors; we see those
+        if any(issubclass(t, (DTensor, AsyncCollectiveTensor)) for t in types):
+            return NotImplemented  # let them turn it into operators on local tensors, and wait; we see those
         # gloo's threads hold a collective's buffers a moment longer than the work takes, and need the interpreter to
         # let go of them. Without this a step's peak has, as often as not, a buffer in it that nobody uses.
         os.sched_yield()
@@ -118,10 +144,12 @@ class StepTrace(TorchDispatchMode):
         result = operator(*args, **(kwargs or {}))
         addresses = {t.untyped_storage()._cdata for t in given}
         for tensor in tree_leaves(result):
+            if isinstance(tensor, AsyncCollectiveTensor):
+                continue  # refers to a collective's result, which has been seen
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in addresses:
                 self._see(tensor)
         if name in COLLECTIVES:
-            self._count(name, args)
+            self._count(name, args, result)
         elif name in PACKING:
             packed = result if isinstance(result, torch.Tensor) else kwargs["out"]
             self._packed_from[self._numbers([packed])[0]] = self._numbers(given)
@@ -178,13 +206,14 @@ class StepTrace(TorchDispatchMode):
         torch.UntypedStorage.resize_ = resize
         return lambda: setattr(torch.UntypedStorage, "resize_", original)
 
-    def _count(self, name, args):
+    def _count(self, name, args, result):
         kind, position, category = COLLECTIVES[name]
-        tensors = [t for t in tree_leaves(args[position]) if isinstance(t, torch.Tensor)]
-        self.collectives[kind, sum(t.nbytes for t in tensors)] += 1
+        whole = result if position is None else args[position]
+        tensors = [t for t in tree_leaves(whole) if isinstance(t, torch.Tensor)]
+        self.collectives[kind, sum(t.nbytes for t in tensors), self._dimensions.get(members(args))] += 1
         for tensor in tensors:
             self._see(tensor, category)
-            if kind == "reduce-scatter":
+            if category == "reduce-scatter":
                 self._mark_sources(self._numbers([tensor])[0])
 
     def _mark_sources(self, number):
@@ -225,6 +254,12 @@ class StepTrace(TorchDispatchMode):
             live[self._category[number]] += change
             moments.append({"phase": phase, "operator": operator, **live})
         return moments
+
+
+def listed(collectives: dict) -> list[dict]:
+    """``StepTrace.collectives`` for a record: [{"kind", "bytes", "dimension", "count"}, …]."""
+    ordered = sorted(collectives.items(), key=lambda item: (*item[0][:2], item[0][2] or ""))
+    return [{"kind": k, "bytes": b, "dimension": d, "count": n} for (k, b, d), n in ordered]
 
 
 def _freed(trace, number: int, address: int):
