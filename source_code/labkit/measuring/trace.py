@@ -41,6 +41,8 @@ COLLECTIVES = {
     "c10d::_reduce_scatter_base_": ("reduce-scatter", 1, "reduce-scatter"),
     "c10d::reduce_scatter_": ("reduce-scatter", 1, "reduce-scatter"),
     "c10d::broadcast_": ("broadcast", 0, None),
+    "c10d::send": ("send", 0, None),
+    "c10d::recv_": ("receive", 0, "activations"),  # a stage's input, or the gradient of its output
 }
 # Operators by which FSDP1 (cat, pad) and FSDP2 (chunk_cat) pack a unit's gradients for the reduce-scatter
 PACKING = {"aten::cat", "aten::constant_pad_nd", "fsdp::chunk_cat", "fsdp::chunk_cat_mixed_dtype", "aten::_chunk_cat"}
