@@ -8,6 +8,7 @@
 README.md has every way to start it.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -34,11 +35,12 @@ class Stage(nn.Module):
 
     Input: of the first stage token numbers, (batch, sequence); of the others (batch, sequence, width), which is also
     every output but the last stage's: logits, (batch, sequence, vocabulary).
+    bf16: compute in it by autocast; what flows between stages stays in fp32, as in the whole model between blocks.
     """
 
-    def __init__(self, gpt: models.GPT, index: int, stages: int):
+    def __init__(self, gpt: models.GPT, index: int, stages: int, bf16: bool):
         super().__init__()
-        self.shape, self.index, self.stages = gpt.shape, index, stages
+        self.shape, self.index, self.stages, self.bf16 = gpt.shape, index, stages, bf16
         mine = pipeline.blocks_of(len(gpt.blocks), stages)[index]
         self.blocks = nn.ModuleDict({str(i): gpt.blocks[i] for i in mine})
         self.embedding = gpt.embedding if self.first else None
@@ -53,13 +55,14 @@ class Stage(nn.Module):
         return self.index == self.stages - 1
 
     def forward(self, x):
-        if self.first:
-            x = self.embedding(x)
-        # Every stage makes these tables for itself: that is less than to send them.
-        rotation = models.rotary(x.shape[1], self.shape.width // self.shape.heads, x)
-        for block in self.blocks.values():
-            x = block(x, rotation)
-        return self.head(self.norm(x)) if self.last else x
+        with torch.autocast(x.device.type, torch.bfloat16) if self.bf16 else nullcontext():
+            if self.first:
+                x = self.embedding(x)
+            # Every stage makes these tables for itself: that is less than to send them.
+            rotation = models.rotary(x.shape[1], self.shape.width // self.shape.heads, x)
+            for block in self.blocks.values():
+                x = block(x, rotation)
+            return self.head(self.norm(x)) if self.last else x
 
 
 def build(config, me) -> PipelineStage:
@@ -67,7 +70,7 @@ def build(config, me) -> PipelineStage:
     with torch.device("meta"):  # the whole model, without storage; a rank gives memory to its own part only
         gpt = models.GPT(config.shape).to(config.dtype)
     limits.refuse_if_too_big(config, me, __file__)
-    model = Stage(gpt, me.rank, me.world_size)
+    model = Stage(gpt, me.rank, me.world_size, config.precision == "bf16")
     for block in model.blocks.values():
         gpt_fsdp.change_forward(block, config)
     model.to_empty(device=me.device)
@@ -78,11 +81,16 @@ def build(config, me) -> PipelineStage:
 def schedule_of(stage: PipelineStage, config):
     """In which order the stage computes its micro-batches' forwards and backwards, and what it waits for between."""
 
-    def loss_part(logits, targets):
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten()) / config.accumulate
+    def part_of_loss(logits, targets):
+        return mean_loss(logits, targets, config) / config.accumulate
 
     # The loss is divided here, so the gradients need not be: otherwise PyTorch divides them when the step ends.
-    return SCHEDULES[config.schedule](stage, config.accumulate, loss_part, scale_grads=False)
+    return SCHEDULES[config.schedule](stage, config.accumulate, part_of_loss, scale_grads=False)
+
+
+def mean_loss(logits, targets, config):
+    """Mean cross-entropy of logits (batch, sequence, vocabulary) and targets (batch, sequence), in nats a token."""
+    return F.cross_entropy(logits.flatten(0, 1).to(config.dtype), targets.flatten())
 
 
 def train_step(model, schedule, optimizer, inputs, targets, config):
@@ -125,7 +133,7 @@ def compute_loss(model, inputs, targets, config):
         dist.recv(x, model.index - 1)
     x = model(x)
     if model.last:
-        return F.cross_entropy(x.flatten(0, 1), targets.flatten()) * model.stages
+        return mean_loss(x, targets, config) * model.stages
     dist.send(x, model.index + 1)
     return x.new_zeros(())
 
@@ -155,7 +163,7 @@ class Config(options.Training):
     batch_size: int = option(2, "sequences in a micro-batch", least=1)
     accumulate: int = option(8, "micro-batches in a step", least=1)
     seq_len: int = option(128, "tokens in a sequence", least=1, resumed=True)
-    precision: Literal["fp32", "fp64"] = option("fp32", "number format of the computation")
+    precision: Literal["fp32", "bf16", "fp64"] = option("fp32", "number format of the computation")
     recompute: Literal["none", "full", "selective"] = option(
         "none", "what backward computes again: nothing, each block, or all but matrix products and attention"
     )

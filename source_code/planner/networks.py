@@ -110,11 +110,20 @@ def mnist(batch: int = 64, dropout: bool = True, min_num_params: int | None = No
 # The GPT (labkit/training/models.py: GPT)
 
 
-def gpt(shape: GPTShape, batch: int, length: int, recompute: str = "none", lora: int | None = None) -> Blueprint:
+def gpt(
+    shape: GPTShape,
+    batch: int,
+    length: int,
+    recompute: str = "none",
+    lora: int | None = None,
+    blocks: range | None = None,
+) -> Blueprint:
     """batch: sequences on each rank, of ``length`` tokens. recompute: "none", "full" or "selective" for each block.
 
-    lora: the adapters' rank; then they alone are trained.
+    lora: the adapters' rank; then they alone are trained. blocks: a pipeline's stage, which has these alone, and with
+    the first of all the embedding, with the last the head.
     """
+    blocks = blocks or range(shape.layers)
     tokens, in_block = batch * length, _block_parameters(shape, lora)
 
     def frozen(parameters):
@@ -122,7 +131,9 @@ def gpt(shape: GPTShape, batch: int, length: int, recompute: str = "none", lora:
         return frozenset(name for name in parameters if lora and not name.endswith((".down", ".up")))
 
     def embedding(tape, x, p):
-        x = tape.embedding(x, p["embedding.weight"])
+        return positions(tape, tape.embedding(x, p["embedding.weight"]), p)
+
+    def positions(tape, x, _):
         for name in ("cosines", "sines"):
             tape.until_backward(tape.given(name, length * shape.width // shape.heads, x.itemsize))
         return x
@@ -148,34 +159,38 @@ def gpt(shape: GPTShape, batch: int, length: int, recompute: str = "none", lora:
     return Blueprint(
         name="GPT",
         modules=(
-            SizedModule("embedding", outer, embedding, frozen=frozen(outer)),
-            *(SizedModule(f"block {i}", in_block, call_block, True, frozen(in_block)) for i in range(shape.layers)),
-            SizedModule("head", last, head, frozen=frozen(last)),
+            SizedModule("embedding", outer, embedding, frozen=frozen(outer))
+            if blocks.start == 0
+            else SizedModule("positions", {}, positions),
+            *(SizedModule(f"block {i}", in_block, call_block, True, frozen(in_block)) for i in blocks),
+            *([SizedModule("head", last, head, frozen=frozen(last))] if blocks.stop == shape.layers else []),
         ),
         batch=make_batch,
         loss=loss,
         samples=tokens,
-        flops=flops_per_token(shape, length, lora),
-        recomputed_flops=2 * shape.layers * (sum(map(prod, in_block.values())) + 2 * shape.width * length)
+        flops=flops_per_token(shape, length, lora, blocks),
+        recomputed_flops=2 * len(blocks) * (sum(map(prod, in_block.values())) + 2 * shape.width * length)
         if recompute == "full"
         else 0.0,
         tied={"head.weight": "embedding.weight"} if shape.tied else {},
     )
 
 
-def flops_per_token(shape: GPTShape, length: int, lora: int | None = None) -> float:
+def flops_per_token(shape: GPTShape, length: int, lora: int | None = None, blocks: range | None = None) -> float:
     """Floating-point operations that training on one token takes, by the count of PaLM (arXiv:2204.02311, appendix B).
 
     For each parameter that multiplies (all but the embedding, which is looked up) 2 in forward, 2 for the gradient
     of the input, and 2 for its own gradient if it is trained; 12 × layers × width × length for attention. What is
-    computed again to save memory does not count: it is no use to the model.
+    computed again to save memory does not count: it is no use to the model. blocks: of a pipeline's stage.
     """
+    layers = len(blocks) if blocks else shape.layers
+    head = 0 if blocks and blocks.stop < shape.layers else (shape.vocabulary + 1) * shape.width
     block = _block_parameters(shape, lora)
-    multiplied = shape.layers * sum(map(prod, block.values())) + (shape.vocabulary + 1) * shape.width
+    multiplied = layers * sum(map(prod, block.values())) + head
     trained = multiplied
     if lora:
-        trained = shape.layers * sum(prod(s) for name, s in block.items() if name.endswith((".down", ".up")))
-    return 4 * multiplied + 2 * trained + 12 * shape.layers * shape.width * length
+        trained = layers * sum(prod(s) for name, s in block.items() if name.endswith((".down", ".up")))
+    return 4 * multiplied + 2 * trained + 12 * layers * shape.width * length
 
 
 def _block_parameters(shape: GPTShape, lora: int | None) -> dict[str, tuple]:
