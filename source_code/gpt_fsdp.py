@@ -256,7 +256,7 @@ def training_batches(tokens, config, me, steps):
 
 
 @torch.no_grad()
-def evaluate(model, tokens, config, me):
+def evaluate(model, tokens, config, me, compute_loss=compute_loss):
     """Mean loss on the validation text: the same sequences for any number of ranks up to VALIDATION_SEQUENCES."""
     mesh = config.arranged(me.world_size)
     total = max(VALIDATION_SEQUENCES, mesh.data)
@@ -269,7 +269,7 @@ def evaluate(model, tokens, config, me):
         with parallel.loss_parallel():
             loss += len(part) * compute_loss(model, inputs, targets, config)
     dist.all_reduce(loss)
-    return loss.item() / total / mesh.tensor
+    return loss.item() / total * mesh.data / me.world_size  # ranks of the same part have counted the same
 
 
 def prepare(config, me):
@@ -279,10 +279,10 @@ def prepare(config, me):
     return model, optimizer, lambda inputs, targets: train_step(model, optimizer, inputs, targets, config)
 
 
-def train(config, me, prepare=prepare):
+def train(config, me, prepare=prepare, compute_loss=compute_loss):
     """Train as ``config`` says in the process group there is; returns this run's part of a record.
 
-    prepare: what another lab does in the place of the function of that name.
+    prepare, compute_loss: what another lab does in the place of the functions of these names.
     """
     data = text.load(me.device)
     if config.seq_len >= len(data.validation):
@@ -313,7 +313,7 @@ def train(config, me, prepare=prepare):
         if config.checkpoint and (step % save_every == 0 or step == config.max_steps):
             checkpoints.save(config.checkpoint, step, model, optimizer, run)
     meter.finish()
-    validation_loss = evaluate(model, data.validation, config, me)
+    validation_loss = evaluate(model, data.validation, config, me, compute_loss)
     me.say(f"loss {losses[0]:.4f} in step {first_step + 1}, validation loss {validation_loss:.4f} after step {step}")
     measured = meter.summary(global_batch)
     rate = measured["time"]["samples_per_second"]
@@ -332,19 +332,19 @@ def train(config, me, prepare=prepare):
     }
 
 
-def main(config, me, prepare=prepare):
-    """What every rank runs. me: which rank this is (labkit/running/ranks.py). prepare: see ``train``."""
+def main(config, me, prepare=prepare, compute_loss=compute_loss, script=__file__):
+    """What every rank runs. me: which rank this is (labkit/running/ranks.py). The rest is another lab's: see ``train``."""
     begin = time.perf_counter()
     config.arranged(me.world_size)  # refuses, before anything is allocated, what the ranks cannot share
     limits.check(config, me)
     # With offload, --clip sums the norms of shards in the CPU's memory, which NCCL cannot.
     backend = "cpu:gloo,cuda:nccl" if config.cpu_offload and me.backend == "nccl" else me.backend
     dist.init_process_group(backend, device_id=me.device if me.device.type == "cuda" else None)
-    result = train(config, me, prepare)
+    result = train(config, me, prepare, compute_loss)
     speed = result["model_flops_utilisation"]
     compute_dtype = torch.bfloat16 if config.precision == "bf16" else config.dtype
     speed |= meters.utilisation(result["tokens_per_second"], speed["flops_per_token"], compute_dtype, me)
-    records.report(__file__, config, me, result, elapsed=time.perf_counter() - begin)
+    records.report(script, config, me, result, elapsed=time.perf_counter() - begin)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 It needs only the standard library, and imports nothing of this course. From the ground up:
 
+  mesh         how the ranks are arranged
   shapes       the sizes of the course's models
   mesh         how ranks are arranged: a grid with named dimensions
   sizes        autograd on sizes: what is alive when
@@ -10,6 +11,7 @@ It needs only the standard library, and imports nothing of this course. From the
   networks     the course's networks, as operators on sizes
   strategies   what DDP, ZeRO and FSDP gather, free and reduce around each unit
   step         one training step, walked through
+  pipeline     stages: which blocks each has, and what it computes when
   predict      a plan: its peak, what persists, its collectives
   cost         a step's time
   report       what a plan says, as pages for people

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 
+from planner.pipeline import bubble
 from planner.predict import Plan
 
 
@@ -50,6 +51,9 @@ def ring_bytes(collective: dict, plan: Plan, node_size: int, backend: str = "rin
     neighbours, those that share a model lie that many apart, and the replicas of a shard as far apart as they can. backend: "ring", as NCCL's, or
     "gloo". A record's traffic does not say how many ranks take part; the plan does, but for reshard_after_forward=N.
     """
+    if collective["kind"] in ("send", "receive"):  # by a stage of a pipeline; a link carries both directions at once
+        sent = collective["bytes"] if collective["kind"] == "send" else 0
+        return {"rank": sent, "node": sent * (plan.ranks > node_size), "steps": bool(sent)}
     n = collective.get("ranks") or _members(collective, plan)
     passes = PASSES[backend][collective["kind"]]
     edge = passes * (n - 1) / n * collective["bytes"]
@@ -94,21 +98,27 @@ def seconds(collective: dict, plan: Plan, node_size: int, link: Link, network: L
 
 
 def step_time(plan: Plan, node_size: int, link: Link, network: Link, flops: float) -> dict:
-    """{"compute", "communication", "in turn", "overlapped"}: seconds of a step. flops: a second, that a rank attains.
+    """{"compute", "bubble", "communication", "in turn", "overlapped"}: seconds of a step.
+
+    flops: a second, that a rank attains. bubble: what a stage of a pipeline waits for the others, where all take
+    equally long.
 
     Overlapped, the longer of the two hides the other, but for one collective of the average length: at a step's end
     nothing is left to compute that could hide the last reduction.
     """
     work = plan.blueprint
     compute = plan.micro_batches * work.samples * (work.flops + work.recomputed_flops) / plan.tensor / flops
+    share = bubble(plan.pipeline.stages, plan.micro_batches) if plan.pipeline else 0.0
+    waiting = compute * share / (1 - share)
     times = [(seconds(c, plan, node_size, link, network), c["count"]) for c in plan.traffic()]
     communication = sum(one * count for one, count in times)
     last = communication / sum(count for _, count in times) if times else 0.0
     return {
         "compute": compute,
+        "bubble": waiting,
         "communication": communication,
-        "in turn": compute + communication,
-        "overlapped": max(compute, communication) + min(last, compute),
+        "in turn": compute + waiting + communication,
+        "overlapped": max(compute + waiting, communication) + min(last, compute),
     }
 
 

@@ -120,14 +120,22 @@ def mnist(batch: int = 64, dropout: bool = True, min_num_params: int | None = No
 
 
 def gpt(
-    shape: GPTShape, batch: int, length: int, recompute: str = "none", lora: int | None = None, tensor: int = 1
+    shape: GPTShape,
+    batch: int,
+    length: int,
+    recompute: str = "none",
+    lora: int | None = None,
+    tensor: int = 1,
+    blocks: range | None = None,
 ) -> Blueprint:
     """batch: sequences on each rank, of ``length`` tokens. recompute: "none", "full" or "selective" for each block.
 
     lora: the adapters' rank; then they alone are trained. tensor: among how many ranks each matrix product is split,
-    and between the products the sequence; they see the same sequences. UserError where that does not come out even.
+    and between the products the sequence; they see the same sequences. blocks: a pipeline's stage, which has these
+    alone, and with the first of all the embedding, with the last the head. UserError where ``tensor`` does not divide.
     """
     shape.check_split(tensor, length)
+    blocks = blocks or range(shape.layers)
     tokens, in_block = batch * length, _block_parameters(shape, lora, tensor)
 
     def frozen(parameters):
@@ -136,7 +144,9 @@ def gpt(
 
     def embedding(tape, x, p):
         x = tensor_parallel.embedding(tape, x, p["embedding.weight"], tensor)
-        x = tensor_parallel.scatter(tape, x, tensor, batch)
+        return positions(tape, tensor_parallel.scatter(tape, x, tensor, batch), p)
+
+    def positions(tape, x, _):
         for name in ("cosines", "sines"):
             tape.until_backward(tape.given(name, length * shape.width // shape.heads, x.itemsize))
         return x
@@ -162,23 +172,23 @@ def gpt(
 
     outer = {"embedding.weight": (shape.vocabulary // tensor, shape.width)}
     last = {"norm.weight": (shape.width,), "head.weight": (shape.vocabulary // tensor, shape.width)}
+    last_stage = blocks.stop == shape.layers
     norms = frozenset(name for name in (in_block | last) if name.endswith("norm.weight"))
     return Blueprint(
         name="GPT",
         modules=(
-            SizedModule("embedding", outer, embedding, frozen=frozen(outer)),
-            *(
-                SizedModule(f"block {i}", in_block, call_block, True, frozen(in_block), norms)
-                for i in range(shape.layers)
-            ),
-            SizedModule("head", last, head, frozen=frozen(last), everywhere=norms),
+            SizedModule("embedding", outer, embedding, frozen=frozen(outer))
+            if blocks.start == 0
+            else SizedModule("positions", {}, positions),
+            *(SizedModule(f"block {i}", in_block, call_block, True, frozen(in_block), norms) for i in blocks),
+            *([SizedModule("head", last, head, frozen=frozen(last), everywhere=norms)] if last_stage else []),
         ),
         batch=make_batch,
         loss=loss,
         samples=tokens,
-        flops=flops_per_token(shape, length, lora),
+        flops=flops_per_token(shape, length, lora, blocks),
         recomputed_flops=2
-        * shape.layers
+        * len(blocks)
         * (sum(map(prod, _block_parameters(shape, lora).values())) + 2 * shape.width * length)
         if recompute == "full"
         else 0.0,
@@ -187,19 +197,21 @@ def gpt(
     )
 
 
-def flops_per_token(shape: GPTShape, length: int, lora: int | None = None) -> float:
+def flops_per_token(shape: GPTShape, length: int, lora: int | None = None, blocks: range | None = None) -> float:
     """Floating-point operations that training on one token takes, by the count of PaLM (arXiv:2204.02311, appendix B).
 
     For each parameter that multiplies (all but the embedding, which is looked up) 2 in forward, 2 for the gradient
     of the input, and 2 for its own gradient if it is trained; 12 × layers × width × length for attention. What is
-    computed again to save memory does not count: it is no use to the model.
+    computed again to save memory does not count: it is no use to the model. blocks: of a pipeline's stage.
     """
+    layers = len(blocks) if blocks else shape.layers
+    head = 0 if blocks and blocks.stop < shape.layers else (shape.vocabulary + 1) * shape.width
     block = _block_parameters(shape, lora)
-    multiplied = shape.layers * sum(map(prod, block.values())) + (shape.vocabulary + 1) * shape.width
+    multiplied = layers * sum(map(prod, block.values())) + head
     trained = multiplied
     if lora:
-        trained = shape.layers * sum(prod(s) for name, s in block.items() if name.endswith((".down", ".up")))
-    return 4 * multiplied + 2 * trained + 12 * shape.layers * shape.width * length
+        trained = layers * sum(prod(s) for name, s in block.items() if name.endswith((".down", ".up")))
+    return 4 * multiplied + 2 * trained + 12 * layers * shape.width * length
 
 
 def _block_parameters(shape: GPTShape, lora: int | None, tensor: int = 1) -> dict[str, tuple]:

@@ -27,6 +27,7 @@ from math import prod
 from planner import UserError, networks
 from planner.mesh import arrange
 from planner.networks import Blueprint
+from planner.pipeline import Stage, StageStep, blocks_of
 from planner.shapes import GPT_SHAPES
 from planner.step import Step
 from planner.strategies import Unit
@@ -62,6 +63,7 @@ class Plan:
     on_gpu: bool = False  # a GPU's kernels
     workspaces: bool = True  # count what these allocate inside them, as the allocator does, and a tracer cannot
     torch: tuple[int, int] = (2, 15)  # the version whose choice of a GPU's attention kernel it is
+    pipeline: Stage | None = None  # the blueprint is that of one stage, and this says which
 
     def __post_init__(self):
         if self.flat and any(module.frozen for module in self.blueprint.modules):
@@ -139,7 +141,10 @@ class Plan:
 
         first: the step in which the optimizer makes its state.
         """
-        return Step(self, first).run()
+        return self._step(first).run()
+
+    def _step(self, first: bool) -> Step:
+        return StageStep(self, first) if self.pipeline else Step(self, first)
 
     def peak(self, first: bool = False) -> tuple[str, dict]:
         """(place, {(category, name): bytes}) of the highest moment of a step; of equal ones the last."""
@@ -149,7 +154,7 @@ class Plan:
 
     def explain(self) -> list[tuple]:
         """The terms of the peak, the largest first: [((category, name), bytes, its numbers as text), …]."""
-        step = Step(self, first=False)
+        step = self._step(first=False)
         moments = step.run()
         where = max(reversed(moments), key=lambda place: moments[place][0])
         largest_first = sorted(moments[where][1].items(), key=lambda item: -item[1])
@@ -169,6 +174,8 @@ class Plan:
         bytes: of the whole tensor, as labkit/measuring/trace.py counts. ranks: how many take part in one. dimension: of
         FSDP2's mesh, along which these lie; None for the pairs and the like of reshard N, and for the other strategies.
         """
+        if self.pipeline:
+            return self.pipeline.traffic(self)
         times = Counter()
         reductions = self.micro_batches if self.sync == "every" else 1
         if self.strategy == "ddp":
@@ -241,17 +248,19 @@ def buckets(plan: Plan) -> list[int]:
     return [*sizes, filled] if filled else sizes
 
 
-def plan_of(record: dict) -> Plan:
-    """The plan of a run of mnist_fsdp.py or gpt_fsdp.py, from its record (labkit/measuring/records.py).
+def plan_of(record: dict, rank: int = 0) -> Plan:
+    """The plan of a run of one of the labs, from its record (labkit/measuring/records.py).
 
     Of the record it takes "script", "config" (every option), "ranks", "device", and "batch_size" of mnist_fsdp.py; the
     version of PyTorch, if it says one. What a GPU's operators allocate inside them is left out, as the meters cannot see
-    it. UserError where the arithmetic does not reach.
+    it. rank: of a pipeline, whose stage is planned; elsewhere all ranks are alike. UserError where the arithmetic does not reach.
     """
     script, config, ranks = record["script"], record["config"], record["ranks"]
     common = {"ranks": ranks, "workspaces": False}
     if "versions" in record:
         common["torch"] = tuple(map(int, record["versions"]["torch"].split(".")[:2]))
+    if script == "gpt_pipeline.py":
+        return of_pipeline(config, rank, on_gpu=record["device"] == "cuda", **common)
     common |= {name: config[name] for name in ("strategy", "precision")}
     if script == "mnist_fsdp.py":
         wrapped = {name: config[name] for name in ("wrap", "dropout", "min_num_params", "sharding")}
@@ -267,6 +276,21 @@ def plan_of(record: dict) -> Plan:
         micro_batches=config["accumulate"],
         **{name: config[name] for name in ("optimizer", "sync", "prefetch")},
         on_gpu=record["device"] == "cuda",
+        **common,
+    )
+
+
+def of_pipeline(config: dict, stage: int, **common) -> Plan:
+    """The plan of one stage of a run of gpt_pipeline.py, of which ``common["ranks"]`` are the stages."""
+    stages, shape = common["ranks"], GPT_SHAPES[config["preset"]]
+    blocks = blocks_of(shape.layers, stages)[stage]
+    sizes = [config[name] for name in ("batch_size", "seq_len", "recompute")]
+    return Plan(
+        networks.gpt(shape, *sizes, blocks=blocks),
+        "single",
+        pipeline=Stage(stages, stage, config["schedule"], config["batch_size"] * config["seq_len"] * shape.width),
+        micro_batches=config["accumulate"],
+        **{name: config[name] for name in ("precision", "optimizer")},
         **common,
     )
 

@@ -32,11 +32,12 @@ def as_text(asked, found: dict) -> str:
         sizes = [f"{size / 1e6:,.1f} MB" for size in (c["bytes"], c["count"] * c["rank"], c["count"] * c["node"])]
         lines.append(f"  {c['count']:4} × {c['kind']:16}{sizes[0]:>17}{sizes[1]:>15}{sizes[2]:>23}")
     times = found["seconds"]
+    waiting = f", the pipeline's bubble {times['bubble']:.3g} s" if times["bubble"] else ""
     lines += [
         "",
         (
             f"compute {times['compute']:.3g} s at {asked.efficiency:.0%} of {asked.flops / 1e12:g} TFLOP/s, "
-            f"communication {times['communication']:.3g} s"
+            f"communication {times['communication']:.3g} s{waiting}"
         ),
         f"a step takes {times['in turn']:.3g} s one after the other, {times['overlapped']:.3g} s overlapped",
         f"{found['samples_per_second']:,.0f} tokens a second at best, all ranks together",

@@ -218,7 +218,11 @@ class Autograd:
 
     def backward(self, loss: SizedTensor):
         """Run the operators' backwards, the last first."""
-        one = loss.node.gradient = self.like(loss, "gradient of loss")  # its caller holds it until all is done
+        self.backward_from(loss.node, self.like(loss, "gradient of loss"))
+
+    def backward_from(self, last: Node, given: SizedTensor):
+        """The same where not a loss is the last, and ``given`` its gradient: its caller holds it until all is done."""
+        last.gradient = given
         self.made_as = "temporary"
         while self.nodes:
             node = self.nodes.pop()
@@ -234,7 +238,6 @@ class Autograd:
                     self.send(receiver, gradient)
                 del gradient, receiver
         self.made_as = "activations"
-        del one
 
     def use(self, parameter: SizedParameter):
         """Note one more operator that will send a part of the gradient; run again for recomputation, it sends none."""

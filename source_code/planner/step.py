@@ -25,13 +25,15 @@ class Step:
         self.plan, self.first = plan, first
         self.tape = Tape(plan.on_gpu, 2 if plan.autocast else None, plan.on_gpu and plan.workspaces, plan.torch)
         self.units = plan.make_units()
-        self.skipped = _middle(plan.blueprint.modules)
+        self.skipped = self.left_out_of(plan.blueprint.modules)
         pairs = zip(self.units, plan.units, strict=True)
         walked = [unit for unit, modules in pairs if not modules or modules[0] not in self.skipped]
         self.rules = RULES[plan.strategy](plan, self.tape, walked)
         self.unit_of = {
             module: unit for unit, modules in zip(self.units, plan.units, strict=True) for module in modules
         }
+
+    left_out_of = staticmethod(_middle)
 
     def run(self) -> dict:
         plan, tape = self.plan, self.tape
@@ -43,11 +45,7 @@ class Step:
         ]
         self.held = [tape.given("losses of the step before", 1, plan.itemsize, plan.micro_batches)]
         self.batch = plan.blueprint.batch(tape, plan.micro_batches, plan.itemsize)
-        # The third micro-batch does what the second did.
-        walked = min(plan.micro_batches, 3)
-        for number in range(walked):
-            self.rules.syncs = plan.sync == "every" or number == walked - 1
-            self.forward_and_backward()
+        self.walk()
         tape.go_to("optimizer")
         if self.first:
             held += [tape.hold(*term, size) for term, size in terms if term[0] == "optimizer state"]
@@ -57,6 +55,13 @@ class Step:
         temporary = optimizer_temporary(plan.optimizer, sizes, at_once) * plan.itemsize
         held.append(tape.hold("temporary", "intermediate results", temporary))
         return tape.moments
+
+    def walk(self):
+        """Every micro-batch; the third does what the second did."""
+        walked = min(self.plan.micro_batches, 3)
+        for number in range(walked):
+            self.rules.syncs = self.plan.sync == "every" or number == walked - 1
+            self.forward_and_backward()
 
     def forward_and_backward(self):
         tape, rules, root = self.tape, self.rules, self.units[0]

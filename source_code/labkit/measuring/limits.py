@@ -37,19 +37,21 @@ def _check_compiler(on_cpu: bool):
         raise UserError(f"--compile needs a {what}, and there is no {' or '.join(tried)} here: leave it out")
 
 
-def refuse_if_too_big(config, me):
-    """UserError, on every rank, if the planner's peak of a run of gpt_fsdp.py is more than the memory there is."""
-    run = {"script": "gpt_fsdp.py", "ranks": me.world_size, "device": me.device.type}
+def refuse_if_too_big(config, me, script: str = "gpt_fsdp.py"):
+    """UserError, on every rank, if the planner's peak of a run of ``script`` is more than the memory there is."""
+    run = {"script": os.path.basename(script), "ranks": me.world_size, "device": me.device.type}
+    run["config"] = dataclasses.asdict(config)
     try:
-        plan = predict.plan_of(run | {"config": dataclasses.asdict(config)})
+        plans = [predict.plan_of(run, stage) for stage in range(config.arranged(me.world_size).pipeline)]
     except UserError:  # not predicted: nothing to go by
         return
     # With offload, what persists lies in the CPU's memory.
-    needed = predict.total(plan.persistent() if config.cpu_offload else plan.peak()[1])
+    needed = max(predict.total(plan.persistent() if config.cpu_offload else plan.peak()[1]) for plan in plans)
     free = meters.free_memory_of_a_rank(me, torch.device("cpu") if config.cpu_offload else me.device)
     if needed > free:
+        how = f"in {len(plans)} stages" if len(plans) > 1 else f"with --strategy {config.strategy}"
         raise UserError(
-            f"--preset {config.preset} with --strategy {config.strategy} needs {needed / 2**30:.1f} GiB on each of "
+            f"--preset {config.preset} {how} needs {needed / 2**30:.1f} GiB on each of "
             f"{me.world_size} ranks, and {free / 2**30:.1f} GiB are free: take a smaller preset or more ranks "
             "(plan.py says what takes them)"
         )

@@ -50,6 +50,8 @@ COLLECTIVES = {
     "_c10d_functional::all_reduce": ("all-reduce", 0, None),
     "_c10d_functional::all_gather_into_tensor": ("all-gather", None, None),
     "_c10d_functional::reduce_scatter_tensor": ("reduce-scatter", 0, None),
+    "c10d::send": ("send", 0, None),
+    "c10d::recv_": ("receive", 0, "activations"),  # a stage's input, or the gradient of its output
 }
 # Operators by which FSDP1 (cat, pad) and FSDP2 (chunk_cat) pack a unit's gradients for the reduce-scatter
 PACKING = {"aten::cat", "aten::constant_pad_nd", "fsdp::chunk_cat", "fsdp::chunk_cat_mixed_dtype", "aten::_chunk_cat"}

@@ -1,0 +1,206 @@
+"""The pipeline lab: the transformer of gpt_fsdp.py in stages, one on each rank, by torch.distributed.pipelining.
+
+  python gpt_pipeline.py --ranks 4 --record run.json                 1F1B: a backward as soon as there can be one
+  python gpt_pipeline.py --ranks 4 --schedule gpipe                  all forwards, then all backwards
+  python gpt_pipeline.py --ranks 4 --mesh pipeline=4 --accumulate 16 --recompute full
+
+--accumulate is the number of micro-batches: a step's batch flows through the stages in so many parts.
+README.md has every way to start it.
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import gpt_fsdp
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from labkit import UserError
+from labkit.measuring import limits
+from labkit.running import options, ranks
+from labkit.running.options import option
+from labkit.training import models
+from planner import pipeline
+from planner.mesh import FORM, Mesh, arrange
+from planner.shapes import GPT_SHAPES, GPTShape
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+
+class Stage(nn.Module):
+    """Some of a GPT's parts, under the names that they have in the whole: first values and checkpoints go by these.
+
+    Input: of the first stage token numbers, (batch, sequence); of the others (batch, sequence, width), which is also
+    every output but the last stage's: logits, (batch, sequence, vocabulary).
+    bf16: compute in it by autocast; what flows between stages stays in fp32, as in the whole model between blocks.
+    """
+
+    def __init__(self, gpt: models.GPT, index: int, stages: int, bf16: bool):
+        super().__init__()
+        self.shape, self.index, self.stages, self.bf16 = gpt.shape, index, stages, bf16
+        mine = pipeline.blocks_of(len(gpt.blocks), stages)[index]
+        self.blocks = nn.ModuleDict({str(i): gpt.blocks[i] for i in mine})
+        self.embedding = gpt.embedding if self.first else None
+        self.norm, self.head = (gpt.norm, gpt.head) if self.last else (None, None)
+
+    @property
+    def first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def last(self) -> bool:
+        return self.index == self.stages - 1
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, torch.bfloat16) if self.bf16 else nullcontext():
+            if self.first:
+                x = self.embedding(x)
+            # Every stage makes these tables for itself: that is less than to send them.
+            rotation = models.rotary(x.shape[1], self.shape.width // self.shape.heads, x)
+            for block in self.blocks.values():
+                x = block(x, rotation)
+            return self.head(self.norm(x)) if self.last else x
+
+
+def build(config, me) -> PipelineStage:
+    """This rank's stage, with memory and values, as torch.distributed.pipelining wants it."""
+    with torch.device("meta"):  # the whole model, without storage; a rank gives memory to its own part only
+        gpt = models.GPT(config.shape).to(config.dtype)
+    limits.refuse_if_too_big(config, me, __file__)
+    model = Stage(gpt, me.rank, me.world_size, config.precision == "bf16")
+    for block in model.blocks.values():
+        gpt_fsdp.change_forward(block, config)
+    model.to_empty(device=me.device)
+    gpt_fsdp.initialise(model, config.seed)
+    return PipelineStage(model, me.rank, me.world_size, me.device)
+
+
+def schedule_of(stage: PipelineStage, config):
+    """In which order the stage computes its micro-batches' forwards and backwards, and what it waits for between."""
+
+    def part_of_loss(logits, targets):
+        return mean_loss(logits, targets, config) / config.accumulate
+
+    # The loss is divided here, so the gradients need not be: otherwise PyTorch divides them when the step ends.
+    return SCHEDULES[config.schedule](stage, config.accumulate, part_of_loss, scale_grads=False)
+
+
+def mean_loss(logits, targets, config):
+    """Mean cross-entropy of logits (batch, sequence, vocabulary) and targets (batch, sequence), in nats a token."""
+    return F.cross_entropy(logits.flatten(0, 1).to(config.dtype), targets.flatten())
+
+
+def train_step(model, schedule, optimizer, inputs, targets, config):
+    """One step: inputs and targets, each of shape (accumulate, batch_size, seq_len), are the same on every rank.
+
+    Only the first stage looks at the inputs, and only the last at the targets. Returns the micro-batches' parts of the
+    loss, whose sum it is, in such a way that their mean over the ranks is right: none but the last knows them.
+    """
+    losses = []
+    schedule.step(
+        *([inputs.flatten(0, 1)] if model.first else []),
+        target=targets.flatten(0, 1) if model.last else None,
+        losses=losses,
+        return_outputs=False,  # otherwise the last stage keeps the logits of all micro-batches, and joins them
+    )
+    if config.clip:
+        clip(model, config)
+    optimizer.step()
+    optimizer.zero_grad()
+    if model.last:
+        return [loss.detach() * model.stages for loss in losses]
+    return list(torch.zeros(config.accumulate, dtype=config.dtype, device=inputs.device))
+
+
+def clip(model, config):
+    """Scale the gradient down to the norm allowed: that of all stages together, whose squares add up."""
+    square = nn.utils.get_total_norm([p.grad for p in model.parameters()]) ** 2
+    dist.all_reduce(square)
+    nn.utils.clip_grads_with_norm_(model.parameters(), config.clip, square.sqrt())
+
+
+def compute_loss(model, inputs, targets, config):
+    """Mean cross-entropy of one batch, for validation: it passes the stages one after the other, while the others wait.
+
+    A loss as ``train_step`` has it: zero but on the last stage, and there as many times what it is.
+    """
+    x = inputs
+    if not model.first:
+        x = torch.empty(*inputs.shape, config.shape.width, dtype=config.dtype, device=inputs.device)
+        dist.recv(x, model.index - 1)
+    x = model(x)
+    if model.last:
+        return mean_loss(x, targets, config) * model.stages
+    dist.send(x, model.index + 1)
+    return x.new_zeros(())
+
+
+def prepare(config, me):
+    """(model, optimizer, step): see ``gpt_fsdp.prepare``. The model is this rank's stage."""
+    stage = build(config, me)
+    model, schedule = stage.submod, schedule_of(stage, config)
+    optimizer = gpt_fsdp.make_optimizer(model, config)
+    return model, optimizer, lambda i, t: train_step(model, schedule, optimizer, i, t, config)
+
+
+def main(config, me):
+    """What every rank runs. me: which rank this is (labkit/running/ranks.py)."""
+    gpt_fsdp.main(config, me, prepare, compute_loss, __file__)
+
+
+@dataclass(frozen=True)
+class Config(options.Training):
+    """One run. options.Training adds --ranks, --device, --backend, --checkpoint, --resume, --record and --profile."""
+
+    preset: Literal[tuple(GPT_SHAPES)] = option("tiny", "size of the model", resumed=True)
+    tied: bool | None = option(None, "one weight for embedding and head (default: as the preset says)", resumed=True)
+    mesh: str | None = option(None, "the stages, pipeline=4 (default: every rank is one)", form=FORM)
+    schedule: Literal[tuple(SCHEDULES)] = option("1f1b", "order in which a stage computes the micro-batches")
+    max_steps: int = option(20, "steps to train, those of the run being resumed included", least=1)
+    batch_size: int = option(2, "sequences in a micro-batch", least=1)
+    accumulate: int = option(8, "micro-batches in a step", least=1)
+    seq_len: int = option(128, "tokens in a sequence", least=1, resumed=True)
+    precision: Literal["fp32", "bf16", "fp64"] = option("fp32", "number format of the computation")
+    recompute: Literal["none", "full", "selective"] = option(
+        "none", "what backward computes again: nothing, each block, or all but matrix products and attention"
+    )
+    clip: float | None = option(None, "largest global norm of the gradient", above=0)
+    optimizer: Literal["adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd"] = option(
+        "adamw", "optimizer", resumed=True
+    )
+    lr: float = option(1e-3, "learning rate", above=0)
+    seed: int = option(1, "seed of the weights and the order of the text", resumed=True)
+    checkpoint_every: int | None = option(None, "save after every so many steps too", least=1, needs="checkpoint")
+
+    # What gpt_fsdp.py asks its options for besides, and a stage does not have
+    strategy, lora, compile, cpu_offload = "pipeline", None, False, False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.shape.tied:
+            raise UserError(
+                f"--preset {self.preset} with one weight for embedding and head: they are on different stages; "
+                "give --no-tied"
+            )
+
+    @property
+    def shape(self) -> GPTShape:
+        shape = GPT_SHAPES[self.preset]
+        return shape if self.tied is None else replace(shape, tied=self.tied)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.precision == "fp64" else torch.float32
+
+    def arranged(self, world_size: int) -> Mesh:
+        """How the ranks are arranged: each is a stage. UserError: the options do not fit their number."""
+        mesh = arrange(world_size, self.mesh or f"pipeline={world_size}")
+        pipeline.check(mesh, self.shape.layers, self.schedule, self.accumulate)
+        return mesh
+
+
+if __name__ == "__main__":
+    ranks.run(main, options.parse(Config, __doc__))

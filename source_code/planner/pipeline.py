@@ -1,0 +1,187 @@
+"""A pipeline: the model in stages, each on a rank of its own, and a step's batch in micro-batches. Imports no torch.
+
+``blocks_of`` splits the model, ``order`` says what a stage computes when.
+
+Sources: GPipe (arXiv:1811.06965); 1F1B with a flush as in Megatron-LM (arXiv:2104.04473, section 2.2), first in
+PipeDream (arXiv:1806.03377); torch/distributed/pipelining of PyTorch 2.15.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from planner import UserError
+from planner.mesh import Mesh
+from planner.sizes import Node, SizedTensor
+from planner.step import Step
+
+
+def blocks_of(layers: int, stages: int) -> list[range]:
+    """Which of the ``layers`` blocks each stage has: as evenly as possible, and of unequal parts the first the larger."""
+    sizes = [layers // stages + (stage < layers % stages) for stage in range(stages)]
+    return [range(begin, end) for begin, end in pairwise(accumulate(sizes, initial=0))]
+
+
+def check(mesh: Mesh, layers: int, schedule: str, micro_batches: int):
+    """UserError for stages that the model, the schedule or gpt_pipeline.py cannot have."""
+    if mesh.ranks != mesh.pipeline:
+        raise UserError("gpt_pipeline.py has stages only: give --mesh pipeline=N alone, N being the number of ranks")
+    if mesh.pipeline > layers:
+        raise UserError(f"{mesh.pipeline} stages are more than the {layers} blocks of the model: take fewer ranks")
+    if schedule == "1f1b" and micro_batches < mesh.pipeline:
+        raise UserError(
+            f"--accumulate {micro_batches} is fewer micro-batches than the {mesh.pipeline} stages need with "
+            "--schedule 1f1b: give more, or take --schedule gpipe"
+        )
+
+
+def order(schedule: str, stages: int, stage: int, micro_batches: int) -> list[tuple[str, int]]:
+    """What a stage computes in a step, in order: ("forward" or "backward", number of the micro-batch).
+
+    "gpipe": all forwards, then all backwards. "1f1b": as many forwards as there are stages from this one on, then a
+    backward and a forward by turns, and the backwards that are left.
+    """
+    ahead = micro_batches if schedule == "gpipe" else min(micro_batches, stages - stage)
+    actions = [("forward", number) for number in range(ahead)]
+    for number in range(micro_batches):
+        actions.append(("backward", number))
+        if number + ahead < micro_batches:
+            actions.append(("forward", number + ahead))
+    return actions
+
+
+def bubble(stages: int, micro_batches: int) -> float:
+    """The share of a step that a stage waits, where all stages take equally long: (p − 1) / (m + p − 1).
+
+    The same for both schedules: they differ in memory, not in time. Sources: GPipe's paper, section 2.3, where it is
+    O((p − 1) / (m + p − 1)); Megatron-LM's, section 2.2, has (p − 1) / m, its ratio to the ideal step instead.
+    """
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Which stage of how many, in which order it computes, and what flows between two.
+
+    flowing: numbers in a micro-batch's activations between two stages, and in their gradient.
+    """
+
+    stages: int
+    stage: int
+    schedule: str
+    flowing: int
+
+    @property
+    def first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def last(self) -> bool:
+        return self.stage == self.stages - 1
+
+    def traffic(self, plan) -> list[dict]:
+        """What this rank sends and receives in a step, as ``Plan.traffic`` has it: each time a pair of ranks takes part.
+
+        Activations go to the next stage and gradients to the one before, each once a micro-batch.
+        """
+        neighbours = 2 - self.first - self.last
+        passed = {"count": neighbours * plan.micro_batches, "bytes": self.flowing * plan.itemsize, "ranks": 2}
+        return [{"kind": kind} | passed for kind in ("receive", "send")] if neighbours else []
+
+
+class InFlight:
+    """What a micro-batch leaves between its forward and its backward, beside what operators save."""
+
+    __slots__ = ("end", "input", "loss", "nodes", "output")
+
+    def __init__(self):
+        self.nodes = []  # as in Autograd
+        self.input = self.output = None  # until backward; the output only until it is sent, but for the last stage's
+        self.loss = None
+        self.end = None  # where backward begins: the loss, or the output without its storage
+
+
+class StageStep(Step):
+    """One step of a stage: PyTorch's schedules, line for line, as far as a tensor's life depends on it."""
+
+    left_out_of = staticmethod(
+        lambda modules: []
+    )  # with several micro-batches in flight, every block is walked through
+
+    def walk(self):
+        self.stage, self.entered, self.left_out, self.in_flight = self.plan.pipeline, [], {}, {}
+        walks = {"gpipe": self.forwards_then_backwards, "1f1b": self.one_forward_one_backward}
+        walks[self.stage.schedule](self.plan.micro_batches)
+
+    def forwards_then_backwards(self, count: int):
+        """GPipe. Each half ends with the wait for what it has sent, which is there until then."""
+        sent = []
+        for number in range(count):
+            self.forward(number)
+        for number in range(count):
+            self.let_go_of_output(number)
+        for number in range(count):
+            sent.append(self.backward(number, self.receive("gradient of output", self.stage.last)))
+
+    def one_forward_one_backward(self, count: int):
+        """1F1B. What is sent is waited for before the next pass; a gradient's name is taken by the next one only."""
+        ahead = min(count, self.stage.stages - self.stage.stage)
+        for number in range(ahead):
+            self.forward(number)
+            if number:
+                self.let_go_of_output(number - 1)
+        for number in range(count):
+            gradient = self.receive("gradient of output", self.stage.last)
+            self.let_go_of_output(min(number + ahead, count) - 1)
+            sent = self.backward(number, gradient)
+            del gradient
+            if number + ahead < count:
+                self.forward(number + ahead)
+        del sent
+
+    def receive(self, name: str, at_the_end: bool) -> SizedTensor | None:
+        """What a neighbour sends; ``at_the_end`` of the pipeline there is none on that side."""
+        if at_the_end:
+            return None
+        self.tape.go_to(f"receiving: {name}")
+        numel, itemsize = self.stage.flowing, self.plan.itemsize
+        return SizedTensor(
+            self.tape.hold("activations", f"received: {name}", numel * itemsize, itemsize), numel, itemsize
+        )
+
+    def forward(self, number: int):
+        flight = self.in_flight[number] = InFlight()
+        self.tape.nodes = flight.nodes
+        flight.input = self.receive("input", self.stage.first)
+        if flight.input:
+            flight.input.node = Node(None)  # backward leaves the gradient here that the stage before waits for
+        flowing = [flight.input or self.batch[0]]
+        for module in self.plan.blueprint.modules:
+            self.call(module, flowing)
+        self.leave_autocast()
+        flight.output = flowing.pop()
+        flight.end = flight.output.node
+        if self.stage.last:
+            self.tape.go_to("loss")
+            flight.loss = self.plan.blueprint.loss(self.tape, flight.output, self.batch[1], self.plan.itemsize)
+            flight.end = flight.loss.node
+            self.held.append(flight.loss)
+
+    def let_go_of_output(self, number: int):
+        """It is sent; a last stage's stays for backward."""
+        if not self.stage.last and number in self.in_flight:
+            self.in_flight[number].output = None
+
+    def backward(self, number: int, gradient: SizedTensor | None) -> SizedTensor | None:
+        """From the gradient of the output, or of the loss where there is none. Returns that of the input."""
+        flight = self.in_flight.pop(number)
+        self.tape.nodes = flight.nodes
+        for parameter in self.units[0].parameters.values():
+            parameter.uses = 1  # in one backward, though several forwards have counted theirs
+        self.tape.go_to("backward of the loss" if self.stage.last else "backward")
+        self.tape.backward_from(flight.end, gradient or self.tape.like(flight.loss, "gradient of loss"))
+        if self.stage.first:
+            return None
+        if self.stage.last:  # its loss is kept until the step ends, and with it autograd's leaves: the inputs
+            self.held.append(flight.input.storage)
+        gradient, flight.input.node.gradient = flight.input.node.gradient, None
+        return gradient
