@@ -2,12 +2,12 @@
 
 It needs only the standard library, and imports nothing of this course. From the ground up:
 
-  mesh         how the ranks are arranged
   shapes       the sizes of the course's models
   mesh         how ranks are arranged: a grid with named dimensions
   sizes        autograd on sizes: what is alive when
   attention    what attention keeps for backward, and makes, kernel by kernel
   operators    what each other operator keeps, and makes
+  tensor_parallel   what splitting matrix products and the sequence changes
   networks     the course's networks, as operators on sizes
   strategies   what DDP, ZeRO and FSDP gather, free and reduce around each unit
   step         one training step, walked through
