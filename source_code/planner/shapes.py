@@ -35,7 +35,6 @@ class GPTShape:
         parts = {
             "heads of keys and values": self.kv_heads,  # which divide those of queries
             "hidden numbers": self.hidden,
-            "entries of the vocabulary": self.vocabulary,
             "tokens of a sequence": length,
         }
         for what, count in parts.items():

@@ -205,7 +205,7 @@ class Autograd:
     def send(self, receiver, gradient: SizedTensor):
         """A gradient arrives. A second one for the same tensor is added to the first, in a third."""
         if receiver.gradient is not None:
-            (category, name), size = gradient.storage.term, gradient.storage.size
+            (category, name), size = gradient.storage.term, gradient.numel * gradient.itemsize
             category = self.gradients_as if isinstance(receiver, SizedParameter) else category
             total = self.hold(category, f"sum of {name}", size, gradient.itemsize)
             gradient = SizedTensor(total, gradient.numel, gradient.itemsize)

@@ -83,10 +83,14 @@ def embedding(tape, tokens, weight, parts: int):
     out = tape.make("embedding", tokens.numel * weight.shape[1], weight.itemsize)
     del held
     tape.use(weight)
-    weight.times = parts
 
     def run(_):
-        return [(weight, tape.make(f"gradient of {weight.name}, whole", parts * weight.numel, weight.itemsize))]
+        whole = tape.make(f"gradient of {weight.name}, whole", parts * weight.numel, weight.itemsize)
+        if weight.uses > 1:  # it is added to the head's gradient, which is there in parts
+            whole.numel = weight.numel
+        else:
+            weight.times = parts
+        return [(weight, whole)]
 
     return tape.record(out, run, tape.save(tokens))
 

@@ -1,0 +1,229 @@
+"""Tensor parallelism with FSDP2 on a mesh: the losses of one process, where each parameter lies, what is sent and kept.
+
+Starting ranks takes as long as several runs: one launch for each number of ranks makes all that is looked at here.
+"""
+
+import dataclasses
+import os
+import re
+import shutil
+import tempfile
+
+import gpt_fsdp
+import pytest
+import torch
+import torch.distributed as dist
+import trial
+from commands import script
+from forked import by_value
+from labkit import UserError
+from labkit.measuring import meters
+from labkit.running import cells, launch, options
+from labkit.training import models
+from planner import cost, networks, predict, shapes
+
+pytestmark = pytest.mark.long
+STEPS, FEW, SEQUENCES, LENGTH = 20, 6, 8, 16
+FP64 = {"precision": "fp64", "preset": "four heads"}
+FP32 = {"preset": "four heads"}
+CLIPPED = {"clip": 0.4, "tied": True, "max_steps": FEW}  # below most of the norms that occur
+GRID, TENSOR, REPLICAS, FOUR = (
+    {"mesh": mesh} for mesh in ("shard=2,tensor=2", "tensor=2", "replicate=2,tensor=2", "tensor=4")
+)
+TRAINED = {
+    1: {"plain": FP64, "fp32": FP32, "tied, clipped": FP64 | CLIPPED, "few steps": FP64 | {"max_steps": FEW}},
+    2: {"plain": TENSOR | FP64, "tied, clipped": TENSOR | FP64 | CLIPPED | {"recompute": "full"}},
+    4: {
+        "plain": GRID | FP64,
+        "fp32": GRID | FP32 | {"recompute": "selective", "accumulate": 2, "sync": "last"},
+        "tied, clipped": REPLICAS | FP64 | CLIPPED,
+        "few steps": FOUR | FP64 | {"max_steps": FEW},
+    },
+}
+MEASURED = {
+    2: [TENSOR | FP32, TENSOR | FP32 | {"precision": "bf16", "recompute": "full", "batch_size": 1}],
+    4: [
+        GRID | FP32,
+        GRID | FP32 | {"recompute": "full", "precision": "bf16"},
+        GRID | FP32 | {"recompute": "selective", "accumulate": 2, "sync": "last", "tied": True},
+        FOUR | FP32,
+    ],
+}
+SAVED_AT = 3
+
+
+def four_heads():
+    """A smaller model, whose heads of keys four ranks can share; the tiny one has two."""
+    shapes.GPT_SHAPES["four heads"] = dataclasses.replace(shapes.GPT_SHAPES["tiny"], layers=2, kv_heads=4)
+
+
+def train(me, **given):
+    parts = gpt_fsdp.Config(**given).arranged(me.world_size).data * given.get("accumulate", 1)
+    if me.world_size == 1:
+        given |= {"strategy": "single"}
+    common = {"max_steps": STEPS, "seq_len": LENGTH, "batch_size": SEQUENCES // parts}
+    result = gpt_fsdp.train(gpt_fsdp.Config(**common | given), me)
+    return [*result["losses"], result["validation_loss"]]
+
+
+def whole_and_local(me):
+    """{name: (placements, shape of this rank's part, the whole)} of each parameter on a mesh, as training starts."""
+    model, _ = gpt_fsdp.build(gpt_fsdp.Config(**GRID, **FP32), me)
+    return {
+        name: (str(parameter.placements), tuple(parameter.to_local().shape), parameter.full_tensor())
+        for name, parameter in model.named_parameters()
+    }
+
+
+def everything(me, folder):
+    """What is looked at: see the tests."""
+    os.environ["TQDM_DISABLE"] = "1"
+    four_heads()
+    found = {"measured": trial.measure(me, [as_tried(one, me.world_size) for one in MEASURED.get(me.world_size, [])])}
+    meters.TRACED_STEPS = range(0)
+    checkpoint = FP64 | {"checkpoint": f"{folder}/{me.world_size}", "max_steps": FEW}
+    if me.world_size == 4:
+        found["started"] = whole_and_local(me)
+        train(me, **checkpoint | GRID | {"max_steps": SAVED_AT})
+        if me.rank == 0:
+            shutil.copytree(f"{folder}/4", f"{folder}/2")
+        dist.barrier()
+    if me.world_size > 1:
+        found["resumed"] = train(me, **checkpoint, resume=True)
+    return found | {"losses": {name: train(me, **given) for name, given in TRAINED[me.world_size].items()}}
+
+
+def as_tried(config, ranks):
+    return {"script": "gpt_fsdp.py", "ranks": ranks, "config": {"batch_size": 3, "seq_len": 20} | config}
+
+
+@pytest.fixture(scope="module")
+def found():
+    """{ranks: what ``everything`` found}; four ranks write the checkpoint, and two read it after them."""
+    here = launch.Cluster(launcher="local")
+    four_heads()
+    with tempfile.TemporaryDirectory() as folder:
+        yield {
+            ranks: cells.on_ranks(by_value(everything), folder, ranks=ranks, cluster=here, timeout=300)
+            for ranks in (1, 4, 2)
+        }
+    del shapes.GPT_SHAPES["four heads"]
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks in (2, 4) for name in TRAINED[ranks]])
+def test_losses_are_those_of_one_process(ranks, name, found):
+    reference = found[1][0]["losses"][name]
+    assert len(reference) == (FEW if "max_steps" in TRAINED[ranks][name] else STEPS) + 1
+    assert reference[-1] < reference[0]
+    assert found[ranks][0]["losses"][name] == pytest.approx(reference, rel=1e-4 if name == "fp32" else 1e-9)
+
+
+# Along (shard, tensor): columns of a weight (out, in) are its rows, dimension 0, which FSDP then cuts once more.
+COLUMNS = "(_StridedShard(dim=0, sf=2), Shard(dim=0))"
+ROWS = "(Shard(dim=0), Shard(dim=1))"
+NORM = "(Shard(dim=0), Replicate())"
+
+
+def test_every_parameter_lies_where_the_plan_says(found):
+    whole = models.GPT(shapes.GPT_SHAPES["four heads"])
+    gpt_fsdp.initialise(whole, gpt_fsdp.Config().seed)
+    for rank in range(4):
+        started = found[4][rank]["started"]
+        assert started.keys() == dict(whole.named_parameters()).keys()
+        for name, parameter in whole.named_parameters():
+            placements, shape, value = started[name]
+            rows, *columns = parameter.shape
+            if "norm" in name:
+                assert (placements, shape) == (NORM, (rows // 2,))
+            elif name.endswith(("output.weight", "down.weight")):
+                assert (placements, shape) == (ROWS, (rows // 2, columns[0] // 2))
+            else:
+                assert (placements, shape) == (COLUMNS, (rows // 4, *columns))
+            assert torch.equal(value, parameter), name
+
+
+def by_dimension(traffic):
+    return {(entry["kind"], entry["bytes"], entry["dimension"]): entry["count"] for entry in traffic}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "number"), [(ranks, n) for ranks, all_ in MEASURED.items() for n in range(len(all_))]
+)
+def test_memory_and_traffic_are_the_planners(ranks, number, found):
+    one, measured = as_tried(MEASURED[ranks][number], ranks), found[ranks][0]["measured"][number]
+    row = trial.compare(one, measured)
+    assert row["persistent equal"]
+    assert abs(row["difference"]) < 0.0002
+    assert by_dimension(measured["traffic"]) == by_dimension(trial.planned(one).traffic())
+
+
+def test_traffic_by_hand(found):
+    """FSDP's collectives carry parts of parameters, and tensor parallelism's whole activations."""
+    sent = by_dimension(found[4][0]["measured"][0]["traffic"])
+    activation = 4 * 3 * 20 * 128
+    # Two a block, and one for the embedding or the head; backward turns each into the other
+    assert sent["all-gather", activation, "tensor"] == sent["reduce-scatter", activation, "tensor"] == 2 * (2 * 2 + 1)
+    half_a_block = 4 * (2 * 128 + (4 * 128 * 128 + 3 * 384 * 128) // 2)  # and both norms whole
+    assert sent["all-gather", half_a_block, "shard"] == 2 * 2
+    assert sent["reduce-scatter", half_a_block, "shard"] == 2
+    assert sent["all-reduce", 4 * 128, "tensor"] == 2 * 2 + 1  # the norms' gradients
+    assert (
+        sent["all-reduce", 4 * 3 * 20, "tensor"] == 3
+    )  # the loss: no rank ever has the logits of the whole vocabulary
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_checkpoint_resumes_under_plain_fsdp(ranks, found):
+    """One written on a mesh of shards and tensor groups has whole parameters in it, whoever reads them."""
+    reference = found[1][0]["losses"]["few steps"]
+    assert found[ranks][0]["resumed"] == pytest.approx(reference[SAVED_AT:], rel=1e-9)
+
+
+BAD = {
+    "--ranks 8 --mesh tensor=4": "--mesh tensor=4 is for 4 ranks, but there are 8",
+    "--ranks 4 --mesh tensor=4": "the 2 heads of keys and values cannot be shared evenly by the 4 ranks of --mesh",
+    "--mesh tensor=2 --seq-len 33": "the 33 tokens of a sequence cannot be shared evenly by the 2 ranks of --mesh",
+    "--mesh tensor=2 --strategy fsdp1": "--mesh tensor=2 splits matrix products, which goes without --strategy fsdp1",
+    "--mesh tensor=2 --lora 4": "--mesh tensor=2 splits matrix products, which goes without --lora",
+    "--mesh pipeline=2": "--mesh pipeline=2 has a pipeline, which is gpt_pipeline.py's",
+    "--mesh tensor=1,tensor=2": "each named once at most",
+    "--mesh tensors=2": "its dimensions are pipeline, replicate, shard, tensor",
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_one_sentence_before_anything_is_allocated(words):
+    config = parsed(words.split())
+    with pytest.raises(UserError, match=re.escape(BAD[words])):
+        config.arranged(config.ranks or 2)
+
+
+def parsed(words):
+    return options.parse(gpt_fsdp.Config, "", words)
+
+
+def test_the_command_refuses_in_one_sentence():
+    done = script("gpt_fsdp.py", "--ranks", "4", "--mesh", "tensor=4")
+    assert done.returncode == 2
+    assert done.stderr.startswith("gpt_fsdp.py: the 2 heads of keys and values")
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_what_cannot_be_split_evenly():
+    shape = shapes.GPT_SHAPES["tiny"]
+    shape.check_split(2, 16)
+    with pytest.raises(UserError, match="the 385 hidden numbers"):
+        dataclasses.replace(shape, hidden=385).check_split(2, 16)
+    with pytest.raises(UserError, match="go with fsdp2, not with ddp"):
+        predict.Plan(networks.gpt(shape, 1, 16, tensor=2), "ddp", ranks=2)
+
+
+def test_on_nodes_a_tensor_group_stays_inside():
+    """llama3-8b on 8 nodes of 8: gathered activations do not leave a node, and FSDP's parameters do."""
+    network = networks.gpt(shapes.GPT_SHAPES["llama3-8b"], 1, 8192, "full", tensor=8)
+    plan = predict.Plan(network, ranks=64, precision="bf16")
+    assert network.numel == networks.gpt(shapes.GPT_SHAPES["llama3-8b"], 1, 8192).numel
+    sent = {(c["kind"], c["dimension"]): cost.ring_bytes(c, plan, 8) for c in plan.traffic()}
+    assert sent["all-gather", "tensor"]["node"] == 0
+    # Eight groups of shards, each with a rank on every node
+    assert sent["all-gather", "shard"]["node"] == 8 * sent["all-gather", "shard"]["rank"]
