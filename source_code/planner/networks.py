@@ -47,6 +47,7 @@ class Blueprint:
     flops: float  # of forward and backward of one sample, without recomputation
     recomputed_flops: float = 0.0  # of a sample, on top of these
     tied: dict[str, str] = field(default_factory=dict)  # a parameter → the one that it is
+    flowing: int = 0  # numbers of a micro-batch between two blocks, and so between two stages of a pipeline
     holds_output: bool = False  # the training loop holds the network's output until the next step's is there
 
     @property
@@ -173,6 +174,7 @@ def gpt(
         if recompute == "full"
         else 0.0,
         tied={"head.weight": "embedding.weight"} if shape.tied else {},
+        flowing=tokens * shape.width,
     )
 
 
