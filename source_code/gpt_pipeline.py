@@ -9,14 +9,13 @@ README.md has every way to start it.
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import gpt_fsdp
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from labkit import UserError
 from labkit.measuring import limits
 from labkit.running import options, ranks
 from labkit.running.options import option
@@ -27,7 +26,7 @@ from planner.shapes import GPT_SHAPES, GPTShape
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+SCHEDULES = dict(zip(pipeline.SCHEDULES, (ScheduleGPipe, Schedule1F1B), strict=True))
 
 
 class Stage(nn.Module):
@@ -156,7 +155,6 @@ class Config(options.Training):
     """One run. options.Training adds --ranks, --device, --backend, --checkpoint, --resume, --record and --profile."""
 
     preset: Literal[tuple(GPT_SHAPES)] = option("tiny", "size of the model", resumed=True)
-    tied: bool | None = option(None, "one weight for embedding and head (default: as the preset says)", resumed=True)
     mesh: str | None = option(None, "the stages, pipeline=4 (default: every rank is one)", form=FORM)
     schedule: Literal[tuple(SCHEDULES)] = option("1f1b", "order in which a stage computes the micro-batches")
     max_steps: int = option(20, "steps to train, those of the run being resumed included", least=1)
@@ -178,18 +176,9 @@ class Config(options.Training):
     # What gpt_fsdp.py asks its options for besides, and a stage does not have
     strategy, lora, compile, cpu_offload = "pipeline", None, False, False
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.shape.tied:
-            raise UserError(
-                f"--preset {self.preset} with one weight for embedding and head: they are on different stages; "
-                "give --no-tied"
-            )
-
     @property
     def shape(self) -> GPTShape:
-        shape = GPT_SHAPES[self.preset]
-        return shape if self.tied is None else replace(shape, tied=self.tied)
+        return GPT_SHAPES[self.preset]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -198,7 +187,7 @@ class Config(options.Training):
     def arranged(self, world_size: int) -> Mesh:
         """How the ranks are arranged: each is a stage. UserError: the options do not fit their number."""
         mesh = arrange(world_size, self.mesh or f"pipeline={world_size}")
-        pipeline.check(mesh, self.shape.layers, self.schedule, self.accumulate)
+        pipeline.check(mesh, self.shape, self.schedule, self.accumulate)
         return mesh
 
 

@@ -32,7 +32,7 @@ from typing import Literal
 from labkit import UserError
 from labkit.running.options import RESHARD, SHARDED, flag, leave, option, parse
 from labkit.running.options import Options as Base
-from planner import cost, networks, predict, report
+from planner import cost, networks, pipeline, predict, report
 from planner.mesh import FORM, arrange
 from planner.report import GIB
 from planner.shapes import GPT_SHAPES
@@ -49,7 +49,10 @@ class Options(Base):
     ranks: int = option(8, "how many ranks train", least=1)
     node_size: int = option(8, "ranks on a node", least=1)
     strategy: Literal[STRATEGIES] = option("fsdp2", "how the ranks share")
-    mesh: str | None = option(None, "HSDP: REPLICASxSHARDS, such as 2x4", form=FORM, only=SHARDED)
+    mesh: str | None = option(
+        None, "HSDP: REPLICASxSHARDS, such as 2x4; or pipeline=STAGES, in place of a strategy", form=FORM, only=SHARDED
+    )
+    schedule: Literal[tuple(pipeline.SCHEDULES)] = option("1f1b", "pipeline: the order of forwards and backwards")
     reshard_after_forward: str = option(
         "true",
         "FSDP: free gathered parameters, keep them (false), or keep one part in N",
@@ -95,6 +98,15 @@ class Options(Base):
             raise UserError(f"--strategy {self.strategy} cannot be simulated: take {' or '.join(SIMULATED)}")
         if self.own:
             self.check_own()
+        if self.stages > 1 and (self.sweep or self.simulate):
+            raise UserError(f"--mesh {self.mesh} is neither swept nor simulated: leave --sweep and --simulate out")
+        if self.stages == 1 and self.schedule != "1f1b":
+            raise UserError("--schedule is a pipeline's: give --mesh pipeline=STAGES too")
+
+    @property
+    def stages(self) -> int:
+        """Of a pipeline; 1 where there is none."""
+        return arrange(self.ranks, self.mesh, self.reshard_after_forward).pipeline
 
     @property
     def own(self) -> bool:
@@ -114,7 +126,12 @@ class Options(Base):
 
 
 def plan_of(options: Options, network: networks.Blueprint | None = None) -> predict.Plan:
-    """network: one's own, else the course's. UserError where the options do not go together."""
+    """network: one's own, else the course's. UserError where the options do not go together.
+
+    Of a pipeline the stage that needs most memory.
+    """
+    if options.stages > 1:
+        return max(stage_plans(options), key=lambda plan: predict.total(plan.peak()[1]))
     mesh = arrange(options.ranks, options.mesh, options.reshard_after_forward)
     shape = GPT_SHAPES.get(options.model)
     return predict.Plan(
@@ -129,6 +146,27 @@ def plan_of(options: Options, network: networks.Blueprint | None = None) -> pred
         on_gpu=options.device == "cuda",
         torch=installed_torch(),
     )
+
+
+def stage_plans(options: Options) -> list[predict.Plan]:
+    """The plan of each stage of a pipeline."""
+    mesh, shape = arrange(options.ranks, options.mesh), GPT_SHAPES[options.model]
+    pipeline.check(mesh, shape, options.schedule, options.accumulate)
+    return [
+        predict.of_stage(
+            shape,
+            options.batch,
+            options.seq,
+            options.recompute,
+            pipeline.Stage(mesh.pipeline, stage, options.schedule),
+            precision=options.precision,
+            optimizer=options.optimizer,
+            micro_batches=options.accumulate,
+            on_gpu=options.device == "cuda",
+            torch=installed_torch(),
+        )
+        for stage in range(mesh.pipeline)
+    ]
 
 
 def installed_torch() -> tuple[int, int]:
@@ -158,11 +196,16 @@ def describe(options: Options, plan: predict.Plan) -> dict:
         link_of(options.link, cost.LINKS, cost.LINKS["nvlink"].latency, "--link"),
         link_of(options.network, cost.NETWORKS, cost.NETWORKS["infiniband"].latency, "--network"),
     )
-    times = cost.step_time(plan, options.node_size, *links, options.flops * options.efficiency)
-    samples = plan.blueprint.samples * plan.micro_batches * plan.ranks // plan.tensor
+    plans = stage_plans(options) if options.stages > 1 else [plan]
+    times = max(  # the slowest stage sets the pace of all
+        (cost.step_time(one, options.node_size, *links, options.flops * options.efficiency) for one in plans),
+        key=lambda times: times["overlapped"],
+    )
+    samples = plan.blueprint.samples * plan.micro_batches * (plan.ranks // len(plans) // plan.tensor)
     peak = predict.total(terms)
     return {
-        "parameters": plan.blueprint.numel,
+        "parameters": sum(one.blueprint.numel for one in plans),
+        "stages": [predict.total(one.peak()[1]) for one in plans],
         "persistent": {name: size for (_, name), size in plan.persistent().items()},
         "peak": peak,
         "where": where,

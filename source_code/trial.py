@@ -67,6 +67,10 @@ def configurations() -> list[dict]:
         found += [gpt(2, strategy=strategy, precision="bf16", accumulate=3, sync="last")]
         found += [mnist(3, strategy=strategy, precision="bf16")]
     found += [mnist(2, strategy="fsdp2", precision="bf16", wrap="size"), mnist(1, strategy="single", precision="bf16")]
+    for schedule in ("gpipe", "1f1b"):
+        found += [pipeline(2, schedule=schedule, accumulate=4), pipeline(4, schedule=schedule, accumulate=6)]
+        found += [pipeline(4, schedule=schedule, accumulate=6, recompute="full")]
+        found += [pipeline(3, schedule=schedule, accumulate=4, precision="bf16", optimizer="sgd")]
     return found
 
 
@@ -78,6 +82,10 @@ def gpt(ranks: int, **config) -> dict:
     return {"script": "gpt_fsdp.py", "ranks": ranks, "config": {"batch_size": 3, "seq_len": 33} | config}
 
 
+def pipeline(ranks: int, **config) -> dict:
+    return gpt(ranks, **config) | {"script": "gpt_pipeline.py"}
+
+
 def measure(me, tried: list[dict]) -> list[dict]:
     """Run on every rank: train in each configuration, and return the records' "memory" and "traffic"."""
     import gpt_fsdp
@@ -86,10 +94,12 @@ def measure(me, tried: list[dict]) -> list[dict]:
     os.environ["TQDM_DISABLE"] = "1"
     with contextlib.redirect_stdout(io.StringIO()):  # dozens of runs would each tell their losses
         for one in tried:
-            if one["script"] == "gpt_fsdp.py":
-                measured = gpt_fsdp.train(gpt_fsdp.Config(max_steps=STEPS, device="cpu", **one["config"]), me)
-            else:
+            if one["script"] == "mnist_fsdp.py":
                 measured = measure_mnist(me, one)
+            else:
+                lab = lab_of(one)
+                config = lab.Config(max_steps=STEPS, device="cpu", **one["config"])
+                measured = gpt_fsdp.train(config, me, lab.prepare, lab.compute_loss)
             results.append({"memory": measured["memory"], "traffic": measured["traffic"]})
     return results
 
@@ -113,15 +123,25 @@ def measure_mnist(me, one: dict) -> dict:
     return meter.summary(size)
 
 
-def planned(one: dict) -> predict.Plan:
+def lab_of(one: dict):
+    return import_module(one["script"].removesuffix(".py"))
+
+
+def planned(one: dict, rank: int = 0) -> predict.Plan:
     """The plan of one of ``configurations``: what it does not say is as the lab script has it."""
-    lab = import_module(one["script"].removesuffix(".py"))
-    return predict.plan_of(one | {"device": "cpu", "config": asdict(lab.Config(**one["config"]))})
+    return predict.plan_of(one | {"device": "cpu", "config": asdict(lab_of(one).Config(**one["config"]))}, rank)
 
 
-def compare(one: dict, measured: dict) -> dict:
+def compare_ranks(one: dict, measured: list[dict]) -> dict:
+    """The row of one configuration: of rank 0; of a pipeline's stages, which all differ, that which agrees least."""
+    ranks = range(one["ranks"] if one["script"] == "gpt_pipeline.py" else 1)
+    rows = [compare(one, measured[rank], rank) for rank in ranks]
+    return max(rows, key=lambda r: (not r["persistent equal"], not r["traffic equal"], abs(r["difference"])))
+
+
+def compare(one: dict, measured: dict, rank: int = 0) -> dict:
     """One row of the table: bytes measured and predicted, and whether they agree."""
-    plan = planned(one)
+    plan = planned(one, rank)
     where, terms = plan.peak()
     predicted, peak = predict.by_category(terms), measured["memory"]["peak"]
     # Beside the peak's: what is there as a step begins, of which every byte must be right.
@@ -148,15 +168,16 @@ def run(tried: list[dict]) -> list[dict]:
     for count in sorted({one["ranks"] for one in tried}):
         mine = [one for one in tried if one["ranks"] == count]
         cluster = launch.Cluster(launcher="local")
-        measured = cells.on_ranks(measure, mine, ranks=count, cluster=cluster, timeout=600)[0]
-        rows += [compare(one, result) for one, result in zip(mine, measured, strict=True)]
+        measured = cells.on_ranks(measure, mine, ranks=count, cluster=cluster, timeout=600)
+        rows += [compare_ranks(one, results) for one, *results in zip(mine, *measured, strict=True)]
     return rows
 
 
 def table(rows: list[dict]) -> pandas.DataFrame:
     def name(row):
-        options = {k: v for k, v in row["config"].items() if k not in ("strategy", "batch_size", "seq_len")}
-        return " ".join([row["config"]["strategy"], *(f"{k}={v}" for k, v in options.items())])
+        how = "strategy" if "strategy" in row["config"] else "schedule"
+        options = {k: v for k, v in row["config"].items() if k not in (how, "batch_size", "seq_len")}
+        return " ".join([row["config"][how], *(f"{k}={v}" for k, v in options.items())])
 
     return pandas.DataFrame(
         {

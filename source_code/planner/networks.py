@@ -52,6 +52,7 @@ class Blueprint:
     recomputed_flops: float = 0.0  # of a sample, on top of these
     tied: dict[str, str] = field(default_factory=dict)  # a parameter → the one that it is
     tensor: Exchange = field(default_factory=Exchange)  # how many ranks share each product, and what they exchange
+    flowing: int = 0  # numbers of a micro-batch between two blocks, and so between two stages of a pipeline
     holds_output: bool = False  # the training loop holds the network's output until the next step's is there
 
     @property
@@ -194,6 +195,7 @@ def gpt(
         else 0.0,
         tied={"head.weight": "embedding.weight"} if shape.tied else {},
         tensor=tensor_parallel.exchange(tensor, shape.layers, tokens, shape.width, recompute),
+        flowing=tokens * shape.width,
     )
 
 

@@ -11,8 +11,11 @@ from itertools import accumulate, pairwise
 
 from planner import UserError
 from planner.mesh import Mesh
+from planner.shapes import GPTShape
 from planner.sizes import Node, SizedTensor
 from planner.step import Step
+
+SCHEDULES = ("gpipe", "1f1b")
 
 
 def blocks_of(layers: int, stages: int) -> list[range]:
@@ -21,12 +24,14 @@ def blocks_of(layers: int, stages: int) -> list[range]:
     return [range(begin, end) for begin, end in pairwise(accumulate(sizes, initial=0))]
 
 
-def check(mesh: Mesh, layers: int, schedule: str, micro_batches: int):
+def check(mesh: Mesh, shape: GPTShape, schedule: str, micro_batches: int):
     """UserError for stages that the model, the schedule or gpt_pipeline.py cannot have."""
     if mesh.ranks != mesh.pipeline:
-        raise UserError("gpt_pipeline.py has stages only: give --mesh pipeline=N alone, N being the number of ranks")
-    if mesh.pipeline > layers:
-        raise UserError(f"{mesh.pipeline} stages are more than the {layers} blocks of the model: take fewer ranks")
+        raise UserError("a pipeline here has stages only: give --mesh pipeline=N alone, N being the number of ranks")
+    if mesh.pipeline > shape.layers:
+        raise UserError(f"{mesh.pipeline} stages are more than the {shape.layers} blocks: take fewer ranks")
+    if shape.tied and mesh.pipeline > 1:
+        raise UserError("one weight for embedding and head cannot be on two stages: take a preset that has two")
     if schedule == "1f1b" and micro_batches < mesh.pipeline:
         raise UserError(
             f"--accumulate {micro_batches} is fewer micro-batches than the {mesh.pipeline} stages need with "
@@ -60,15 +65,11 @@ def bubble(stages: int, micro_batches: int) -> float:
 
 @dataclass(frozen=True)
 class Stage:
-    """Which stage of how many, in which order it computes, and what flows between two.
-
-    flowing: numbers in a micro-batch's activations between two stages, and in their gradient.
-    """
+    """Which stage of how many, and in which order it computes: one of ``SCHEDULES``."""
 
     stages: int
     stage: int
     schedule: str
-    flowing: int
 
     @property
     def first(self) -> bool:
@@ -84,7 +85,8 @@ class Stage:
         Activations go to the next stage and gradients to the one before, each once a micro-batch.
         """
         neighbours = 2 - self.first - self.last
-        passed = {"count": neighbours * plan.micro_batches, "bytes": self.flowing * plan.itemsize, "ranks": 2}
+        size = plan.blueprint.flowing * plan.itemsize
+        passed = {"count": neighbours * plan.micro_batches, "bytes": size, "ranks": 2}
         return [{"kind": kind} | passed for kind in ("receive", "send")] if neighbours else []
 
 
@@ -143,7 +145,7 @@ class StageStep(Step):
         if at_the_end:
             return None
         self.tape.go_to(f"receiving: {name}")
-        numel, itemsize = self.stage.flowing, self.plan.itemsize
+        numel, itemsize = self.plan.blueprint.flowing, self.plan.itemsize
         return SizedTensor(
             self.tape.hold("activations", f"received: {name}", numel * itemsize, itemsize), numel, itemsize
         )

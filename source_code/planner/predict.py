@@ -28,7 +28,7 @@ from planner import UserError, networks
 from planner.mesh import arrange
 from planner.networks import Blueprint
 from planner.pipeline import Stage, StageStep, blocks_of
-from planner.shapes import GPT_SHAPES
+from planner.shapes import GPT_SHAPES, GPTShape
 from planner.step import Step
 from planner.strategies import Unit
 
@@ -260,7 +260,10 @@ def plan_of(record: dict, rank: int = 0) -> Plan:
     if "versions" in record:
         common["torch"] = tuple(map(int, record["versions"]["torch"].split(".")[:2]))
     if script == "gpt_pipeline.py":
-        return of_pipeline(config, rank, on_gpu=record["device"] == "cuda", **common)
+        sizes = (config[name] for name in ("batch_size", "seq_len", "recompute"))
+        trained = {name: config[name] for name in ("precision", "optimizer")} | {"micro_batches": config["accumulate"]}
+        shape, stage = GPT_SHAPES[config["preset"]], Stage(ranks, rank, config["schedule"])
+        return of_stage(shape, *sizes, stage, on_gpu=record["device"] == "cuda", **trained, **common)
     common |= {name: config[name] for name in ("strategy", "precision")}
     if script == "mnist_fsdp.py":
         wrapped = {name: config[name] for name in ("wrap", "dropout", "min_num_params", "sharding")}
@@ -280,19 +283,11 @@ def plan_of(record: dict, rank: int = 0) -> Plan:
     )
 
 
-def of_pipeline(config: dict, stage: int, **common) -> Plan:
-    """The plan of one stage of a run of gpt_pipeline.py, of which ``common["ranks"]`` are the stages."""
-    stages, shape = common["ranks"], GPT_SHAPES[config["preset"]]
-    blocks = blocks_of(shape.layers, stages)[stage]
-    sizes = [config[name] for name in ("batch_size", "seq_len", "recompute")]
-    return Plan(
-        networks.gpt(shape, *sizes, blocks=blocks),
-        "single",
-        pipeline=Stage(stages, stage, config["schedule"], config["batch_size"] * config["seq_len"] * shape.width),
-        micro_batches=config["accumulate"],
-        **{name: config[name] for name in ("precision", "optimizer")},
-        **common,
-    )
+def of_stage(shape: GPTShape, batch: int, length: int, recompute: str, stage: Stage, **options) -> Plan:
+    """The plan of one stage of a GPT. batch: sequences of a micro-batch, of ``length`` tokens. options: ``Plan``'s."""
+    blocks = blocks_of(shape.layers, stage.stages)[stage.stage]
+    network = networks.gpt(replace(shape, tied=False), batch, length, recompute, blocks=blocks)
+    return Plan(network, "single", **{"ranks": stage.stages} | options, pipeline=stage)
 
 
 def peak_of(record: dict) -> tuple[str, dict]:
