@@ -18,7 +18,7 @@ import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -166,8 +166,8 @@ def make_optimizer(model, config):
 
 def compute_loss(model, inputs, targets, config):
     """Mean cross-entropy of a micro-batch on this rank, in nats a token."""
-    # FSDP casts by its own policy; for the others, autocast does.
-    by_autocast = config.precision == "bf16" and config.strategy not in SHARDED
+    # FSDP casts by its own policy, as DeepSpeed does; for the others, autocast does.
+    by_autocast = config.precision == "bf16" and config.strategy in ("single", "ddp")
     with torch.autocast(inputs.device.type, torch.bfloat16) if by_autocast else nullcontext():
         logits = model(inputs)
     return F.cross_entropy(logits.flatten(0, 1).to(config.dtype), targets.flatten())
@@ -306,12 +306,14 @@ def main(config, me, prepare=prepare):
     speed = result["model_flops_utilisation"]
     compute_dtype = torch.bfloat16 if config.precision == "bf16" else config.dtype
     speed |= meters.utilisation(result["tokens_per_second"], speed["flops_per_token"], compute_dtype, me)
-    records.report(__file__, config, me, result, elapsed=time.perf_counter() - begin)
+    records.report(config.script, config, me, result, elapsed=time.perf_counter() - begin)
 
 
 @dataclass(frozen=True)
 class Config(options.Training):
     """One run. options.Training adds --ranks, --device, --backend, --checkpoint, --resume, --record and --profile."""
+
+    script: ClassVar[str] = "gpt_fsdp.py"  # the lab that runs, for the record and the planner
 
     preset: Literal[tuple(GPT_SHAPES)] = option("tiny", "size of the model", resumed=True)
     tied: bool | None = option(None, "one weight for embedding and head (default: as the preset says)", resumed=True)

@@ -221,6 +221,8 @@ def plan_of(record: dict) -> Plan:
     it. UserError where the arithmetic does not reach.
     """
     script, config, ranks = record["script"], record["config"], record["ranks"]
+    if script not in ("mnist_fsdp.py", "gpt_fsdp.py"):
+        raise UserError(f"the planner does not know {script}")
     common = {"ranks": ranks, "workspaces": False}
     if "versions" in record:
         common["torch"] = tuple(map(int, record["versions"]["torch"].split(".")[:2]))

@@ -38,8 +38,8 @@ def _check_compiler(on_cpu: bool):
 
 
 def refuse_if_too_big(config, me):
-    """UserError, on every rank, if the planner's peak of a run of gpt_fsdp.py is more than the memory there is."""
-    run = {"script": "gpt_fsdp.py", "ranks": me.world_size, "device": me.device.type}
+    """UserError, on every rank, if the planner's peak of a run is more than the memory there is."""
+    run = {"script": config.script, "ranks": me.world_size, "device": me.device.type}
     try:
         plan = predict.plan_of(run | {"config": dataclasses.asdict(config)})
     except UserError:  # not predicted: nothing to go by
