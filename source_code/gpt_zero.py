@@ -49,22 +49,29 @@ def prepare_deepspeed(config, me):
     model.tie()
     gpt_fsdp.initialise(model, config.seed)
     optimizer = gpt_fsdp.make_optimizer(model, config)
-    engine, optimizer = deepspeed_zero.initialize(model, optimizer, settings(config), me)
+    block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
+    engine, optimizer = deepspeed_zero.initialize(model, optimizer, settings(config, block), me)
     return engine, optimizer, lambda inputs, targets: deepspeed_step(engine, optimizer, inputs, targets, config)
 
 
-def settings(config) -> dict:
-    """DeepSpeed's configuration, https://www.deepspeed.ai/docs/config-json; sizes are numbers of parameters."""
+def settings(config, block: int) -> dict:
+    """DeepSpeed's configuration, https://www.deepspeed.ai/docs/config-json; block: how many parameters a block has.
+
+    Its defaults are those of models with billions of parameters: with them a small one would not be split at all, in
+    two gigabytes of buffers. Sizes are numbers of elements.
+    """
     zero = {
         "stage": int(config.stage),
-        # Parameters of fewer elements would stay whole on every rank (default 100,000).
+        # Gradients are summed over the ranks when there are so many of them, in a buffer of this size (default 5e8).
+        "reduce_bucket_size": block,
+        # Stage 3: parameters smaller than this stay whole on every rank (default 1e5).
         "stage3_param_persistence_threshold": 0,
-        # Gathered parameters stay until more than so many are live (default 1e9, or all of a small model), and those
-        # used again within the reuse distance stay too: 0 frees each module's after its use, as FSDP2 does.
+        # Gathered parameters are freed after use only when more than so many are live (default 1e9), unless they are
+        # used again soon (default 1e9); so many are gathered before they are needed (default 5e7).
         "stage3_max_live_parameters": 0,
         "stage3_max_reuse_distance": 0,
         "stage3_prefetch_bucket_size": 0,
-        "overlap_comm": False,
+        "overlap_comm": False,  # by default stage 3's, with another buffer
     }
     if config.cpu_offload:
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -102,7 +109,9 @@ class Config(gpt_fsdp.Config):
 
     stage: Literal["0", "1", "2", "3"] = option("3", "what is split: nothing, optimizer state, gradients, parameters")
     engine: Literal["torch", "deepspeed"] = option("torch", "who splits it")
-    cpu_offload: bool = option(False, "optimizer state, and the step, on the CPU")
+    cpu_offload: bool = option(
+        False, "optimizer state and step on the CPU; with --engine torch, parameters and gradients rest there, too"
+    )
 
     script: ClassVar[str] = "gpt_zero.py"
     strategy: ClassVar[str]
@@ -116,6 +125,22 @@ class Config(gpt_fsdp.Config):
 
     def __post_init__(self):
         super().__post_init__()
+        on_deepspeed = self.engine == "deepspeed"
+        if self.cpu_offload and self.stage < ("1" if on_deepspeed else "2"):
+            stages = "1, 2 or 3" if on_deepspeed else "2 or 3, or --engine deepspeed from 1 on"
+            raise UserError(f"--cpu-offload goes with --stage {stages}; with {self.stage} leave it out")
+        if on_deepspeed and self.precision == "fp64":
+            raise UserError(
+                "DeepSpeed steps and sums gradients in fp32: leave --precision fp64 out, or use --engine torch"
+            )
+        if self.checkpoint and on_deepspeed:
+            raise UserError(
+                "DeepSpeed's checkpoints have a format of their own: leave --checkpoint out, or use --engine torch"
+            )
+        if self.checkpoint and self.stage == "1":
+            raise UserError(
+                "ZeroRedundancyOptimizer saves its state on one rank only: leave --checkpoint out, or take another --stage"
+            )
 
     @property
     def strategy(self) -> str:

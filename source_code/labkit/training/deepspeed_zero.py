@@ -45,6 +45,9 @@ def initialize(model, optimizer, settings: dict, me):
     The optimizer returned takes DeepSpeed's whole step, and has what others have: ``param_groups``, ``state``, hooks.
     """
     engine, *_ = load(me).initialize(model=model, optimizer=optimizer, config=settings)
+    # Stage 0 in bf16 has made a step already, with gradients of zero, so that Adam's correction of its first steps is
+    # one step ahead, and the losses are others. The state is made anew in the first step.
+    engine.basic_optimizer.state.clear()
     engine.persistent_tensors = lambda: persistent_tensors(engine)
     return engine, Optimizer(engine)
 
@@ -62,11 +65,24 @@ class Optimizer(torch.optim.Optimizer):
 
 def persistent_tensors(engine):
     """Yield (category, tensor) for what outlives a step on this rank, as ``trace.persistent_tensors`` does."""
+    zero, adam = engine.optimizer, engine.basic_optimizer
     for parameter in engine.module.parameters():
         yield "parameters", getattr(parameter, "ds_tensor", parameter.detach())  # stage 3: this rank's partition
         if parameter.grad is not None:
             yield "gradients", parameter.grad
     for buffer in engine.module.buffers():
         yield "parameters", buffer
-    for state in engine.basic_optimizer.state.values():
+    for state in adam.state.values():
         yield from (("optimizer state", value) for value in state.values() if isinstance(value, torch.Tensor))
+    # The master copies, which the torch optimizer steps: of this rank's partition (stages 1 and 2; 3), kept also where
+    # the model is in fp32 itself; of all parameters (stage 0 in bf16)
+    whole = [master for group in getattr(zero, "fp32_groups", ()) for master in group]
+    split = [getattr(zero, name, ()) for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")]
+    yield from (("optimizer state", master.detach()) for master in (*whole, *split[0], *split[1]))
+    for gradients in getattr(zero, "averaged_gradients", {}).values():  # stages 1 and 2: summed, until the step is done
+        yield from (("gradients", gradient) for gradient in gradients or ())
+    if getattr(zero, "grad_partitions_flat_buffer", None) is not None:  # stage 3 never frees it
+        yield "gradients", zero.grad_partitions_flat_buffer
+    for bucket in getattr(zero, "ipg_buckets", {}).values():
+        if isinstance(bucket.buffer, torch.Tensor):  # nor this; of stages 1 and 2 it is a list, empty between steps
+            yield "reduce-scatter", bucket.buffer
