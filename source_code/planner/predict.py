@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from planner import UserError, networks
+from planner import UserError, networks, zero
 from planner.mesh import arrange
 from planner.networks import Blueprint
 from planner.shapes import GPT_SHAPES
@@ -50,7 +50,7 @@ class Plan:
     """A network, and how it is trained. UserError where the arithmetic does not reach."""
 
     blueprint: Blueprint
-    strategy: str = "fsdp2"  # single, ddp, zero1, zero2, zero3, fsdp1 or fsdp2
+    strategy: str = "fsdp2"  # single, ddp, fsdp1, fsdp2; zero1, deepspeed-0 to deepspeed-3: planner/zero.py
     ranks: int = 1
     replicas: int = 1  # HSDP: the model is there so many times, each time shared by ranks / replicas
     reshard: str = "true"  # FSDP, after forward: free what was gathered ("true"), keep it, or keep one part in N
@@ -59,6 +59,8 @@ class Plan:
     micro_batches: int = 1  # in a step
     sync: str = "every"  # after which micro-batch the gradients are reduced: every, or last
     prefetch: int = 0  # FSDP2: so many units are gathered ahead; 0 leaves it to FSDP2
+    rank: int = 0  # whose bytes: under zero1 and DeepSpeed's stages 1 and 2 the ranks differ
+    bucket: int = 500_000_000  # DeepSpeed's reduce_bucket_size, in numbers
     on_gpu: bool = False  # a GPU's kernels
     workspaces: bool = True  # count what these allocate inside them, as the allocator does, and a tracer cannot
     torch: tuple[int, int] = (2, 15)  # the version whose choice of a GPU's attention kernel it is
@@ -69,12 +71,16 @@ class Plan:
 
     @property
     def shards_parameters(self) -> bool:
-        return self.strategy in ("zero3", "fsdp1", "fsdp2")
+        return self.strategy in ("fsdp1", "fsdp2")
+
+    @property
+    def deepspeed(self) -> bool:
+        return self.strategy.startswith("deepspeed")
 
     @property
     def flat(self) -> bool:
         """Whether a unit's parameters are cut as one flat tensor."""
-        return self.strategy in ("zero1", "zero2", "zero3", "fsdp1")
+        return self.strategy == "fsdp1"
 
     @property
     def shards(self) -> int:
@@ -82,9 +88,17 @@ class Plan:
         return self.ranks // self.replicas if self.shards_parameters else 1
 
     @property
-    def state_shards(self) -> int:
-        """Among how many ranks the optimizer's state is cut."""
-        return self.ranks if self.strategy in ("zero1", "zero2") else self.shards
+    def reductions(self) -> int:
+        """After how many of a step's micro-batches gradients are reduced."""
+        waits = self.sync == "last" or self.strategy in ("deepspeed-0", "deepspeed-1")
+        return 1 if waits else self.micro_batches
+
+    @property
+    def updated(self) -> list[int]:
+        """The numbers of each tensor that the optimizer updates on this rank."""
+        if self.strategy in zero.RULES:
+            return zero.updated(self)
+        return [size for unit in self.make_units() for size in unit.tensors(trained=True)]
 
     @property
     def itemsize(self) -> int:
@@ -98,14 +112,14 @@ class Plan:
 
     @property
     def autocast(self) -> bool:
-        """Whether autocast casts to bf16, operator by operator. FSDP casts by a policy of its own."""
-        return self.precision == "bf16" and not self.shards_parameters
+        """Whether autocast casts to bf16, operator by operator. FSDP and DeepSpeed cast parameters."""
+        return self.precision == "bf16" and not self.shards_parameters and not self.deepspeed
 
     @cached_property
     def units(self) -> list[list]:
         """The modules of each unit: the root first, the others in the order of forward."""
         modules = self.blueprint.modules
-        wrapped = [module for module in modules if module.wrapped and self.strategy not in ("single", "ddp", "zero1")]
+        wrapped = [module for module in modules if module.wrapped and self.shards_parameters]
         return [[module for module in modules if module not in wrapped], *([module] for module in wrapped)]
 
     def make_units(self) -> list[Unit]:
@@ -113,13 +127,13 @@ class Plan:
 
     def persistent(self) -> dict[tuple[str, str], int]:
         """What a rank keeps from step to step: {(category, name): bytes}."""
-        units = self.make_units()
+        units, updated = self.make_units(), self.updated
         held = sum(unit.shard() for unit in units) * self.itemsize
-        updated = [size for unit in units for size in unit.tensors(trained=True, parts=self.state_shards)]
         trained = sum(updated) * self.itemsize
-        terms = {("parameters", "parameters"): held}
-        if self.strategy == "ddp":
-            terms["all-reduce buckets", "all-reduce buckets"] = trained
+        terms = zero.kept(self) if self.deepspeed else {("parameters", "parameters"): held}
+        if self.strategy in ("ddp", "zero1"):
+            whole = sum(unit.shard(trained=True) for unit in units) * self.itemsize
+            terms["all-reduce buckets", "all-reduce buckets"] = whole
         for name in STATES[self.optimizer]:
             if name != "step counters":
                 terms["optimizer state", name] = trained
@@ -162,15 +176,15 @@ class Plan:
         bytes: of the whole tensor, as labkit/measuring/trace.py counts. ranks: how many take part in one.
         """
         times = Counter()
-        reductions = self.micro_batches if self.sync == "every" else 1
-        if self.strategy == "ddp":
+        reductions = self.reductions
+        if self.strategy in ("ddp", "zero1"):
             for size in buckets(self):
                 times["all-reduce", size, self.ranks] += reductions
+        if self.strategy == "zero1":
+            times.update(("broadcast", size * self.itemsize, self.ranks) for size in zero.numels(self))
+        if self.deepspeed:
+            times.update({(kind, size, self.ranks): count for (kind, size), count in self._walked_through().items()})
         for number, unit in enumerate(self.make_units()):
-            if self.strategy in ("zero1", "zero2"):  # the optimizer's parts of the parameters are put together again
-                size = unit.shard(trained=True, parts=self.ranks) * self.ranks * self.itemsize
-                times["reduce-scatter", size, self.ranks] += reductions
-                times["all-gather", size, self.ranks] += 1
             if not self.shards_parameters:
                 continue
             gathered = unit.shard() * self.shards * self.compute_itemsize
@@ -183,6 +197,12 @@ class Plan:
             if self.replicas > 1:
                 times["all-reduce", part, self.replicas] += reductions
         return [{"kind": k, "count": n, "bytes": b, "ranks": r} for (k, b, r), n in sorted(times.items()) if n and b]
+
+    def _walked_through(self) -> Counter:
+        """DeepSpeed's collectives of a step: {(kind, bytes): how many}. Each micro-batch after the first adds the same."""
+        one, two = (Step(replace(self, micro_batches=count), first=False) for count in (1, 2))
+        one.run(), two.run()
+        return Counter({key: n + (self.micro_batches - 1) * (two.rules.sent[key] - n) for key, n in one.rules.sent.items()})
 
 
 def by_category(terms: dict) -> dict[str, int]:
@@ -214,7 +234,7 @@ def buckets(plan: Plan) -> list[int]:
 
 
 def plan_of(record: dict) -> Plan:
-    """The plan of a run of mnist_fsdp.py or gpt_fsdp.py, from its record (labkit/measuring/records.py).
+    """The plan of a run of mnist_fsdp.py, gpt_fsdp.py or gpt_zero.py, from its record (labkit/measuring/records.py).
 
     Of the record it takes "script", "config" (every option), "ranks", "device", and "batch_size" of mnist_fsdp.py; the
     version of PyTorch, if it says one. What a GPU's operators allocate inside them is left out, as the meters cannot see
@@ -226,6 +246,8 @@ def plan_of(record: dict) -> Plan:
     common = {"ranks": ranks, "workspaces": False}
     if "versions" in record:
         common["torch"] = tuple(map(int, record["versions"]["torch"].split(".")[:2]))
+    if script == "gpt_zero.py":
+        config = zero.as_gpt_fsdp(config)
     common |= {name: config[name] for name in ("strategy", "precision")}
     if script == "mnist_fsdp.py":
         wrapped = {name: config[name] for name in ("wrap", "dropout", "min_num_params", "sharding")}
