@@ -9,6 +9,7 @@ share one launch. What is compared: every category that stays between steps, the
 """
 
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
@@ -28,7 +29,7 @@ from labkit.measuring import records
 from labkit.measuring.meters import TRACED_STEPS
 from labkit.running import cells, launch, ranks
 from labkit.running.options import Options, option, parse
-from planner import predict
+from planner import predict, zero
 
 PERSISTENT = ("parameters", "gradients", "optimizer state")
 STEPS = TRACED_STEPS[-1] + 1
@@ -67,7 +68,24 @@ def configurations() -> list[dict]:
         found += [gpt(2, strategy=strategy, precision="bf16", accumulate=3, sync="last")]
         found += [mnist(3, strategy=strategy, precision="bf16")]
     found += [mnist(2, strategy="fsdp2", precision="bf16", wrap="size"), mnist(1, strategy="single", precision="bf16")]
+    return found + zero_configurations()
+
+
+def zero_configurations() -> list[dict]:
+    """Each stage of PyTorch's ZeRO and of DeepSpeed's; see ``runnable``."""
+    found = [zero_run(2, stage="1", precision="bf16", accumulate=2), zero_run(3, stage="1", recompute="full", tied=True)]
+    found += [zero_run(4, stage="1"), zero_run(2, stage="2"), zero_run(2, stage="3")]
+    for stage in ("0", "1", "2", "3"):
+        found += [zero_run(2, engine="deepspeed", stage=stage)]
+        found += [zero_run(4, engine="deepspeed", stage=stage, precision="bf16", accumulate=3)]
+    found += [zero_run(3, engine="deepspeed", stage="1", batch_size=9)]
+    found += [zero_run(3, engine="deepspeed", stage=stage, recompute="full", tied=True) for stage in ("2", "3")]
     return found
+
+
+def runnable(one: dict) -> bool:
+    """Whether one of ``configurations`` can be tried here: DeepSpeed need not be installed."""
+    return one["config"].get("engine") != "deepspeed" or importlib.util.find_spec("deepspeed") is not None
 
 
 def mnist(ranks: int, **config) -> dict:
@@ -81,6 +99,7 @@ def gpt(ranks: int, **config) -> dict:
 def measure(me, tried: list[dict]) -> list[dict]:
     """Run on every rank: train in each configuration, and return the records' "memory" and "traffic"."""
     import gpt_fsdp
+    import gpt_zero
 
     results = []
     os.environ["TQDM_DISABLE"] = "1"
@@ -88,6 +107,9 @@ def measure(me, tried: list[dict]) -> list[dict]:
         for one in tried:
             if one["script"] == "gpt_fsdp.py":
                 measured = gpt_fsdp.train(gpt_fsdp.Config(max_steps=STEPS, device="cpu", **one["config"]), me)
+            elif one["script"] == "gpt_zero.py":
+                config = gpt_zero.Config(max_steps=STEPS, device="cpu", **one["config"])
+                measured = gpt_fsdp.train(config, me, gpt_zero.prepare)
             else:
                 measured = measure_mnist(me, one)
             results.append({"memory": measured["memory"], "traffic": measured["traffic"]})
@@ -113,6 +135,10 @@ def measure_mnist(me, one: dict) -> dict:
     return meter.summary(size)
 
 
+def zero_run(ranks: int, **config) -> dict:
+    return {"script": "gpt_zero.py", "ranks": ranks, "config": {"batch_size": 3, "seq_len": 33} | config}
+
+
 def planned(one: dict) -> predict.Plan:
     """The plan of one of ``configurations``: what it does not say is as the lab script has it."""
     lab = import_module(one["script"].removesuffix(".py"))
@@ -120,18 +146,23 @@ def planned(one: dict) -> predict.Plan:
 
 
 def compare(one: dict, measured: dict) -> dict:
-    """One row of the table: bytes measured and predicted, and whether they agree."""
+    """One row of the table: bytes of rank 0 measured and predicted, and whether they agree; of ranks that differ, all do."""
     plan = planned(one)
     where, terms = plan.peak()
     predicted, peak = predict.by_category(terms), measured["memory"]["peak"]
     # Beside the peak's: what is there as a step begins, of which every byte must be right.
     kept = predict.by_category(plan.persistent())
     started = {name: measured["memory"]["start"][name] for name in kept}
+    differences = [predict.total(predicted) / sum(peak.values()) - 1]
+    if plan.strategy in zero.UNEVEN:
+        others = [replace(plan, rank=rank) for rank in range(1, plan.ranks)]
+        sizes = measured["memory"]["peak_by_rank"][1:]
+        differences += [predict.total(one.peak()[1]) / size - 1 for one, size in zip(others, sizes, strict=True)]
     return one | {
         "measured": {name: size for name, size in peak.items() if size},
         "predicted": predicted,
         "where": where,
-        "difference": predict.total(predicted) / sum(peak.values()) - 1,
+        "difference": max(differences, key=abs),
         "persistent equal": started == kept and all(peak[name] == predicted.get(name, 0) for name in PERSISTENT),
         "traffic equal": counted(measured["traffic"]) == counted(plan.traffic()),
     }
@@ -156,7 +187,7 @@ def run(tried: list[dict]) -> list[dict]:
 def table(rows: list[dict]) -> pandas.DataFrame:
     def name(row):
         options = {k: v for k, v in row["config"].items() if k not in ("strategy", "batch_size", "seq_len")}
-        return " ".join([row["config"]["strategy"], *(f"{k}={v}" for k, v in options.items())])
+        return " ".join([*row["config"].get("strategy", "").split(), *(f"{k}={v}" for k, v in options.items())])
 
     return pandas.DataFrame(
         {
@@ -224,7 +255,7 @@ def main():
     try:
         path = Path(options.record or launch.RUNS / f"trial-{datetime.now():%Y%m%d-%H%M%S}.json")
         records.check_writable(path)
-        rows = [simulate(*one) for one in LLAMA] if options.simulated else run(configurations()[:: options.every])
+        rows = [simulate(*one) for one in LLAMA] if options.simulated else run([*filter(runnable, configurations())][:: options.every])
     except UserError as error:
         ranks.leave(str(error))
     shown = simulated_table(rows) if options.simulated else table(rows)

@@ -6,8 +6,8 @@
   plan.traffic()           each collective of a step
 
 The network's operators run on sizes (planner/operators.py), and around them happens what the strategy does (planner/strategies.py).
-Sizes are bytes on rank 0, which never holds less than another rank; the categories are those of the meters
-(labkit/measuring/trace.py).
+Sizes are bytes on ``Plan.rank``, by default rank 0, which never holds less than another rank, but under ZeRO-1 and 2;
+the categories are those of the meters (labkit/measuring/trace.py).
 
 For the CPU it was compared with the meters, and with PyTorch's own code on tensors without memory; for a GPU (on_gpu)
 with that code alone, running a GPU's operators (labkit/measuring/gpu_operators.py). Known from reading their source:
@@ -59,8 +59,7 @@ class Plan:
     micro_batches: int = 1  # in a step
     sync: str = "every"  # after which micro-batch the gradients are reduced: every, or last
     prefetch: int = 0  # FSDP2: so many units are gathered ahead; 0 leaves it to FSDP2
-    rank: int = 0  # whose bytes: under zero1 and DeepSpeed's stages 1 and 2 the ranks differ
-    bucket: int = 500_000_000  # DeepSpeed's reduce_bucket_size, in numbers
+    rank: int = 0  # whose bytes: under zero1, deepspeed-1 and deepspeed-2 ranks hold different parts
     on_gpu: bool = False  # a GPU's kernels
     workspaces: bool = True  # count what these allocate inside them, as the allocator does, and a tracer cannot
     torch: tuple[int, int] = (2, 15)  # the version whose choice of a GPU's attention kernel it is
@@ -68,6 +67,8 @@ class Plan:
     def __post_init__(self):
         if self.flat and any(module.frozen for module in self.blueprint.modules):
             raise UserError("frozen parameters in FSDP1's flat tensors are not predicted: take FSDP2")
+        if self.deepspeed and self.precision == "fp64":
+            raise UserError("DeepSpeed trains in fp32 or bf16: give another --precision")
 
     @property
     def shards_parameters(self) -> bool:
@@ -109,6 +110,11 @@ class Plan:
     def compute_itemsize(self) -> int:
         """Bytes a number of the parameters that a module computes with."""
         return 2 if self.precision == "bf16" and not self.autocast else self.itemsize
+
+    @property
+    def parameter_itemsize(self) -> int:
+        """Bytes a number of the parameters that a rank keeps. FSDP casts what it gathers, DeepSpeed the model."""
+        return self.compute_itemsize if self.deepspeed else self.itemsize
 
     @property
     def autocast(self) -> bool:
@@ -154,6 +160,11 @@ class Plan:
         where = max(reversed(moments), key=lambda place: moments[place][0])
         return where, moments[where][1]
 
+    def of_fullest_rank(self) -> "Plan":
+        """The same for the rank with the highest peak, where ranks differ: see ``rank``, and ``zero.fullest``."""
+        plans = [replace(self, rank=rank) for rank in zero.fullest(self)]
+        return max(plans, key=lambda plan: total(plan.peak()[1])) if len(plans) > 1 else plans[0]
+
     def explain(self) -> list[tuple]:
         """The terms of the peak, the largest first: [((category, name), bytes, its numbers as text), …]."""
         step = Step(self, first=False)
@@ -183,7 +194,7 @@ class Plan:
         if self.strategy == "zero1":
             times.update(("broadcast", size * self.itemsize, self.ranks) for size in zero.numels(self))
         if self.deepspeed:
-            times.update({(kind, size, self.ranks): count for (kind, size), count in self._walked_through().items()})
+            times.update({(kind, size, self.ranks): count for (kind, size), count in self._walked_through.items()})
         for number, unit in enumerate(self.make_units()):
             if not self.shards_parameters:
                 continue
@@ -198,11 +209,18 @@ class Plan:
                 times["all-reduce", part, self.replicas] += reductions
         return [{"kind": k, "count": n, "bytes": b, "ranks": r} for (k, b, r), n in sorted(times.items()) if n and b]
 
+    @cached_property
     def _walked_through(self) -> Counter:
         """DeepSpeed's collectives of a step: {(kind, bytes): how many}. Each micro-batch after the first adds the same."""
-        one, two = (Step(replace(self, micro_batches=count), first=False) for count in (1, 2))
-        one.run(), two.run()
-        return Counter({key: n + (self.micro_batches - 1) * (two.rules.sent[key] - n) for key, n in one.rules.sent.items()})
+
+        def sent(micro_batches):
+            step = Step(replace(self, micro_batches=micro_batches), first=False)
+            step.run()
+            return step.rules.sent
+
+        one = sent(1)
+        two = sent(2) if self.micro_batches > 1 else one
+        return Counter({key: n + (self.micro_batches - 1) * (two[key] - n) for key, n in one.items()})
 
 
 def by_category(terms: dict) -> dict[str, int]:
@@ -241,8 +259,6 @@ def plan_of(record: dict) -> Plan:
     it. UserError where the arithmetic does not reach.
     """
     script, config, ranks = record["script"], record["config"], record["ranks"]
-    if script not in ("mnist_fsdp.py", "gpt_fsdp.py"):
-        raise UserError(f"the planner does not know {script}")
     common = {"ranks": ranks, "workspaces": False}
     if "versions" in record:
         common["torch"] = tuple(map(int, record["versions"]["torch"].split(".")[:2]))

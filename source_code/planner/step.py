@@ -41,7 +41,7 @@ class Step:
         plan, tape = self.plan, self.tape
         terms = plan.persistent().items()
         held = [
-            tape.hold(*term, size, plan.itemsize)
+            tape.hold(*term, size, plan.itemsize if term[0] == "optimizer state" else plan.parameter_itemsize)
             for term, size in terms
             if not (self.first and term[0] == "optimizer state")
         ]

@@ -17,7 +17,9 @@ traces of real steps.
 """
 
 from collections import Counter
-from math import ceil
+from itertools import groupby
+from math import ceil, prod
+from operator import itemgetter
 
 from planner import UserError
 from planner.operators import Tape
@@ -27,6 +29,7 @@ from planner.strategies import Replicated
 # and how many parameters stage 3 updates together.
 FLATTENED, SUB_GROUP = 500_000_000, 1_000_000_000
 FP32, FP64 = 4, 8
+UNEVEN = ("zero1", "deepspeed-1", "deepspeed-2")  # where one rank's peak is not another's
 
 
 # What gpt_zero.py's stages with --engine torch are for gpt_fsdp.py: strategy, --sync, --reshard-after-forward.
@@ -60,6 +63,23 @@ def partition(plan) -> int:
     return 2 * ceil(sum(numels(plan)) / (2 * plan.ranks))
 
 
+def bucket(plan) -> int:
+    """Numbers in DeepSpeed's bucket, as gpt_zero.py sets it: a block's."""
+    block = next(module for module in plan.blueprint.modules if module.kind == "block")
+    return sum(map(prod, block.parameters.values()))
+
+
+def fullest(plan) -> list[int]:
+    """The ranks of which one has the highest peak, to within the bytes of a parameter.
+
+    In stages 1 and 2 it is the last rank where activations are high as backward begins, with the gradients of its part.
+    """
+    if plan.strategy == "zero1":
+        parts = [sum(part) for part in shares(numels(plan), plan.ranks)]
+        return [parts.index(max(parts))]
+    return [0, plan.ranks - 1] if plan.strategy in UNEVEN else [0]
+
+
 def updated(plan) -> list[int]:
     """The numbers of each tensor that ``plan.rank`` updates."""
     if plan.strategy == "zero1":
@@ -71,14 +91,14 @@ def updated(plan) -> list[int]:
 
 def kept(plan) -> dict[tuple[str, str], int]:
     """What DeepSpeed keeps from step to step beside the optimizer's moments: {(category, name): bytes}."""
-    stage, itemsize, mine = plan.strategy[-1], plan.compute_itemsize, sum(updated(plan))
+    stage, itemsize, mine = plan.strategy[-1], plan.parameter_itemsize, sum(updated(plan))
     whole = {"0": mine, "1": mine * plan.ranks, "2": mine * plan.ranks, "3": mine}[stage]
     terms = {("parameters", "parameters"): whole * itemsize}
     if stage != "0" or itemsize != FP32:
         terms["optimizer state", "master parameters in fp32"] = mine * FP32
     if stage == "3":
         terms["gradients", "gradients, this rank's part"] = mine * itemsize
-        terms["reduce-scatter", "bucket"] = plan.bucket * itemsize
+        terms["reduce-scatter", "bucket"] = bucket(plan) * itemsize
     return terms
 
 
@@ -104,7 +124,7 @@ class DeepSpeed(Replicated):
     def __init__(self, plan, tape, units):
         super().__init__(plan, tape, units)
         self.parameters = list(units[0].parameters.values())
-        self.itemsize = plan.compute_itemsize  # bytes a number of parameters and gradients
+        self.itemsize = plan.parameter_itemsize
         self.sent = Counter()
 
     def send(self, kind: str, size: int):
@@ -134,17 +154,25 @@ class Bucketed(DeepSpeed):
 
     def __init__(self, plan, tape, units):
         super().__init__(plan, tape, units)
-        self.bucket = None
+        self.capacity, self.bucket = bucket(plan), None
         self.waiting = []  # the parameters whose gradients are in the bucket, or are too large for it
 
     def put(self, parameter):
         """What fits into the bucket is copied, and its own storage goes."""
-        if self.waiting and sum(p.numel for p in self.waiting) + parameter.numel > self.plan.bucket:
+        if self.waiting and sum(p.numel for p in self.waiting) + parameter.numel > self.capacity:
             self.reduce()
-        if parameter.numel <= self.plan.bucket:
+        if parameter.numel <= self.capacity:
             self.gradients.pop(parameter, None)
             parameter.gradient = None
         self.waiting.append(parameter)
+
+    def update(self, largest: int, mine: int):
+        """What a step makes of this rank's gradients, of ``mine`` numbers; the largest tensor of them has ``largest``."""
+        norm = self.hold("temporary", "a gradient in fp64, for its norm", largest, FP64)
+        del norm
+        self.held = self.hold("temporary", "gradients of this rank's part, flat", mine)
+        if self.itemsize != FP32:
+            self.held = self.hold("temporary", "gradients of this rank's part, in fp32", mine, FP32)
 
     def empty(self):
         for parameter in self.waiting:
@@ -158,50 +186,41 @@ class Stage2(Bucketed):
 
     def __init__(self, plan, tape, units):
         super().__init__(plan, tape, units)
-        size, start, self.ends = partition(plan), 0, {}
-        for parameter in self.parameters:  # the ranks whose parts it touches
-            self.ends[parameter] = range(start // size, (start + parameter.numel - 1) // size + 1)
-            start += parameter.numel
-        self.touched = sum(p.numel for p in self.parameters if plan.rank in self.ends[p])
-        self.mine = None  # the gradients that this rank keeps of this backward
-        self.summed = None  # and of those before
-        self.starts = {}
+        self.size = partition(plan)
+        self.owned = {}  # parameter → {rank: numbers of it in that rank's part}
         start = 0
         for parameter in self.parameters:
-            self.starts[parameter] = start
-            start += parameter.numel
+            end = start + parameter.numel
+            ranks = range(start // self.size, (end - 1) // self.size + 1)
+            self.owned[parameter] = {r: min(end, (r + 1) * self.size) - max(start, r * self.size) for r in ranks}
+            start = end
+        self.touched = [parameter.numel for parameter in self.parameters if plan.rank in self.owned[parameter]]
+        self.mine = None  # the gradients that this rank keeps of this micro-batch
+        self.summed = None  # and of those before
 
     def when_whole(self, parameter):
         self.open()
         self.put(parameter)
 
     def open(self):
-        self.bucket = self.bucket or self.hold("all-reduce buckets", "bucket", self.plan.bucket)
+        self.bucket = self.bucket or self.hold("all-reduce buckets", "bucket", self.capacity)
 
     def reduce(self):
         """What belongs to several ranks is cut and put together again; all of it is all-reduced nevertheless."""
-        for numel in _sums(self.slices(), self.plan.bucket):
-            several = len(self.slices()) > 1
-            flat = self.hold("all-reduce buckets", "bucket, rank after rank", numel) if several else None
+        slices = self.slices()
+        for numel in _sums(slices, self.capacity):
+            together = self.hold("all-reduce buckets", "bucket, rank after rank", numel) if len(slices) > 1 else None
             self.send("all-reduce", numel * self.itemsize)
-            del flat
-        if self.mine is None and any(self.plan.rank in self.ends[parameter] for parameter in self.waiting):
-            self.mine = self.hold("gradients", "gradients of parameters in this rank's part", self.touched)
+            del together
+        if self.mine is None and any(self.plan.rank in self.owned[parameter] for parameter in self.waiting):
+            category = "temporary" if self.summed else "gradients"  # these are added to those of the first micro-batch
+            self.mine = self.hold(category, "gradients of parameters in this rank's part", sum(self.touched))
         self.empty()
 
     def slices(self) -> list[int]:
         """The bucket's numbers, cut where the rank changes to which they belong."""
-        size, found, last = partition(self.plan), [], None
-        for parameter in self.waiting:
-            start = self.starts[parameter]
-            for rank in self.ends[parameter]:
-                numel = min(start + parameter.numel, (rank + 1) * size) - max(start, rank * size)
-                if rank == last:
-                    found[-1] += numel
-                else:
-                    found.append(numel)
-                last = rank
-        return found
+        owned = [item for parameter in self.waiting for item in self.owned[parameter].items()]
+        return [sum(numel for _, numel in slice_) for _, slice_ in groupby(owned, key=itemgetter(0))]
 
     def after_micro_batch(self):
         self.reduce()
@@ -210,41 +229,48 @@ class Stage2(Bucketed):
 
     def before_optimizer(self):
         """The norm is computed in fp64; then this rank's part is put together, in fp32."""
-        largest = max(p.numel for p in self.parameters if self.plan.rank in self.ends[p])
-        norm = self.hold("temporary", "a gradient in fp64, for its norm", min(largest, partition(self.plan)), FP64)
-        del norm
+        of_largest = min(max(self.touched, default=0), self.size)
+        self.update(of_largest, self.size)
         self.send("all-reduce", FP32)  # the norm
         if self.itemsize != FP32:
             self.send("all-reduce", 1)  # whether a number has overflowed
-        size = partition(self.plan)
-        self.held = self.hold("temporary", "gradients of this rank's part, flat", size)
-        if self.itemsize != FP32:
-            self.held = self.hold("temporary", "gradients of this rank's part, in fp32", size, FP32)
         self.summed = None
-        self.send("all-gather", size * self.plan.ranks * self.itemsize)
+        self.send("all-gather", self.size * self.plan.ranks * self.itemsize)
 
 
 class Stage1(Stage2):
     """Whole gradients are summed up until the last backward has ended; then they are reduced, the first parameter's first."""
+
+    def __init__(self, plan, tape, units):
+        super().__init__(plan, tape, units)
+        if plan.micro_batches > 1:
+            tape.gradients_as = "gradients"  # they outlive a backward
 
     def when_whole(self, parameter):
         self.open()
         Replicated.when_whole(self, parameter)
 
     def after_micro_batch(self):
-        if not self.syncs:
-            self.bucket = None
-            return
-        for parameter in self.parameters:
-            self.put(parameter)
-        super().after_micro_batch()
+        """Until then the bucket stays, too."""
+        if self.syncs:
+            for parameter in self.parameters:
+                self.put(parameter)
+            super().after_micro_batch()
 
 
 class Gathering(Tape):
-    """Gathers a parameter before an operator uses it, and again before the operator's backward."""
+    """Gathers a parameter for an operator that uses it, and again for the operator's backward.
 
-    gather = None  # rules' function: a parameter → its storage
-    gathered = None  # in backward
+    Under recomputation an operator saves the gathered parameter, as any other tensor: so it stays, beside the one that
+    is gathered for backward, until that is done.
+    """
+
+    gather = None  # the rules' function: a parameter → its storage
+    gathered = None, None  # in backward: a parameter and its storage
+
+    def __init__(self, *about):
+        super().__init__(*about)
+        self.saved_whole = {}  # parameter → its storage
 
     def linear(self, x, weight, bias=None):
         return self._around(super().linear, x, weight)
@@ -256,21 +282,29 @@ class Gathering(Tape):
         return self._around(super().embedding, tokens, weight)
 
     def _around(self, operator, x, weight):
-        whole = self.gather(weight)
-        nodes = len(self.nodes)
+        parameter, whole = self.gathered
+        if parameter is not weight:
+            whole = self.gather(weight)
+        if self.frame and self.frame.running:
+            self.saved_whole[weight] = whole
+        recorded = len(self.nodes)
         out = operator(x, weight)
         del whole
-        if len(self.nodes) > nodes:
-            node = self.nodes[-1]
-            run = node.run
-
-            def backward(gradient):
-                self.gathered = None
-                self.gathered = self.gather(weight)
-                return run(gradient)
-
-            node.run = backward
+        if len(self.nodes) > recorded:
+            self._wrap(self.nodes[-1], weight)
         return out
+
+    def _wrap(self, node, weight):
+        def before():
+            self.gathered = None, None
+            self.gathered = weight, self.gather(weight)
+
+        def run(gradient, run=node.run):
+            made = run(gradient)
+            self.saved_whole.pop(weight, None)
+            return made
+
+        node.before, node.run = before, run
 
 
 class Stage3(Bucketed):
@@ -292,7 +326,7 @@ class Stage3(Bucketed):
 
     def when_whole(self, parameter):
         self.put(parameter)
-        self.tape.gathered = None
+        self.tape.gathered = None, None
 
     def reduce(self):
         """The bucket's gradients are packed rank after rank, but for one alone that needs no padding."""
@@ -308,14 +342,8 @@ class Stage3(Bucketed):
 
     def before_optimizer(self):
         """The norm is computed in fp64; then the gradients are put together, group by group, in fp32."""
-        mine = updated(self.plan)
-        largest = max(ceil(parameter.numel / self.plan.ranks) for parameter in self.parameters)
-        norm = self.hold("temporary", "a gradient in fp64, for its norm", largest, FP64)
-        del norm
-        self.send("all-reduce", FP64)
-        self.held = self.hold("temporary", "gradients of this rank's part, flat", max(mine))
-        if self.itemsize != FP32:
-            self.held = self.hold("temporary", "gradients of this rank's part, in fp32", max(mine), FP32)
+        self.update(max(map(self.padded, self.parameters)) // self.plan.ranks, max(updated(self.plan)))
+        self.send("all-reduce", FP64)  # the norm
 
 
 RULES = {
