@@ -18,7 +18,7 @@ import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -202,8 +202,8 @@ def make_optimizer(model, config):
 
 def compute_loss(model, inputs, targets, config):
     """Mean cross-entropy of a micro-batch on this rank, in nats a token."""
-    # FSDP casts by its own policy; for the others, autocast does.
-    by_autocast = config.precision == "bf16" and config.strategy not in SHARDED
+    # FSDP casts by its own policy, as DeepSpeed does; for the others, autocast does.
+    by_autocast = config.precision == "bf16" and config.strategy in ("single", "ddp")
     with torch.autocast(inputs.device.type, torch.bfloat16) if by_autocast else nullcontext():
         logits = model(inputs)
     return local(F.cross_entropy(logits.flatten(0, 1).to(config.dtype), targets.flatten()))
@@ -332,7 +332,7 @@ def train(config, me, prepare=prepare, compute_loss=compute_loss):
     }
 
 
-def main(config, me, prepare=prepare, compute_loss=compute_loss, script=__file__):
+def main(config, me, prepare=prepare, compute_loss=compute_loss):
     """What every rank runs. me: which rank this is (labkit/running/ranks.py). The rest is another lab's: see ``train``."""
     begin = time.perf_counter()
     config.arranged(me.world_size)  # refuses, before anything is allocated, what the ranks cannot share
@@ -344,12 +344,14 @@ def main(config, me, prepare=prepare, compute_loss=compute_loss, script=__file__
     speed = result["model_flops_utilisation"]
     compute_dtype = torch.bfloat16 if config.precision == "bf16" else config.dtype
     speed |= meters.utilisation(result["tokens_per_second"], speed["flops_per_token"], compute_dtype, me)
-    records.report(script, config, me, result, elapsed=time.perf_counter() - begin)
+    records.report(config.script, config, me, result, elapsed=time.perf_counter() - begin)
 
 
 @dataclass(frozen=True)
 class Config(options.Training):
     """One run. options.Training adds --ranks, --device, --backend, --checkpoint, --resume, --record and --profile."""
+
+    script: ClassVar[str] = "gpt_fsdp.py"  # the lab that runs, for the record and the planner
 
     preset: Literal[tuple(GPT_SHAPES)] = option("tiny", "size of the model", resumed=True)
     tied: bool | None = option(None, "one weight for embedding and head (default: as the preset says)", resumed=True)

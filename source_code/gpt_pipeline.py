@@ -10,7 +10,7 @@ README.md has every way to start it.
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import gpt_fsdp
 import torch
@@ -68,7 +68,7 @@ def build(config, me) -> PipelineStage:
     """This rank's stage, with memory and values, as torch.distributed.pipelining wants it."""
     with torch.device("meta"):  # the whole model, without storage; a rank gives memory to its own part only
         gpt = models.GPT(config.shape).to(config.dtype)
-    limits.refuse_if_too_big(config, me, __file__)
+    limits.refuse_if_too_big(config, me)
     model = Stage(gpt, me.rank, me.world_size, config.precision == "bf16")
     for block in model.blocks.values():
         gpt_fsdp.change_forward(block, config)
@@ -147,13 +147,14 @@ def prepare(config, me):
 
 def main(config, me):
     """What every rank runs. me: which rank this is (labkit/running/ranks.py)."""
-    gpt_fsdp.main(config, me, prepare, compute_loss, __file__)
+    gpt_fsdp.main(config, me, prepare, compute_loss)
 
 
 @dataclass(frozen=True)
 class Config(options.Training):
     """One run. options.Training adds --ranks, --device, --backend, --checkpoint, --resume, --record and --profile."""
 
+    script: ClassVar[str] = "gpt_pipeline.py"  # for the record and the planner
     preset: Literal[tuple(GPT_SHAPES)] = option("tiny", "size of the model", resumed=True)
     mesh: str | None = option(None, "the stages, pipeline=4 (default: every rank is one)", form=FORM)
     schedule: Literal[tuple(SCHEDULES)] = option("1f1b", "order in which a stage computes the micro-batches")

@@ -37,7 +37,7 @@ from planner.mesh import FORM, arrange
 from planner.report import GIB
 from planner.shapes import GPT_SHAPES
 
-STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp1", "fsdp2")
+STRATEGIES = ("single", "ddp", "zero1", *(f"deepspeed-{stage}" for stage in range(4)), "fsdp1", "fsdp2")
 SIMULATED = ("single", "fsdp1", "fsdp2")
 
 
@@ -48,7 +48,7 @@ class Options(Base):
     model: str = option("llama3-8b", f"{', '.join(GPT_SHAPES)}, or FILE.py:function")
     ranks: int = option(8, "how many ranks train", least=1)
     node_size: int = option(8, "ranks on a node", least=1)
-    strategy: Literal[STRATEGIES] = option("fsdp2", "how the ranks share")
+    strategy: Literal[STRATEGIES] = option("fsdp2", "how the ranks share: zero1 is PyTorch's ZeroRedundancyOptimizer")
     mesh: str | None = option(
         None, "HSDP: REPLICASxSHARDS, such as 2x4; or pipeline=STAGES, in place of a strategy", form=FORM, only=SHARDED
     )
@@ -126,15 +126,15 @@ class Options(Base):
 
 
 def plan_of(options: Options, network: networks.Blueprint | None = None) -> predict.Plan:
-    """network: one's own, else the course's. UserError where the options do not go together.
+    """Of the rank, or the stage, that needs most; network: one's own, else the course's.
 
-    Of a pipeline the stage that needs most memory.
+    UserError where the options do not go together.
     """
     if options.stages > 1:
         return max(stage_plans(options), key=lambda plan: predict.total(plan.peak()[1]))
     mesh = arrange(options.ranks, options.mesh, options.reshard_after_forward)
     shape = GPT_SHAPES.get(options.model)
-    return predict.Plan(
+    plan = predict.Plan(
         network or networks.gpt(shape, options.batch, options.seq, options.recompute, tensor=mesh.tensor),
         options.strategy,
         options.ranks,
@@ -146,6 +146,7 @@ def plan_of(options: Options, network: networks.Blueprint | None = None) -> pred
         on_gpu=options.device == "cuda",
         torch=installed_torch(),
     )
+    return plan.of_fullest_rank()
 
 
 def stage_plans(options: Options) -> list[predict.Plan]:
@@ -209,6 +210,7 @@ def describe(options: Options, plan: predict.Plan) -> dict:
         "persistent": {name: size for (_, name), size in plan.persistent().items()},
         "peak": peak,
         "where": where,
+        "rank": plan.rank,
         "by_category": predict.by_category(terms),
         "first_step_peak": predict.total(plan.peak(first=True)[1]),
         "traffic": [c | cost.ring_bytes(c, plan, options.node_size) for c in plan.traffic()],
@@ -234,7 +236,7 @@ def variants(options: Options) -> list[tuple[str, dict]]:
     if options.ranks == 1:
         return [("one process", {"strategy": "single"})]
     plain = {"mesh": None, "reshard_after_forward": "true"}
-    found = [(name, plain | {"strategy": name}) for name in ("ddp", "zero1", "zero2", "fsdp1", "fsdp2")]
+    found = [(name, plain | {"strategy": name}) for name in STRATEGIES if name != "single"]
     found += [
         (f"{name}, parameters kept", plain | {"strategy": name, "reshard_after_forward": "false"})
         for name in ("fsdp1", "fsdp2")

@@ -9,6 +9,7 @@ share one launch. What is compared: every category that stays between steps, the
 """
 
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -28,7 +29,7 @@ from labkit.measuring import records
 from labkit.measuring.meters import TRACED_STEPS
 from labkit.running import cells, launch, ranks
 from labkit.running.options import Options, option, parse
-from planner import predict
+from planner import predict, zero
 
 PERSISTENT = ("parameters", "gradients", "optimizer state")
 STEPS = TRACED_STEPS[-1] + 1
@@ -71,7 +72,27 @@ def configurations() -> list[dict]:
         found += [pipeline(2, schedule=schedule, accumulate=4), pipeline(4, schedule=schedule, accumulate=6)]
         found += [pipeline(4, schedule=schedule, accumulate=6, recompute="full")]
         found += [pipeline(3, schedule=schedule, accumulate=4, precision="bf16", optimizer="sgd")]
+    return found + zero_configurations()
+
+
+def zero_configurations() -> list[dict]:
+    """Each stage of PyTorch's ZeRO and of DeepSpeed's; see ``runnable``."""
+    found = [
+        zero_run(2, stage="1", precision="bf16", accumulate=2),
+        zero_run(3, stage="1", recompute="full", tied=True),
+    ]
+    found += [zero_run(4, stage="1"), zero_run(2, stage="2"), zero_run(2, stage="3")]
+    for stage in ("0", "1", "2", "3"):
+        found += [zero_run(2, engine="deepspeed", stage=stage)]
+        found += [zero_run(4, engine="deepspeed", stage=stage, precision="bf16", accumulate=3)]
+    found += [zero_run(3, engine="deepspeed", stage="1", batch_size=9)]
+    found += [zero_run(3, engine="deepspeed", stage=stage, recompute="full", tied=True) for stage in ("2", "3")]
     return found
+
+
+def runnable(one: dict) -> bool:
+    """Whether one of ``configurations`` can be tried here: DeepSpeed need not be installed."""
+    return one["config"].get("engine") != "deepspeed" or importlib.util.find_spec("deepspeed") is not None
 
 
 def mnist(ranks: int, **config) -> dict:
@@ -123,6 +144,10 @@ def measure_mnist(me, one: dict) -> dict:
     return meter.summary(size)
 
 
+def zero_run(ranks: int, **config) -> dict:
+    return {"script": "gpt_zero.py", "ranks": ranks, "config": {"batch_size": 3, "seq_len": 33} | config}
+
+
 def lab_of(one: dict):
     return import_module(one["script"].removesuffix(".py"))
 
@@ -133,9 +158,9 @@ def planned(one: dict, rank: int = 0) -> predict.Plan:
 
 
 def compare_ranks(one: dict, measured: list[dict]) -> dict:
-    """The row of one configuration: of rank 0; of a pipeline's stages, which all differ, that which agrees least."""
-    ranks = range(one["ranks"] if one["script"] == "gpt_pipeline.py" else 1)
-    rows = [compare(one, measured[rank], rank) for rank in ranks]
+    """The row of one configuration: of rank 0, or where ranks differ of the one that agrees least."""
+    differ = one["script"] == "gpt_pipeline.py" or planned(one).strategy in zero.UNEVEN
+    rows = [compare(one, measured[rank], rank) for rank in range(one["ranks"] if differ else 1)]
     return max(rows, key=lambda r: (not r["persistent equal"], not r["traffic equal"], abs(r["difference"])))
 
 
@@ -175,9 +200,9 @@ def run(tried: list[dict]) -> list[dict]:
 
 def table(rows: list[dict]) -> pandas.DataFrame:
     def name(row):
-        how = "strategy" if "strategy" in row["config"] else "schedule"
+        how = next((name for name in ("strategy", "schedule") if name in row["config"]), None)
         options = {k: v for k, v in row["config"].items() if k not in (how, "batch_size", "seq_len")}
-        return " ".join([row["config"][how], *(f"{k}={v}" for k, v in options.items())])
+        return " ".join([row["config"].get(how, ""), *(f"{k}={v}" for k, v in options.items())]).strip()
 
     return pandas.DataFrame(
         {
@@ -245,7 +270,11 @@ def main():
     try:
         path = Path(options.record or launch.RUNS / f"trial-{datetime.now():%Y%m%d-%H%M%S}.json")
         records.check_writable(path)
-        rows = [simulate(*one) for one in LLAMA] if options.simulated else run(configurations()[:: options.every])
+        rows = (
+            [simulate(*one) for one in LLAMA]
+            if options.simulated
+            else run([*filter(runnable, configurations())][:: options.every])
+        )
     except UserError as error:
         ranks.leave(str(error))
     shown = simulated_table(rows) if options.simulated else table(rows)

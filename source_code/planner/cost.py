@@ -37,9 +37,10 @@ NETWORKS = {
 }
 
 
-# How often a backend passes all but one part in n of a tensor along its ring. gloo makes a reduce-scatter from an
+# How often a backend passes all but one part in n of a tensor along its ring (a broadcast, all of it along n − 1 of n
+# edges, which is as much on average). gloo makes a reduce-scatter from an
 # all-reduce, of which it keeps a part (chapter 02).
-RING = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
+RING = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "broadcast": 1}
 PASSES = {"ring": RING, "gloo": RING | {"reduce-scatter": 2}}
 
 

@@ -6,8 +6,8 @@
   plan.traffic()           each collective of a step
 
 The network's operators run on sizes (planner/operators.py), and around them happens what the strategy does (planner/strategies.py).
-Sizes are bytes on rank 0, which never holds less than another rank; the categories are those of the meters
-(labkit/measuring/trace.py).
+Sizes are bytes on ``Plan.rank``, by default rank 0, which never holds less than another rank, but under ZeRO-1 and 2;
+the categories are those of the meters (labkit/measuring/trace.py).
 
 For the CPU it was compared with the meters, and with PyTorch's own code on tensors without memory; for a GPU (on_gpu)
 with that code alone, running a GPU's operators (labkit/measuring/gpu_operators.py). Known from reading their source:
@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from planner import UserError, networks
+from planner import UserError, networks, zero
 from planner.mesh import arrange
 from planner.networks import Blueprint
 from planner.pipeline import Stage, StageStep, blocks_of
@@ -51,7 +51,7 @@ class Plan:
     """A network, and how it is trained. UserError where the arithmetic does not reach."""
 
     blueprint: Blueprint
-    strategy: str = "fsdp2"  # single, ddp, zero1, zero2, zero3, fsdp1 or fsdp2
+    strategy: str = "fsdp2"  # single, ddp, fsdp1, fsdp2; zero1, deepspeed-0 to deepspeed-3: planner/zero.py
     ranks: int = 1
     replicas: int = 1  # HSDP: the model is there so many times, each time shared by ranks / replicas
     reshard: str = "true"  # FSDP, after forward: free what was gathered ("true"), keep it, or keep one part in N
@@ -60,6 +60,7 @@ class Plan:
     micro_batches: int = 1  # in a step
     sync: str = "every"  # after which micro-batch the gradients are reduced: every, or last
     prefetch: int = 0  # FSDP2: so many units are gathered ahead; 0 leaves it to FSDP2
+    rank: int = 0  # whose bytes: under zero1, deepspeed-1 and deepspeed-2 ranks hold different parts
     on_gpu: bool = False  # a GPU's kernels
     workspaces: bool = True  # count what these allocate inside them, as the allocator does, and a tracer cannot
     torch: tuple[int, int] = (2, 15)  # the version whose choice of a GPU's attention kernel it is
@@ -70,10 +71,16 @@ class Plan:
             raise UserError("frozen parameters in FSDP1's flat tensors are not predicted: take FSDP2")
         if self.tensor > 1 and self.strategy != "fsdp2":
             raise UserError(f"matrix products split among {self.tensor} ranks go with fsdp2, not with {self.strategy}")
+        if self.deepspeed and self.precision == "fp64":
+            raise UserError("DeepSpeed trains in fp32 or bf16: give another --precision")
 
     @property
     def shards_parameters(self) -> bool:
-        return self.strategy in ("zero3", "fsdp1", "fsdp2")
+        return self.strategy in ("fsdp1", "fsdp2")
+
+    @property
+    def deepspeed(self) -> bool:
+        return self.strategy.startswith("deepspeed")
 
     @property
     def tensor(self) -> int:
@@ -83,7 +90,7 @@ class Plan:
     @property
     def flat(self) -> bool:
         """Whether a unit's parameters are cut as one flat tensor."""
-        return self.strategy in ("zero1", "zero2", "zero3", "fsdp1")
+        return self.strategy == "fsdp1"
 
     @property
     def shards(self) -> int:
@@ -91,9 +98,17 @@ class Plan:
         return self.ranks // self.replicas // self.tensor if self.shards_parameters else 1
 
     @property
-    def state_shards(self) -> int:
-        """Among how many ranks the optimizer's state is cut."""
-        return self.ranks if self.strategy in ("zero1", "zero2") else self.shards
+    def reductions(self) -> int:
+        """After how many of a step's micro-batches gradients are reduced."""
+        waits = self.sync == "last" or self.strategy in ("deepspeed-0", "deepspeed-1")
+        return 1 if waits else self.micro_batches
+
+    @property
+    def updated(self) -> list[int]:
+        """The numbers of each tensor that the optimizer updates on this rank."""
+        if self.strategy in zero.RULES:
+            return zero.updated(self)
+        return [size for unit in self.make_units() for size in unit.tensors(trained=True)]
 
     @property
     def itemsize(self) -> int:
@@ -106,15 +121,20 @@ class Plan:
         return 2 if self.precision == "bf16" and not self.autocast else self.itemsize
 
     @property
+    def parameter_itemsize(self) -> int:
+        """Bytes a number of the parameters that a rank keeps. FSDP casts what it gathers, DeepSpeed the model."""
+        return self.compute_itemsize if self.deepspeed else self.itemsize
+
+    @property
     def autocast(self) -> bool:
-        """Whether autocast casts to bf16, operator by operator. FSDP casts by a policy of its own."""
-        return self.precision == "bf16" and not self.shards_parameters
+        """Whether autocast casts to bf16, operator by operator. FSDP and DeepSpeed cast parameters."""
+        return self.precision == "bf16" and not self.shards_parameters and not self.deepspeed
 
     @cached_property
     def units(self) -> list[list]:
         """The modules of each unit: the root first, the others in the order of forward."""
         modules = self.blueprint.modules
-        wrapped = [module for module in modules if module.wrapped and self.strategy not in ("single", "ddp", "zero1")]
+        wrapped = [module for module in modules if module.wrapped and self.shards_parameters]
         return [[module for module in modules if module not in wrapped], *([module] for module in wrapped)]
 
     def make_units(self) -> list[Unit]:
@@ -122,13 +142,13 @@ class Plan:
 
     def persistent(self) -> dict[tuple[str, str], int]:
         """What a rank keeps from step to step: {(category, name): bytes}."""
-        units = self.make_units()
+        units, updated = self.make_units(), self.updated
         held = sum(unit.shard() for unit in units) * self.itemsize
-        updated = [size for unit in units for size in unit.tensors(trained=True, parts=self.state_shards)]
         trained = sum(updated) * self.itemsize
-        terms = {("parameters", "parameters"): held}
-        if self.strategy == "ddp":
-            terms["all-reduce buckets", "all-reduce buckets"] = trained
+        terms = zero.kept(self) if self.deepspeed else {("parameters", "parameters"): held}
+        if self.strategy in ("ddp", "zero1"):
+            whole = sum(unit.shard(trained=True) for unit in units) * self.itemsize
+            terms["all-reduce buckets", "all-reduce buckets"] = whole
         for name in STATES[self.optimizer]:
             if name != "step counters":
                 terms["optimizer state", name] = trained
@@ -151,6 +171,11 @@ class Plan:
         moments = self.timeline(first)
         where = max(reversed(moments), key=lambda place: moments[place][0])
         return where, moments[where][1]
+
+    def of_fullest_rank(self) -> "Plan":
+        """The same for the rank with the highest peak, where ranks differ: see ``rank``, and ``zero.fullest``."""
+        plans = [replace(self, rank=rank) for rank in zero.fullest(self)]
+        return max(plans, key=lambda plan: total(plan.peak()[1])) if len(plans) > 1 else plans[0]
 
     def explain(self) -> list[tuple]:
         """The terms of the peak, the largest first: [((category, name), bytes, its numbers as text), …]."""
@@ -177,18 +202,18 @@ class Plan:
         if self.pipeline:
             return self.pipeline.traffic(self)
         times = Counter()
-        reductions = self.micro_batches if self.sync == "every" else 1
-        if self.strategy == "ddp":
+        reductions = self.reductions
+        if self.strategy in ("ddp", "zero1"):
             for size in buckets(self):
                 times["all-reduce", size, self.ranks, None] += reductions
+        if self.strategy == "zero1":
+            times.update(("broadcast", size * self.itemsize, self.ranks, None) for size in zero.numels(self))
+        if self.deepspeed:
+            times.update({(kind, size, self.ranks, None): n for (kind, size), n in self._walked_through.items()})
         if self.tensor > 1:
             times += self._tensor_traffic(reductions)
         shard, replicate = ("shard", "replicate") if self.strategy == "fsdp2" else (None, None)
         for number, unit in enumerate(self.make_units()):
-            if self.strategy in ("zero1", "zero2"):  # the optimizer's parts of the parameters are put together again
-                size = unit.shard(trained=True, parts=self.ranks) * self.ranks * self.itemsize
-                times["reduce-scatter", size, self.ranks, None] += reductions
-                times["all-gather", size, self.ranks, None] += 1
             if not self.shards_parameters:
                 continue
             part = unit.shard(trained=True) * self.itemsize
@@ -218,6 +243,19 @@ class Plan:
             for parameter in unit.everywhere:
                 times["all-reduce", parameter.numel * self.itemsize, exchange.parts, "tensor"] += reductions
         return times
+
+    @cached_property
+    def _walked_through(self) -> Counter:
+        """DeepSpeed's collectives of a step: {(kind, bytes): how many}. Each micro-batch after the first adds the same."""
+
+        def sent(micro_batches):
+            step = Step(replace(self, micro_batches=micro_batches), first=False)
+            step.run()
+            return step.rules.sent
+
+        one = sent(1)
+        two = sent(2) if self.micro_batches > 1 else one
+        return Counter({key: n + (self.micro_batches - 1) * (two[key] - n) for key, n in one.items()})
 
 
 def by_category(terms: dict) -> dict[str, int]:
@@ -253,7 +291,8 @@ def plan_of(record: dict, rank: int = 0) -> Plan:
 
     Of the record it takes "script", "config" (every option), "ranks", "device", and "batch_size" of mnist_fsdp.py; the
     version of PyTorch, if it says one. What a GPU's operators allocate inside them is left out, as the meters cannot see
-    it. rank: of a pipeline, whose stage is planned; elsewhere all ranks are alike. UserError where the arithmetic does not reach.
+    it. rank: whose plan, where ranks differ: of a pipeline, and see ``Plan.rank``. UserError where the arithmetic does
+    not reach.
     """
     script, config, ranks = record["script"], record["config"], record["ranks"]
     common = {"ranks": ranks, "workspaces": False}
@@ -264,6 +303,8 @@ def plan_of(record: dict, rank: int = 0) -> Plan:
         trained = {name: config[name] for name in ("precision", "optimizer")} | {"micro_batches": config["accumulate"]}
         shape, stage = GPT_SHAPES[config["preset"]], Stage(ranks, rank, config["schedule"])
         return of_stage(shape, *sizes, stage, on_gpu=record["device"] == "cuda", **trained, **common)
+    if script == "gpt_zero.py":
+        config = zero.as_gpt_fsdp(config)
     common |= {name: config[name] for name in ("strategy", "precision")}
     if script == "mnist_fsdp.py":
         wrapped = {name: config[name] for name in ("wrap", "dropout", "min_num_params", "sharding")}
@@ -279,6 +320,7 @@ def plan_of(record: dict, rank: int = 0) -> Plan:
         micro_batches=config["accumulate"],
         **{name: config[name] for name in ("optimizer", "sync", "prefetch")},
         on_gpu=record["device"] == "cuda",
+        rank=rank,
         **common,
     )
 

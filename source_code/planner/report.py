@@ -15,13 +15,14 @@ def gib(size: float) -> str:
 
 def as_text(asked, found: dict) -> str:
     """A page for people."""
+    where = found["where"] + (f", on rank {found['rank']}, which needs most" if found["rank"] else "")
     lines = [
         (
             f"{asked.model}: {found['parameters']:,} parameters, {asked.strategy} on {asked.ranks} ranks, "
             f"{asked.precision}, recompute {asked.recompute}, {asked.optimizer}; {KERNELS[asked.device]}"
         ),
         "",
-        f"peak of a rank      {gib(found['peak']):>14}   at: {found['where']}",
+        f"peak of a rank      {gib(found['peak']):>14}   at: {where}",
         *(f"  {name:18}{gib(size):>14}" for name, size in found["by_category"].items()),
         f"kept between steps  {gib(sum(found['persistent'].values())):>14}",
         f"peak of step 1      {gib(found['first_step_peak']):>14}   before it there is no optimizer state",

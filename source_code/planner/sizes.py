@@ -53,12 +53,15 @@ class SizedParameter:
 
 
 class Node:
-    """One operator's backward. run(gradient) → [(receiver, gradient), …]; ``saved`` goes when it has run."""
+    """One operator's backward. run(gradient) → [(receiver, gradient), …]; ``saved`` goes when it has run.
 
-    __slots__ = ("gradient", "run", "saved")
+    before: is called first of all, before anything is recomputed for it.
+    """
+
+    __slots__ = ("before", "gradient", "run", "saved")
 
     def __init__(self, run, saved=()):
-        self.run, self.saved, self.gradient = run, saved, None
+        self.run, self.saved, self.gradient, self.before = run, saved, None, None
 
 
 class Saved:
@@ -226,6 +229,8 @@ class Autograd:
         self.made_as = "temporary"
         while self.nodes:
             node = self.nodes.pop()
+            if node.before:
+                node.before()
             if any(saved.storage is None for saved in node.saved):
                 self.put_back(next(saved.frame for saved in node.saved if saved.frame))
             gradient, node.gradient = node.gradient, None

@@ -2,8 +2,10 @@
 
 from collections import Counter
 
+from planner import strategies, zero
 from planner.operators import Tape
-from planner.strategies import RULES
+
+RULES = strategies.RULES | zero.RULES
 
 WALKED = 3  # of a row of equal modules, so many are walked through at each end
 
@@ -23,12 +25,16 @@ class Step:
 
     def __init__(self, plan, first: bool):
         self.plan, self.first = plan, first
-        self.tape = Tape(plan.on_gpu, 2 if plan.autocast else None, plan.on_gpu and plan.workspaces, plan.torch)
+        rules = RULES[plan.strategy]
+        self.tape = getattr(rules, "Tape", Tape)(
+            plan.on_gpu, 2 if plan.autocast else None, plan.on_gpu and plan.workspaces, plan.torch
+        )
         self.units = plan.make_units()
-        self.skipped = self.left_out_of(plan.blueprint.modules)
+        # DeepSpeed's bucket does not end where a module does: no two do the same.
+        self.skipped = [] if plan.deepspeed else self.left_out_of(plan.blueprint.modules)
         pairs = zip(self.units, plan.units, strict=True)
         walked = [unit for unit, modules in pairs if not modules or modules[0] not in self.skipped]
-        self.rules = RULES[plan.strategy](plan, self.tape, walked)
+        self.rules = rules(plan, self.tape, walked)
         self.unit_of = {
             module: unit for unit, modules in zip(self.units, plan.units, strict=True) for module in modules
         }
@@ -39,7 +45,7 @@ class Step:
         plan, tape = self.plan, self.tape
         terms = plan.persistent().items()
         held = [
-            tape.hold(*term, size, plan.itemsize)
+            tape.hold(*term, size, plan.itemsize if term[0] == "optimizer state" else plan.parameter_itemsize)
             for term, size in terms
             if not (self.first and term[0] == "optimizer state")
         ]
@@ -47,12 +53,12 @@ class Step:
         self.batch = plan.blueprint.batch(tape, plan.micro_batches, plan.itemsize)
         self.walk()
         tape.go_to("optimizer")
+        self.rules.before_optimizer()
         if self.first:
             held += [tape.hold(*term, size) for term, size in terms if term[0] == "optimizer state"]
-        sizes = [size for unit in self.units for size in unit.tensors(trained=True, parts=plan.state_shards)]
         # PyTorch's default for Adadelta: all plain tensors of a GPU at once, DTensors and the CPU's one after the other.
         at_once = plan.on_gpu and plan.strategy != "fsdp2"
-        temporary = optimizer_temporary(plan.optimizer, sizes, at_once) * plan.itemsize
+        temporary = optimizer_temporary(plan.optimizer, plan.updated, at_once) * plan.itemsize
         held.append(tape.hold("temporary", "intermediate results", temporary))
         return tape.moments
 
@@ -60,8 +66,9 @@ class Step:
         """Every micro-batch; the third does what the second did."""
         walked = min(self.plan.micro_batches, 3)
         for number in range(walked):
-            self.rules.syncs = self.plan.sync == "every" or number == walked - 1
+            self.rules.syncs = self.plan.reductions > 1 or number == walked - 1
             self.forward_and_backward()
+            self.rules.after_micro_batch()
 
     def forward_and_backward(self):
         tape, rules, root = self.tape, self.rules, self.units[0]
@@ -154,5 +161,5 @@ def optimizer_temporary(optimizer: str, sizes: list[int], at_once: bool = False)
     if optimizer == "adamw":  # foreach: the denominators of all tensors at once
         return sum(sizes)
     if optimizer == "adamw-for-loop":  # the square root and the denominator of one, beside the denominator before
-        return max(before + 2 * size for before, size in pairs)
+        return max((before + 2 * size for before, size in pairs), default=0)
     return 0

@@ -1,6 +1,6 @@
 """What each strategy adds to a step's memory: when a unit's parameters are gathered and freed, and its gradients reduced.
 
-``Replicated`` (one process, DDP, ZeRO-1), ``ZeRO2``, ``FSDP1`` (and ZeRO-3) and ``FSDP2`` are called around each
+``Replicated`` (one process, DDP), ``FSDP1`` and ``FSDP2`` (and those in planner/zero.py) are called around each
 unit's forward and backward, where PyTorch calls its own hooks. Sizes only (planner/sizes.py). Imports no torch.
 
 Sources: torch/distributed/fsdp/_runtime_utils.py and _flat_param.py (FSDP1), torch/distributed/fsdp/_fully_shard/
@@ -74,6 +74,11 @@ class Replicated:
 
     after_forward = before_backward = after_backward = before_forward
 
+    def after_micro_batch(self):
+        pass
+
+    before_optimizer = after_micro_batch
+
 
 class Sharded(Replicated):
     """What FSDP1 and FSDP2 have in common: a unit is gathered, freed, and gathered again, one ahead, for backward."""
@@ -117,25 +122,8 @@ class Sharded(Replicated):
         self.gradients.setdefault(unit, part)
 
 
-class ZeRO2(Sharded):
-    """Parameters stay whole; a unit's gradients are reduced as its backward ends, and this rank keeps its part."""
-
-    def before_forward(self, unit):
-        pass
-
-    after_forward = before_backward = before_forward
-
-    def after_backward(self, unit):
-        size = unit.shard(trained=True, parts=self.plan.ranks) * self.plan.ranks * self.plan.itemsize
-        packed = self.hold("reduce-scatter", unit, "packed gradients", size)
-        for parameter in unit.parameters.values():
-            parameter.gradient = None
-        self.reduced(unit)
-        del packed
-
-
 class FSDP1(Sharded):
-    """A unit is one flat tensor: gathered in place, its gradients packed into another. ZeRO-3 is counted the same."""
+    """A unit is one flat tensor: gathered in place, its gradients packed into another."""
 
     def before_forward(self, unit):
         self.gather_again(unit)
@@ -275,9 +263,6 @@ class FSDP2(Sharded):
 RULES = {
     "single": Replicated,
     "ddp": Replicated,
-    "zero1": Replicated,
-    "zero2": ZeRO2,
-    "zero3": FSDP1,
     "fsdp1": FSDP1,
     "fsdp2": FSDP2,
 }

@@ -37,9 +37,9 @@ def _check_compiler(on_cpu: bool):
         raise UserError(f"--compile needs a {what}, and there is no {' or '.join(tried)} here: leave it out")
 
 
-def refuse_if_too_big(config, me, script: str = "gpt_fsdp.py"):
-    """UserError, on every rank, if the planner's peak of a run of ``script`` is more than the memory there is."""
-    run = {"script": os.path.basename(script), "ranks": me.world_size, "device": me.device.type}
+def refuse_if_too_big(config, me):
+    """UserError, on every rank, if the planner's peak of a run is more than the memory there is."""
+    run = {"script": config.script, "ranks": me.world_size, "device": me.device.type}
     run["config"] = dataclasses.asdict(config)
     try:
         plans = [predict.plan_of(run, stage) for stage in range(config.arranged(me.world_size).pipeline)]

@@ -79,14 +79,21 @@ def local(tensor):
 
 
 def persistent_tensors(model, optimizer):
-    """Yield (category, local tensor) for what outlives a step on this rank."""
+    """Yield (category, local tensor) for what outlives a step on this rank.
+
+    A model that keeps it elsewhere than in its parameters and the optimizer's state has a method of this name.
+    """
+    if hasattr(model, "persistent_tensors"):
+        yield from model.persistent_tensors()
+        return
     for parameter in model.parameters():
         yield "parameters", local(parameter.detach())
         if parameter.grad is not None:
             yield "gradients", local(parameter.grad)
     for buffer in model.buffers():
         yield "parameters", local(buffer)
-    for state in optimizer.state.values():
+    # ZeroRedundancyOptimizer's state is that of the optimizer inside, which has this rank's parameters.
+    for state in getattr(optimizer, "optim", optimizer).state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor):
                 yield "optimizer state", local(value)

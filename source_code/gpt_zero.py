@@ -1,0 +1,163 @@
+"""The transformer of gpt_fsdp.py under ZeRO, by PyTorch alone or by DeepSpeed.
+
+  python gpt_zero.py --ranks 4 --stage 1 --record run.json
+  python gpt_zero.py --ranks 4 --stage 3 --engine deepspeed           # after make deepspeed
+  torchrun --nproc-per-node 8 gpt_zero.py --stage 2 --engine deepspeed --preset 1b --precision bf16 --cpu-offload
+
+  stage                   torch                                      DeepSpeed
+  0  nothing is split     DistributedDataParallel                    ZeRO disabled
+  1  optimizer state      DDP and ZeroRedundancyOptimizer            stage 1
+  2  and gradients        FSDP2, reshard_after_forward=False         stage 2
+  3  and parameters       FSDP2, reshard_after_forward=True          stage 3
+
+ZeRO: arXiv:1910.02054. Model, first values, batches and losses are those of gpt_fsdp.py, step by step.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import gpt_fsdp
+import torch
+from labkit import UserError
+from labkit.running import options, ranks
+from labkit.running.options import option
+from labkit.training import deepspeed_zero, models
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+compute_loss = gpt_fsdp.compute_loss
+
+
+def prepare(config, me):
+    """(model, optimizer, step) as gpt_fsdp.prepare has them."""
+    if config.engine == "deepspeed":
+        return prepare_deepspeed(config, me)
+    model, _ = gpt_fsdp.build(config, me)  # DDP or FSDP2: config.strategy
+    optimizer = zero_1(model, config) if config.stage == "1" else gpt_fsdp.make_optimizer(model, config)
+    return model, optimizer, lambda inputs, targets: gpt_fsdp.train_step(model, optimizer, inputs, targets, config)
+
+
+def zero_1(model, config):
+    """AdamW for whole parameters, each kept and stepped by one rank, which then broadcasts it to the others."""
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=config.lr, foreach=True)
+
+
+def prepare_deepspeed(config, me):
+    """DeepSpeed takes a model that is there whole, and a torch optimizer that has not yet stepped."""
+    with torch.device("meta"):
+        model = models.GPT(config.shape).to(config.dtype)
+    for block in model.blocks:
+        gpt_fsdp.change_forward(block, config)
+    model.to_empty(device=me.device)
+    model.tie()
+    gpt_fsdp.initialise(model, config.seed)
+    optimizer = gpt_fsdp.make_optimizer(model, config)
+    block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
+    engine, optimizer = deepspeed_zero.initialize(model, optimizer, settings(config, block), me)
+    return engine, optimizer, lambda inputs, targets: deepspeed_step(engine, optimizer, inputs, targets, config)
+
+
+def settings(config, block: int) -> dict:
+    """DeepSpeed's configuration, https://www.deepspeed.ai/docs/config-json; block: how many parameters a block has.
+
+    Its defaults are those of models with billions of parameters: with them a small one would not be split at all, in
+    two gigabytes of buffers. Sizes are numbers of elements.
+    """
+    zero = {
+        "stage": int(config.stage),
+        # Gradients are summed over the ranks when there are so many of them, in a buffer of this size (default 5e8).
+        "reduce_bucket_size": block,
+        # Stage 3: parameters smaller than this stay whole on every rank (default 1e5).
+        "stage3_param_persistence_threshold": 0,
+        # Gathered parameters are freed after use only when more than so many are live (default 1e9), unless they are
+        # used again soon (default 1e9); so many are gathered before they are needed (default 5e7).
+        "stage3_max_live_parameters": 0,
+        "stage3_max_reuse_distance": 0,
+        "stage3_prefetch_bucket_size": 0,
+        "overlap_comm": False,  # by default stage 3's, with another buffer
+    }
+    if config.cpu_offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": config.batch_size,
+        "gradient_accumulation_steps": config.accumulate,
+        "zero_optimization": zero,
+        "bf16": {"enabled": config.precision == "bf16"},
+        "gradient_clipping": config.clip or 0.0,  # left out, gradients would be clipped to a norm of 1.0
+        "zero_force_ds_cpu_optimizer": False,  # with offload, a torch optimizer will do: DeepSpeed's is compiled
+        "steps_per_print": None,
+    }
+
+
+def deepspeed_step(engine, optimizer, inputs, targets, config):
+    """One step, as gpt_fsdp.train_step makes it. The engine divides each loss by their number, clips, and counts."""
+    losses = []
+    for micro in range(config.accumulate):
+        loss = gpt_fsdp.compute_loss(engine, inputs[micro], targets[micro], config)
+        losses.append(engine.backward(loss).detach())
+        optimizer.step()  # for each micro-batch; what is to happen after the last one, happens after the last one
+    return losses
+
+
+def main(config, me):
+    """What every rank runs. me: which rank this is (labkit/running/ranks.py)."""
+    if config.engine == "deepspeed":
+        deepspeed_zero.check()
+    gpt_fsdp.main(config, me, prepare)
+
+
+@dataclass(frozen=True)
+class Config(gpt_fsdp.Config):
+    """gpt_fsdp.py's options, but for those that ZeRO settles (ClassVar: no option)."""
+
+    stage: Literal["0", "1", "2", "3"] = option("3", "what is split: nothing, optimizer state, gradients, parameters")
+    engine: Literal["torch", "deepspeed"] = option("torch", "who splits it")
+    cpu_offload: bool = option(
+        False, "optimizer state and step on the CPU; with --engine torch, parameters and gradients rest there, too"
+    )
+
+    script: ClassVar[str] = "gpt_zero.py"
+    strategy: ClassVar[str]
+    reshard_after_forward: ClassVar[str]
+    sync: ClassVar[str]
+    mesh: ClassVar[None] = None
+    prefetch: ClassVar[int] = 0
+    compile: ClassVar[bool] = False
+    lora: ClassVar[None] = None
+    optimizer: ClassVar[str] = "adamw"
+
+    def __post_init__(self):
+        super().__post_init__()
+        on_deepspeed = self.engine == "deepspeed"
+        if self.cpu_offload and self.stage < ("1" if on_deepspeed else "2"):
+            stages = "1, 2 or 3" if on_deepspeed else "2 or 3, or --engine deepspeed from 1 on"
+            raise UserError(f"--cpu-offload goes with --stage {stages}; with {self.stage} leave it out")
+        if on_deepspeed and self.precision == "fp64":
+            raise UserError(
+                "DeepSpeed steps and sums gradients in fp32: leave --precision fp64 out, or use --engine torch"
+            )
+        if self.checkpoint and on_deepspeed:
+            raise UserError(
+                "DeepSpeed's checkpoints have a format of their own: leave --checkpoint out, or use --engine torch"
+            )
+        if self.checkpoint and self.stage == "1":
+            raise UserError(
+                "ZeroRedundancyOptimizer saves its state on one rank only: leave --checkpoint out, or take another --stage"
+            )
+
+    @property
+    def strategy(self) -> str:
+        """What gpt_fsdp.py would call it."""
+        return "deepspeed" if self.engine == "deepspeed" else "ddp" if self.stage in ("0", "1") else "fsdp2"
+
+    @property
+    def reshard_after_forward(self) -> str | None:
+        return {"2": "false", "3": "true"}.get(self.stage)
+
+    @property
+    def sync(self) -> str:
+        """Whole gradients can wait for a step's last micro-batch; split ones are summed and split after each."""
+        return "last" if self.stage in ("0", "1") else "every"
+
+
+if __name__ == "__main__":
+    ranks.run(main, options.parse(Config, __doc__))

@@ -1,0 +1,150 @@
+"""ZeRO, by PyTorch alone and by DeepSpeed: the losses of every stage are those of one process; what each refuses."""
+
+import os
+import shlex
+import sys
+
+import cloudpickle
+import gpt_fsdp
+import gpt_zero
+import pytest
+from commands import call
+from labkit.measuring import meters, records
+from labkit.running import cells, launch, options
+
+HERE = launch.Cluster(launcher="local")
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks cannot import this file
+
+# The losses
+
+STEPS, SEQUENCES = 20, 8
+STAGES = ("0", "1", "2", "3")
+DEEPSPEED = {"engine": "deepspeed"}
+FP64 = {"precision": "fp64"}
+SUMMED = {"accumulate": 2, "clip": 0.4}  # below most of the norms that occur
+FOUR = {  # on 2 and on 4 ranks
+    **{f"torch {stage}": FP64 | {"stage": stage} for stage in STAGES},
+    **{f"deepspeed {stage}": DEEPSPEED | {"stage": stage} for stage in STAGES},
+}
+TWO = FOUR | {
+    **{f"torch {stage}, accumulated, clipped": FP64 | SUMMED | {"stage": stage} for stage in STAGES},
+    **{f"deepspeed {stage}, accumulated, clipped": DEEPSPEED | SUMMED | {"stage": stage} for stage in STAGES},
+    "deepspeed 2, tied, offloaded": DEEPSPEED | {"stage": "2", "tied": True, "cpu_offload": True},
+    "deepspeed 3, tied, recomputed": DEEPSPEED | {"stage": "3", "tied": True, "recompute": "full"},
+    **{f"deepspeed {stage}, bf16": DEEPSPEED | {"stage": stage, "precision": "bf16"} for stage in ("0", "3")},
+}
+CASES = [(name, 2) for name in TWO] + [(name, 4) for name in FOUR]
+
+
+def reference_of(options: dict) -> tuple:
+    return tuple((name, options[name]) for name in ("tied", "clip") if name in options)
+
+
+def train_all(me):
+    """{case: the losses of the steps, then the validation loss}, one after the other."""
+    meters.TRACED_STEPS = range(0)  # here the losses are asked for
+    common = {"max_steps": STEPS, "seq_len": 16}
+    if me.world_size == 1:
+        keys = {reference_of(options) for options in TWO.values()}
+        plain = {"strategy": "single", "batch_size": SEQUENCES} | FP64 | common
+        results = {key: gpt_fsdp.train(gpt_fsdp.Config(**plain | dict(key)), me) for key in keys}
+    else:
+        results = {}
+        for name, case in (TWO if me.world_size == 2 else FOUR).items():
+            batch = SEQUENCES // me.world_size // case.get("accumulate", 1)
+            config = gpt_zero.Config(batch_size=batch, **common | case)
+            results[name] = gpt_fsdp.train(config, me, gpt_zero.prepare)
+    return {key: [*result["losses"], result["validation_loss"]] for key, result in results.items()}
+
+
+@pytest.fixture(scope="module")
+def losses():
+    """{number of ranks: what ``train_all`` found on rank 0}"""
+    return {count: cells.on_ranks(train_all, ranks=count, cluster=HERE, timeout=300)[0] for count in (1, 2, 4)}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "count"), CASES)
+def test_losses_are_those_of_one_process(name, count, losses):
+    reference, tolerance = losses[1][reference_of(TWO[name])], {"fp64": 1e-9, "bf16": 5e-3}
+    assert len(reference) == STEPS + 1 and reference[STEPS - 1] < reference[0]
+    expected = pytest.approx(reference, rel=tolerance.get(TWO[name].get("precision"), 1e-4))
+    assert losses[count][name] == expected
+
+
+# Starting
+
+
+@pytest.mark.long
+def test_torchrun_and_its_record(tmp_path):
+    """One line a step range from the lab, none from DeepSpeed, and no compiler called."""
+    path, nowhere = tmp_path / "run.json", tmp_path / "bin"
+    nowhere.mkdir()
+    words = f"-m torch.distributed.run --standalone --nproc-per-node 2 gpt_zero.py --engine deepspeed --record {path}"
+    env = os.environ | {"PATH": str(nowhere)}
+    few = ["--max-steps", "6", "--seq-len", "16", "--batch-size", "2"]
+    done = call(sys.executable, *shlex.split(words), *few, env=env, cwd=launch.SOURCE, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "DeepSpeed" not in done.stdout and len(done.stdout.splitlines()) < 10, done.stdout
+    record = records.load(path)
+    assert record["script"] == "gpt_zero.py"
+    assert {name: record["config"][name] for name in ("stage", "engine")} == {"stage": "3", "engine": "deepspeed"}
+    assert {entry["kind"] for entry in record["traffic"]} == {"all-gather", "reduce-scatter", "all-reduce"}
+    kept, parameters = record["memory"]["start"], 853_120
+    assert kept["parameters"] == kept["gradients"] == 4 * parameters / 2
+    assert kept["optimizer state"] == pytest.approx(3 * 4 * parameters / 2, abs=8)  # and Adam's count of steps
+
+
+# What a user gets wrong
+
+BAD = {
+    "--stage 4": "argument --stage: invalid choice: '4'",
+    "--engine zero": "argument --engine: invalid choice: 'zero'",
+    "--strategy ddp": "unrecognized arguments: --strategy ddp",
+    "--mesh 2x2": "unrecognized arguments: --mesh 2x2",
+    "--stage 1 --cpu-offload": "--cpu-offload goes with --stage 2 or 3, or --engine deepspeed from 1 on; with 1",
+    "--stage 0 --engine deepspeed --cpu-offload": "--cpu-offload goes with --stage 1, 2 or 3; with 0 leave it out",
+    "--engine deepspeed --precision fp64": "DeepSpeed steps and sums gradients in fp32: leave --precision fp64 out",
+    "--engine deepspeed --checkpoint here": "DeepSpeed's checkpoints have a format of their own",
+    "--stage 1 --checkpoint here": "ZeroRedundancyOptimizer saves its state on one rank only",
+    "--resume": "--resume needs --checkpoint",
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_one_sentence_before_anything_starts(words, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpt_zero.py"])
+    with pytest.raises(SystemExit) as exit_:
+        options.parse(gpt_zero.Config, "", words.split())
+    assert exit_.value.code == 2
+    printed = capsys.readouterr().err
+    assert BAD[words] in printed and printed.startswith("gpt_zero.py: ") and len(printed.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "sentence"),
+    [
+        (None, "DeepSpeed is not installed: run make deepspeed, or use --engine torch"),
+        ("0.20.0", "DeepSpeed 0.20.0 is installed, and 0.19.8 is what is supported: run make deepspeed, or use"),
+    ],
+)
+def test_deepspeed_that_cannot_be_used(version, sentence, tmp_path):
+    """A package of that version stands before the installed one; without a version, its metadata say nothing."""
+    folder = tmp_path / "deepspeed-0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Name: deepspeed\nVersion: {version}\n")
+    refusal = tmp_path / "sitecustomize.py"
+    if version is None:
+        refusal.write_text(
+            "import importlib.metadata as m\n"
+            "real = m.version\n"
+            "def version(name):\n"
+            "    if name == 'deepspeed': raise m.PackageNotFoundError(name)\n"
+            "    return real(name)\n"
+            "m.version = version\n"
+        )
+    env = os.environ | {"PYTHONPATH": str(tmp_path), "FSDP_LABS_WARM": "0"}
+    lab = [sys.executable, "gpt_zero.py", "--ranks", "2", "--engine", "deepspeed"]
+    done = call(*lab, env=env, cwd=launch.SOURCE, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"gpt_zero.py: {sentence}") and len(done.stderr.splitlines()) == 1, done.stderr
