@@ -21,6 +21,7 @@ from labkit import UserError
 from labkit.measuring import records
 from labkit.running import cells, launch, ranks
 from labkit.running.options import Options, option, parse
+from labkit.training import deepspeed_zero
 
 STEPS, SEQUENCES = 20, 8  # in a step, of all ranks together
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4}  # the largest relative difference of a loss
@@ -47,6 +48,19 @@ WAYS = [
     Way("FSDP2, kept after forward", "gpt_fsdp", {"reshard_after_forward": "false"}),
     Way("FSDP2, half kept", "gpt_fsdp", {"reshard_after_forward": "2"}),
     Way("HSDP 2x2", "gpt_fsdp", {"mesh": "2x2"}, ranks=(4,)),
+    *(Way(f"ZeRO-{stage}, torch", "gpt_zero", {"stage": str(stage)}) for stage in (1, 2, 3)),
+    # DeepSpeed knows no float64.
+    *(
+        Way(f"ZeRO-{stage}, DeepSpeed", "gpt_zero", {"stage": str(stage), "engine": "deepspeed"}, precisions=("fp32",))
+        for stage in (1, 2, 3)
+    ),
+    Way("tensor parallel 2", "gpt_fsdp", {"mesh": "tensor=2"}, ranks=(2,)),
+    Way("tensor parallel 4", "gpt_fsdp", {"mesh": "tensor=4"}, ranks=(4,)),
+    Way("FSDP2 2 x tensor parallel 2", "gpt_fsdp", {"mesh": "shard=2,tensor=2"}, ranks=(4,)),
+    *(
+        Way(f"pipeline, {schedule}", "gpt_pipeline", {"schedule": schedule, "accumulate": 4})
+        for schedule in ("gpipe", "1f1b")
+    ),
 ]
 
 
@@ -66,9 +80,19 @@ def losses_of(me, ways: list[tuple[Way, str]]) -> list[list[float]]:
     found = []
     for way, precision in ways:
         with contextlib.redirect_stdout(io.StringIO()):  # dozens of runs would each tell their losses
+            lab = import_module(way.lab)
             config = config_of(way, me.world_size, precision)
-            found.append(gpt_fsdp.train(config, me, import_module(way.lab).prepare)["losses"])
+            found.append(gpt_fsdp.train(config, me, lab.prepare, lab.compute_loss)["losses"])
     return found
+
+
+def runnable() -> list[Way]:
+    """The ways that this machine can go: without DeepSpeed, the others."""
+    try:
+        deepspeed_zero.check()
+    except UserError:
+        return [way for way in WAYS if way.options.get("engine") != "deepspeed"]
+    return WAYS
 
 
 def run(ways: list[Way]) -> list[dict]:
@@ -114,7 +138,7 @@ def main():
     try:
         path = Path(options.record or launch.RUNS / f"equivalence-{datetime.now():%Y%m%d-%H%M%S}.json")
         records.check_writable(path)
-        rows = run(WAYS)
+        rows = run(runnable())
     except UserError as error:
         ranks.leave(str(error))
     print(table(rows).to_markdown(index=False, disable_numparse=True))
