@@ -48,8 +48,9 @@ def refuse_if_too_big(config, me):
     needed = predict.total(plan.persistent() if config.cpu_offload else plan.peak()[1])
     free = meters.free_memory_of_a_rank(me, torch.device("cpu") if config.cpu_offload else me.device)
     if needed > free:
+        how = f"--stage {config.stage}" if hasattr(config, "stage") else f"--strategy {config.strategy}"
         raise UserError(
-            f"--preset {config.preset} with --strategy {config.strategy} needs {needed / 2**30:.1f} GiB on each of "
+            f"--preset {config.preset} with {how} needs {needed / 2**30:.1f} GiB on each of "
             f"{me.world_size} ranks, and {free / 2**30:.1f} GiB are free: take a smaller preset or more ranks "
             "(plan.py says what takes them)"
         )
