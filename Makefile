@@ -6,6 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/ready
 TEST_READY := $(VENV)/test-ready
 LOWEST := .venv-lowest
+DEEPSPEED := -r source_code/requirements-deepspeed.txt
 
 # Python keeps what it has compiled. Without that, importing torch takes five seconds instead of two, at every start.
 unexport PYTHONDONTWRITEBYTECODE
@@ -23,7 +24,7 @@ pip     = $(1)/bin/python -m pip install --quiet --disable-pip-version-check
 install = { $(call pip,$(1)) uv && $(1)/bin/uv pip install --quiet --python $(1)/bin/python $(2); } || \
           { echo "uv cannot install here, so pip does: two minutes"; $(call pip,$(1)) $(2); }
 
-.PHONY: run check test test-cluster test-lowest lab learner notebooks gpu bench constraints slurm slurm-down help
+.PHONY: run check test test-cluster test-lowest lab learner notebooks gpu bench deepspeed constraints slurm slurm-down help
 
 run: $(READY)           ## climb the ladder on this machine: eight runs, a table and a picture
 	cd source_code && ../$(BIN)/python ladder.py $(LADDER)
@@ -74,9 +75,12 @@ gpu:                    ## what only GPUs can show, in parts of 8 minutes (PART=
 bench: $(READY)         ## measure ratios: data loaders, and what FSDP costs on one rank
 	cd source_code && ../$(BIN)/python bench.py
 
+deepspeed: $(READY)     ## install DeepSpeed, for gpt_zero.py --engine deepspeed and notebook 13: 20 MB; nothing is compiled
+	@$(call install,$(VENV),$(DEEPSPEED) -c constraints.txt)
+
 constraints: $(READY)   ## take the newest versions of everything into constraints.txt (commit it if CI passes)
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --upgrade --no-annotate --no-header \
-	  requirements.txt tests/requirements.txt -o constraints.txt
+	  requirements.txt source_code/requirements-deepspeed.txt tests/requirements.txt -o constraints.txt
 	$(MAKE) $(TEST_READY)
 
 slurm:                  ## bring up a two-node practice Slurm on this machine (LINK=200mbit: two hosts and a link)
@@ -98,12 +102,12 @@ $(READY): requirements.txt constraints.txt
 	@$(call install,$(VENV),-r requirements.txt -c constraints.txt)
 	@touch $@
 
-$(TEST_READY): tests/requirements.txt $(READY)
-	@$(call install,$(VENV),-r tests/requirements.txt -c constraints.txt)
+$(TEST_READY): tests/requirements.txt source_code/requirements-deepspeed.txt $(READY)
+	@$(call install,$(VENV),-r tests/requirements.txt $(DEEPSPEED) -c constraints.txt)
 	@touch $@
 
-$(LOWEST)/ready: requirements.txt tests/requirements.txt $(READY)
+$(LOWEST)/ready: requirements.txt tests/requirements.txt source_code/requirements-deepspeed.txt $(READY)
 	$(PYTHON) -m venv $(LOWEST)
 	$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct \
-	  -r requirements.txt -r tests/requirements.txt
+	  -r requirements.txt -r tests/requirements.txt $(DEEPSPEED)
 	@touch $@

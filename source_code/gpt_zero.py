@@ -19,6 +19,7 @@ from typing import ClassVar, Literal
 import gpt_fsdp
 import torch
 from labkit import UserError
+from labkit.measuring import limits
 from labkit.running import options, ranks
 from labkit.running.options import option
 from labkit.training import deepspeed_zero, models
@@ -45,6 +46,7 @@ def prepare_deepspeed(config, me):
     """DeepSpeed takes a model that is there whole, and a torch optimizer that has not yet stepped."""
     with torch.device("meta"):
         model = models.GPT(config.shape).to(config.dtype)
+    limits.refuse_if_too_big(config, me)
     for block in model.blocks:
         gpt_fsdp.change_forward(block, config)
     model.to_empty(device=me.device)

@@ -49,9 +49,10 @@ def refuse_if_too_big(config, me):
     needed = max(predict.total(plan.persistent() if config.cpu_offload else plan.peak()[1]) for plan in plans)
     free = meters.free_memory_of_a_rank(me, torch.device("cpu") if config.cpu_offload else me.device)
     if needed > free:
-        how = f"in {len(plans)} stages" if len(plans) > 1 else f"with --strategy {config.strategy}"
+        how = f"--stage {config.stage}" if config.script == "gpt_zero.py" else f"--strategy {config.strategy}"
+        how = f"{len(plans)} stages" if len(plans) > 1 else how
         raise UserError(
-            f"--preset {config.preset} {how} needs {needed / 2**30:.1f} GiB on each of "
+            f"--preset {config.preset} with {how} needs {needed / 2**30:.1f} GiB on each of "
             f"{me.world_size} ranks, and {free / 2**30:.1f} GiB are free: take a smaller preset or more ranks "
             "(plan.py says what takes them)"
         )
