@@ -49,7 +49,9 @@ class Options(Base):
     ranks: int = option(8, "how many ranks train", least=1)
     node_size: int = option(8, "ranks on a node", least=1)
     strategy: Literal[STRATEGIES] = option("fsdp2", "how the ranks share")
-    mesh: str | None = option(None, "HSDP: REPLICASxSHARDS, such as 2x4", form=FORM, only=SHARDED)
+    mesh: str | None = option(
+        None, "HSDP: REPLICASxSHARDS, such as 2x4; or named, as shard=8,tensor=8", form=FORM, only=SHARDED
+    )
     reshard_after_forward: str = option(
         "true",
         "FSDP: free gathered parameters, keep them (false), or keep one part in N",
@@ -116,6 +118,10 @@ class Options(Base):
 def plan_of(options: Options, network: networks.Blueprint | None = None) -> predict.Plan:
     """network: one's own, else the course's. UserError where the options do not go together."""
     mesh = arrange(options.ranks, options.mesh, options.reshard_after_forward)
+    if mesh.pipeline > 1:
+        raise UserError(f"--mesh {options.mesh} has a pipeline, which is not planned here: name other dimensions")
+    if mesh.tensor > 1 and options.simulate:
+        raise UserError("products split among ranks are not simulated: leave --simulate out, or take rank_zero.py")
     shape = GPT_SHAPES.get(options.model)
     return predict.Plan(
         network or networks.gpt(shape, options.batch, options.seq, options.recompute, tensor=mesh.tensor),
