@@ -391,8 +391,13 @@ class Config(options.Training):
         if mesh.pipeline > 1:
             raise UserError(f"--mesh {self.mesh} has a pipeline, which is gpt_pipeline.py's: name other dimensions")
         if mesh.tensor > 1:
-            if self.strategy != "fsdp2" or self.lora:
-                what = "--lora" if self.lora else f"--strategy {self.strategy}"
+            # Compiled blocks run, but their gradients are wrong: the losses part in the second step (PyTorch 2.15).
+            refused = {
+                f"--strategy {self.strategy}": self.strategy != "fsdp2",
+                "--lora": self.lora,
+                "--compile": self.compile,
+            }
+            for what in (name for name, given in refused.items() if given):
                 raise UserError(f"--mesh {self.mesh} splits matrix products, which goes without {what}")
             self.shape.check_split(mesh.tensor, self.seq_len)
         return mesh
