@@ -2,6 +2,7 @@
 
   python gpt_fsdp.py --ranks 4 --recompute full --record run.json
   python gpt_fsdp.py --ranks 4 --mesh 2x2                   # two replicas, each sharded over two ranks
+  python gpt_fsdp.py --ranks 4 --mesh shard=2,tensor=2      # two ranks share each matrix product: tensor parallelism
   python gpt_fsdp.py --lora 4 --accumulate 4 --clip 1.0     # a frozen base, four micro-batches a step
   python gpt_fsdp.py --checkpoint ckpt && python gpt_fsdp.py --checkpoint ckpt --resume --max-steps 40
   srun -p gpu -N 1 --gres=gpu:4 --cpus-per-task=16 python gpt_fsdp.py          # one task, which starts its own ranks
@@ -29,13 +30,15 @@ from labkit.measuring.trace import local
 from labkit.running import options, progress, ranks
 from labkit.running.options import RESHARD, SHARDED, option
 from labkit.training import checkpoints, models, text
+from labkit.training.tensor_parallel import tensor_parallel
 from planner import networks
 from planner.mesh import FORM, Mesh, arrange
 from planner.shapes import GPT_SHAPES, GPTShape
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, parallel
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -88,7 +91,7 @@ def parallelize(model, config, me):
 
 
 def device_mesh(config, me):
-    """All ranks share one model; with --mesh (HSDP) they form a grid, and each of its rows shares one."""
+    """All ranks share one model; with --mesh they form a grid. A dimension of one rank is left out, but for FSDP's."""
     sizes = config.arranged(me.world_size).sizes
     names = tuple(name for name in ("replicate", "shard", "tensor") if name == "shard" or sizes[name] > 1)
     return init_device_mesh(me.device.type, tuple(sizes[name] for name in names), mesh_dim_names=names)
@@ -132,39 +135,6 @@ def fsdp2(model, config, me):
     fsdp.fully_shard(model, **settings)
     if config.prefetch:
         prefetch(model, list(model.blocks), config.prefetch)
-
-
-def tensor_parallel(model, mesh):
-    """Split every matrix product among the ranks of ``mesh``, and between the products the sequence: on a mesh of one
-    dimension, whose ranks see the same sequences.
-
-    What comes into attention and into the feed-forward part is gathered, and what comes out is summed and split again.
-    A rank has some of the heads, some of the hidden numbers, and some of the vocabulary.
-    """
-    sequence, whole = Shard(1), Replicate()  # of an activation (batch, sequence, width)
-    normalise = parallel.SequenceParallel()
-    columns, rows = parallel.ColwiseParallel(), parallel.RowwiseParallel(output_layouts=sequence)
-    block = {
-        "attention_norm": normalise,
-        "attention": parallel.PrepareModuleInput(input_layouts=(sequence, None), desired_input_layouts=(whole, None)),
-        "attention.query": columns,
-        "attention.key": columns,
-        "attention.value": columns,
-        "attention.output": rows,
-        "feed_forward_norm": normalise,
-        "feed_forward": parallel.PrepareModuleInput(input_layouts=(sequence,), desired_input_layouts=(whole,)),
-        "feed_forward.gate": columns,
-        "feed_forward.up": columns,
-        "feed_forward.down": rows,
-    }
-    plan = {
-        "embedding": parallel.RowwiseParallel(input_layouts=whole, output_layouts=sequence),
-        "norm": normalise,
-        # The logits stay split, for compute_loss: nobody needs them whole.
-        "head": parallel.ColwiseParallel(input_layouts=sequence, use_local_output=False),
-    }
-    parallel.parallelize_module(model, mesh, plan | {f"blocks.*.{name}": style for name, style in block.items()})
-    model.tie()  # the styles have given embedding and head a parameter each
 
 
 def prefetch(model, blocks, ahead):
@@ -234,7 +204,7 @@ def train_step(model, optimizer, inputs, targets, config):
     """
     losses = []
     for micro in range(config.accumulate):
-        with gradients_wait(model, config, last=micro == config.accumulate - 1), parallel.loss_parallel():
+        with gradients_wait(model, config, last=micro == config.accumulate - 1), loss_parallel():
             loss = compute_loss(model, inputs[micro], targets[micro], config) / config.accumulate
             loss.backward()
         losses.append(loss.detach())
@@ -266,7 +236,7 @@ def evaluate(model, tokens, config, me, compute_loss=compute_loss):
     for part in starts[mesh.data_part(me.rank) :: mesh.data].tensor_split(passes):
         # Under FSDP each forward pass is a collective: a rank with no sequence left makes one that does not count.
         inputs, targets = text.sequences(tokens, part if len(part) else starts[:1], config.seq_len)
-        with parallel.loss_parallel():
+        with loss_parallel():
             loss += len(part) * compute_loss(model, inputs, targets, config)
     dist.all_reduce(loss)
     return loss.item() / total * mesh.data / me.world_size  # ranks of the same part have counted the same
@@ -370,7 +340,9 @@ class Config(options.Training):
         "none", "what backward computes again: nothing, each block, or all but matrix products and attention"
     )
     cpu_offload: bool = option(False, "FSDP: shards, gradients and optimizer state in CPU memory", only=SHARDED)
-    mesh: str | None = option(None, "HSDP: 2x4 shards among 4 ranks, replicates twice", form=FORM, only=SHARDED)
+    mesh: str | None = option(
+        None, "2x4 (HSDP) shards among 4 ranks, replicates twice; shard=4,tensor=2 names it", form=FORM, only=SHARDED
+    )
     prefetch: int = option(0, "FSDP2: gather this many blocks ahead; 0 leaves it to FSDP2", least=0, only=("fsdp2",))
     accumulate: int = option(1, "micro-batches in a step", least=1)
     sync: Literal["every", "last"] = option("every", "after which micro-batch of a step the ranks average gradients")
@@ -421,8 +393,13 @@ class Config(options.Training):
         if mesh.pipeline > 1:
             raise UserError(f"--mesh {self.mesh} has a pipeline, which is gpt_pipeline.py's: name other dimensions")
         if mesh.tensor > 1:
-            if self.strategy != "fsdp2" or self.lora:
-                what = "--lora" if self.lora else f"--strategy {self.strategy}"
+            # Compiled blocks run, but their gradients are wrong: the losses part in the second step (PyTorch 2.15).
+            refused = {
+                f"--strategy {self.strategy}": self.strategy != "fsdp2",
+                "--lora": self.lora,
+                "--compile": self.compile,
+            }
+            for what in (name for name, given in refused.items() if given):
                 raise UserError(f"--mesh {self.mesh} splits matrix products, which goes without {what}")
             self.shape.check_split(mesh.tensor, self.seq_len)
         return mesh

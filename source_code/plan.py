@@ -50,7 +50,10 @@ class Options(Base):
     node_size: int = option(8, "ranks on a node", least=1)
     strategy: Literal[STRATEGIES] = option("fsdp2", "how the ranks share: zero1 is PyTorch's ZeroRedundancyOptimizer")
     mesh: str | None = option(
-        None, "HSDP: REPLICASxSHARDS, such as 2x4; or pipeline=STAGES, in place of a strategy", form=FORM, only=SHARDED
+        None,
+        "HSDP: REPLICASxSHARDS, such as 2x4; or named, as shard=8,tensor=8; or pipeline=STAGES",
+        form=FORM,
+        only=SHARDED,
     )
     schedule: Literal[tuple(pipeline.SCHEDULES)] = option("1f1b", "pipeline: the order of forwards and backwards")
     reshard_after_forward: str = option(
@@ -133,6 +136,8 @@ def plan_of(options: Options, network: networks.Blueprint | None = None) -> pred
     if options.stages > 1:
         return max(stage_plans(options), key=lambda plan: predict.total(plan.peak()[1]))
     mesh = arrange(options.ranks, options.mesh, options.reshard_after_forward)
+    if mesh.tensor > 1 and options.simulate:
+        raise UserError("products split among ranks are not simulated: leave --simulate out, or take rank_zero.py")
     shape = GPT_SHAPES.get(options.model)
     plan = predict.Plan(
         network or networks.gpt(shape, options.batch, options.seq, options.recompute, tensor=mesh.tensor),

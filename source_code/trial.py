@@ -37,7 +37,10 @@ LLAMA = [("llama3-8b", 8), ("llama3-8b", 128), ("llama3-70b", 64), ("llama3-70b"
 
 
 def configurations() -> list[dict]:
-    """[{"script", "ranks", "config"}, …]: 3 sequences of 33 tokens, and 2, 3 and 4 ranks, so that little divides evenly."""
+    """[{"script", "ranks", "config"}, …]: 3 sequences of 33 tokens, and 2, 3 and 4 ranks, so that little divides evenly.
+
+    Where matrix products are split among ranks they are 34 or 36 tokens: these must.
+    """
     found = [mnist(1, strategy="single"), mnist(1, strategy="single", precision="fp64")]
     found += [mnist(n, strategy="ddp") for n in (2, 3, 4)]
     for strategy in ("fsdp1", "fsdp2"):
@@ -60,6 +63,7 @@ def configurations() -> list[dict]:
     found += [gpt(2, strategy=strategy, accumulate=3, sync="last") for strategy in ("ddp", "fsdp1", "fsdp2")]
     found += [gpt(2, strategy="fsdp2", accumulate=2), gpt(4, strategy="fsdp2", prefetch=2)]
     found += [gpt(3, strategy="fsdp2", tied=True), gpt(2, strategy="fsdp1", precision="bf16")]
+    found += tensor_parallel()
     for recompute in ("none", "full", "selective"):  # by autocast; AdamW's own peak would be higher than what it does
         found += [gpt(1, strategy="single", recompute=recompute, precision="bf16", optimizer="sgd", tied=True)]
         found += [gpt(2, strategy="ddp", recompute=recompute, precision="bf16", optimizer="sgd")]
@@ -93,6 +97,18 @@ def zero_configurations() -> list[dict]:
 def runnable(one: dict) -> bool:
     """Whether one of ``configurations`` can be tried here: DeepSpeed need not be installed."""
     return one["config"].get("engine") != "deepspeed" or importlib.util.find_spec("deepspeed") is not None
+
+
+def tensor_parallel() -> list[dict]:
+    """Products split among two ranks, beside one shard, two, or two replicas; and among four."""
+    found = [gpt(2, mesh="tensor=2", seq_len=34), gpt(2, mesh="tensor=2", seq_len=34, precision="bf16", batch_size=1)]
+    for recompute in ("none", "full", "selective"):
+        found += [gpt(4, mesh="shard=2,tensor=2", seq_len=34, recompute=recompute)]
+    found += [gpt(4, mesh="shard=2,tensor=2", seq_len=34, recompute="full", precision="bf16")]
+    found += [gpt(4, mesh="shard=2,tensor=2", seq_len=34, accumulate=3, sync="last")]
+    found += [gpt(4, mesh="replicate=2,tensor=2", seq_len=34, tied=True)]
+    found += [gpt(4, mesh="tensor=4", preset="small", seq_len=36)]
+    return [one | {"config": {"strategy": "fsdp2"} | one["config"]} for one in found]
 
 
 def mnist(ranks: int, **config) -> dict:

@@ -23,7 +23,7 @@ from planner import networks, predict
 from planner.shapes import GPT_SHAPES
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.flop_counter import FlopCounterMode
 
 HERE = launch.Cluster(launcher="local")
@@ -127,8 +127,7 @@ def world_of_one():
 @pytest.mark.parametrize("options", [{}, {"lora": 2}, {"tied": True}, {"mesh": "1x1"}], ids=str)
 def test_every_parameter_is_sharded(options, world_of_one):
     model, _ = gpt_fsdp.build(gpt_fsdp.Config(**options), world_of_one)
-    expected = (Replicate(), Shard(0)) if "mesh" in options else (Shard(0),)
-    assert {getattr(parameter, "placements", "whole") for parameter in model.parameters()} == {expected}
+    assert {getattr(parameter, "placements", "whole") for parameter in model.parameters()} == {(Shard(0),)}
 
 
 def test_validation_needs_no_more_memory_than_training(world_of_one, monkeypatch):

@@ -185,6 +185,7 @@ BAD = {
     "--mesh tensor=2 --seq-len 33": "the 33 tokens of a sequence cannot be shared evenly by the 2 ranks of --mesh",
     "--mesh tensor=2 --strategy fsdp1": "--mesh tensor=2 splits matrix products, which goes without --strategy fsdp1",
     "--mesh tensor=2 --lora 4": "--mesh tensor=2 splits matrix products, which goes without --lora",
+    "--mesh tensor=2 --compile": "--mesh tensor=2 splits matrix products, which goes without --compile",
     "--mesh pipeline=2": "--mesh pipeline=2 has a pipeline, which is gpt_pipeline.py's",
     "--mesh tensor=1,tensor=2": "each named once at most",
     "--mesh tensors=2": "its dimensions are pipeline, replicate, shard, tensor",

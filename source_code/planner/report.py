@@ -31,7 +31,8 @@ def as_text(asked, found: dict) -> str:
     ]
     for c in found["traffic"]:
         sizes = [f"{size / 1e6:,.1f} MB" for size in (c["bytes"], c["count"] * c["rank"], c["count"] * c["node"])]
-        lines.append(f"  {c['count']:4} × {c['kind']:16}{sizes[0]:>17}{sizes[1]:>15}{sizes[2]:>23}")
+        along = "   along tensor" if c["dimension"] == "tensor" else ""
+        lines.append(f"  {c['count']:4} × {c['kind']:16}{sizes[0]:>17}{sizes[1]:>15}{sizes[2]:>23}{along}")
     times = found["seconds"]
     waiting = f", the pipeline's bubble {times['bubble']:.3g} s" if times["bubble"] else ""
     lines += [
