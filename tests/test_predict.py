@@ -14,7 +14,7 @@ from forked import forked
 from labkit import UserError
 from labkit.running import launch
 from labkit.running.lab import Lab
-from planner import cost, networks, predict
+from planner import cost, networks, pipeline, predict
 from planner.shapes import GPT_SHAPES, GPTShape
 
 REFERENCE = launch.SOURCE / "results" / "reference"
@@ -55,7 +55,9 @@ def test_the_trial_tries_what_it_should():
     }.items():
         assert values <= {one["config"].get(option) for one in tried}
     for strategy in ("ddp", "fsdp1", "fsdp2"):
-        assert {one["ranks"] for one in tried if one["config"]["strategy"] == strategy} == {2, 3, 4}
+        assert {one["ranks"] for one in tried if one["config"].get("strategy") == strategy} == {2, 3, 4}
+    for schedule in pipeline.SCHEDULES:
+        assert {one["ranks"] for one in tried if one["config"].get("schedule") == schedule} == {2, 3, 4}
 
 
 # Against PyTorch's own code on tensors without memory

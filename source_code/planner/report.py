@@ -16,12 +16,15 @@ def gib(size: float) -> str:
 def as_text(asked, found: dict) -> str:
     """A page for people."""
     where = found["where"] + (f", on rank {found['rank']}, which needs most" if found["rank"] else "")
+    how = f"{asked.stages} stages ({asked.schedule})" if asked.stages > 1 else asked.strategy
+    stages = [f"peaks of the stages  {', '.join(map(gib, found['stages']))}"] if asked.stages > 1 else []
     lines = [
         (
-            f"{asked.model}: {found['parameters']:,} parameters, {asked.strategy} on {asked.ranks} ranks, "
+            f"{asked.model}: {found['parameters']:,} parameters, {how} on {asked.ranks} ranks, "
             f"{asked.precision}, recompute {asked.recompute}, {asked.optimizer}; {KERNELS[asked.device]}"
         ),
         "",
+        *stages,
         f"peak of a rank      {gib(found['peak']):>14}   at: {where}",
         *(f"  {name:18}{gib(size):>14}" for name, size in found["by_category"].items()),
         f"kept between steps  {gib(sum(found['persistent'].values())):>14}",

@@ -1,0 +1,229 @@
+"""The pipeline lab trains as one process does, in the order that the planner says.
+
+What each stage needs, and sends, is on trial with all other predictions: test_predict.py.
+"""
+
+import contextlib
+import io
+import sys
+from itertools import product
+
+import gpt_fsdp
+import gpt_pipeline
+import plan as plan_command
+import pytest
+from commands import script
+from forked import by_value
+from labkit import UserError
+from labkit.measuring import lanes, meters
+from labkit.running import cells, launch, options
+from planner import pipeline
+from planner.mesh import Mesh
+from planner.shapes import GPT_SHAPES
+
+HERE = launch.Cluster(launcher="local")
+COMMON = {"max_steps": 20, "seq_len": 8, "device": "cpu", "batch_size": 4, "accumulate": 4, "precision": "fp64"}
+CASES = {
+    "plain": {},
+    "fp32": {"precision": "fp32"},
+    "recomputed, clipped": {"recompute": "full", "clip": 0.4, "max_steps": 8},
+}
+RUNS = list(product(CASES, pipeline.SCHEDULES))
+
+
+def config_of(name: str, **changes) -> dict:
+    return COMMON | CASES[name] | changes
+
+
+def train_all(me, folder):
+    """{key: what ``gpt_fsdp.train`` returns}, and what the stages computed in which order."""
+    meters.TRACED_STEPS = range(0)  # here the losses are asked for
+    with contextlib.redirect_stdout(io.StringIO()):
+        if me.world_size == 1:
+            alone = {name: gpt_fsdp.Config(**config_of(name), strategy="single") for name in CASES}
+            return {name: gpt_fsdp.train(config, me) for name, config in alone.items()}
+        results = {}
+        for name, schedule in RUNS:
+            config = gpt_pipeline.Config(**config_of(name, schedule=schedule))
+            results[name, schedule] = gpt_fsdp.train(config, me, gpt_pipeline.prepare, gpt_pipeline.compute_loss)
+        if me.world_size == 4:
+            half = config_of("plain", max_steps=3, checkpoint=folder)
+            gpt_fsdp.train(gpt_pipeline.Config(**half), me, gpt_pipeline.prepare, gpt_pipeline.compute_loss)
+            whole = half | {"max_steps": 6, "accumulate": 2, "batch_size": 2, "resume": True}
+            results["resumed"] = gpt_fsdp.train(gpt_fsdp.Config(**whole), me)
+            results["orders"] = {schedule: order_of(me, schedule, 6) for schedule in pipeline.SCHEDULES}
+    return results
+
+
+def order_of(me, schedule: str, micro_batches: int) -> list:
+    """[what each stage computed in a step, in order] as the stages of a pipeline that only waits have noted it."""
+    import torch
+
+    stage = lanes.waiting_stage(me, 0.0)
+    run = gpt_pipeline.SCHEDULES[schedule](stage, micro_batches, lambda out, _: out.sum(), scale_grads=False)
+    x = torch.zeros(micro_batches, 1)
+    (step,) = lanes.lanes(stage, lambda: run.step(*([x] if me.rank == 0 else []), target=x, return_outputs=False), 1)
+    assert 0 < lanes.idle_share(step) < 1
+    return [[(note["action"], note["micro_batch"]) for note in lane] for lane in step]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """{ranks: [what ``train_all`` returned on each]}"""
+    folder = str(tmp_path_factory.mktemp("checkpoint"))
+    return {
+        ranks: cells.on_ranks(by_value(train_all), folder, ranks=ranks, cluster=HERE, timeout=300)
+        for ranks in (1, 2, 4)
+    }
+
+
+def losses(result: dict) -> list[float]:
+    return [*result["losses"], result["validation_loss"]]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", (2, 4))
+@pytest.mark.parametrize("name, schedule", RUNS)
+def test_losses_are_those_of_one_process(name, schedule, ranks, results):
+    reference = losses(results[1][0][name])
+    assert len(reference) == config_of(name)["max_steps"] + 1 and reference[-1] < reference[0]
+    tolerance = 1e-4 if name == "fp32" else 1e-9
+    for result in results[ranks]:
+        assert losses(result[name, schedule]) == pytest.approx(reference, rel=tolerance)
+
+
+@pytest.mark.long
+def test_a_checkpoint_of_stages_resumes_under_fsdp(results):
+    """Written by four stages after 3 steps, read by four ranks that share every block."""
+    resumed, reference = results[4][0]["resumed"]["losses"], results[1][0]["plain"]["losses"]
+    assert resumed == pytest.approx(reference[3:6], rel=1e-9)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", pipeline.SCHEDULES)
+def test_stages_compute_in_the_order_that_the_planner_says(schedule, results):
+    found = results[4][0]["orders"][schedule]
+    assert found == [pipeline.order(schedule, 4, stage, 6) for stage in range(4)]
+
+
+def test_the_orders_are_those_of_the_papers():
+    def letters(*about):
+        return " ".join(f"{action[0].upper()}{number}" for action, number in pipeline.order(*about))
+
+    assert letters("gpipe", 2, 0, 3) == "F0 F1 F2 B0 B1 B2"
+    assert letters("1f1b", 3, 0, 4) == "F0 F1 F2 B0 F3 B1 B2 B3"
+    assert letters("1f1b", 3, 1, 4) == "F0 F1 B0 F2 B1 F3 B2 B3"
+    assert letters("1f1b", 3, 2, 4) == "F0 B0 F1 B1 F2 B2 F3 B3"
+
+
+def in_turn(schedule: str, stages: int, micro_batches: int) -> float:
+    """The share of idle time, found by playing the orders: a forward takes 1, a backward 2, sending nothing."""
+    orders = [pipeline.order(schedule, stages, stage, micro_batches) for stage in range(stages)]
+    ends, now, done = {}, [0] * stages, [0] * stages
+    while any(done[s] < len(orders[s]) for s in range(stages)):
+        for s in range(stages):
+            while done[s] < len(orders[s]):
+                action, number = orders[s][done[s]]
+                before = s - 1 if action == "forward" else s + 1
+                if 0 <= before < stages and (action, number, before) not in ends:
+                    break
+                start = max(now[s], ends.get((action, number, before), 0))
+                now[s] = ends[action, number, s] = start + (1 if action == "forward" else 2)
+                done[s] += 1
+    return 1 - 3 * micro_batches / max(now)
+
+
+@pytest.mark.parametrize("schedule", pipeline.SCHEDULES)
+@pytest.mark.parametrize("stages, micro_batches", [(1, 3), (2, 2), (2, 8), (4, 4), (4, 9), (8, 16)])
+def test_the_bubble_is_what_the_orders_leave_empty(schedule, stages, micro_batches):
+    assert in_turn(schedule, stages, micro_batches) == pytest.approx(pipeline.bubble(stages, micro_batches))
+
+
+@pytest.mark.parametrize(
+    "layers, stages, sizes", [(4, 4, [1] * 4), (8, 3, [3, 3, 2]), (5, 1, [5]), (7, 4, [2, 2, 2, 1])]
+)
+def test_blocks_are_split_evenly_and_none_is_lost(layers, stages, sizes):
+    parts = pipeline.blocks_of(layers, stages)
+    assert [len(part) for part in parts] == sizes
+    assert [block for part in parts for block in part] == list(range(layers))
+
+
+def peaks(schedule: str, micro_batches: int) -> list[int]:
+    words = f"--model tiny --ranks 4 --mesh pipeline=4 --schedule {schedule} --accumulate {micro_batches} --seq 512"
+    asked = options.parse(plan_command.Options, "", [*words.split(), "--recompute", "none"])
+    return plan_command.describe(asked, plan_command.plan_of(asked))["stages"]
+
+
+def test_only_under_gpipe_the_micro_batches_pile_up():
+    assert all(more > 1.5 * less for less, more in zip(peaks("gpipe", 8), peaks("gpipe", 16), strict=True))
+    few, many = peaks("1f1b", 8), peaks("1f1b", 16)
+    assert all(more < 1.02 * less for less, more in zip(few[:-1], many[:-1], strict=True))
+    assert few[0] > few[1] > few[2]  # the earlier a stage, the more micro-batches it has begun
+    inputs = 8 * 512 * 128 * 4  # bytes: those of the micro-batches that are more
+    assert many[-1] - few[-1] == pytest.approx(inputs, rel=0.05)  # the losses keep them
+
+
+BAD = {
+    "--accumulate 3": "--accumulate 3 is fewer micro-batches than the 4 stages need with --schedule 1f1b",
+    "--mesh pipeline=2": "--mesh pipeline=2 is for 2 ranks, but there are 4",
+    "--mesh pipeline=2,shard=2": "a pipeline here has stages only",
+    "--mesh 2x2": "a pipeline here has stages only",
+    "--mesh stages=4": "its dimensions are pipeline, replicate, shard, tensor",
+    "--preset 1b": "one weight for embedding and head cannot be on two stages",
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_what_four_ranks_cannot_be_is_one_sentence(words):
+    with pytest.raises(UserError, match=BAD[words]):
+        options.parse(gpt_pipeline.Config, "", words.split()).arranged(4)
+
+
+def test_more_stages_than_blocks():
+    with pytest.raises(UserError, match="5 stages are more than the 4 blocks: take fewer ranks"):
+        pipeline.check(Mesh(pipeline=5), GPT_SHAPES["tiny"], "gpipe", 8)
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        ("--schedule zero-bubble", "argument --schedule: invalid choice"),
+        ("--strategy ddp", "unrecognized arguments: --strategy ddp"),
+        ("--mesh 4", "--mesh is REPLICASxSHARDS"),
+        ("--accumulate 0", "--accumulate must be at least 1"),
+    ],
+)
+def test_bad_options(words, sentence, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpt_pipeline.py"])
+    with pytest.raises(SystemExit) as exit_:
+        options.parse(gpt_pipeline.Config, "", words.split())
+    printed = capsys.readouterr().err
+    assert exit_.value.code == 2 and sentence in printed and len(printed.splitlines()) == 1
+
+
+def test_the_ranks_say_one_sentence_too():
+    run = script("gpt_pipeline.py", "--ranks", "2", "--accumulate", "1", "--device", "cpu")
+    assert run.returncode == 2
+    assert run.stderr.startswith("gpt_pipeline.py: --accumulate 1 is fewer micro-batches than the 2 stages need")
+    assert len(run.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"mesh": "pipeline=4", "accumulate": 2}, "fewer micro-batches than the 4 stages need"),
+        ({"mesh": "pipeline=4", "accumulate": 4, "sweep": True}, "neither swept nor simulated"),
+        ({"schedule": "gpipe"}, "--schedule is a pipeline's"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_sentence(changes, sentence):
+    with pytest.raises(UserError, match=sentence):
+        plan_command.answer(plan_command.Options(model="tiny", ranks=4, **changes))
+
+
+def test_a_plans_page_shows_the_stages_and_the_bubble():
+    words = "--model llama3-8b --ranks 8 --mesh pipeline=8 --accumulate 16"
+    page = plan_command.answer(options.parse(plan_command.Options, "", words.split()))
+    assert "8,030,261,248 parameters, 8 stages (1f1b) on 8 ranks" in page
+    assert "the pipeline's bubble" in page
+    assert "peaks of the stages" in page
