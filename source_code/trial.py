@@ -73,7 +73,10 @@ def configurations() -> list[dict]:
 
 def zero_configurations() -> list[dict]:
     """Each stage of PyTorch's ZeRO and of DeepSpeed's; see ``runnable``."""
-    found = [zero_run(2, stage="1", precision="bf16", accumulate=2), zero_run(3, stage="1", recompute="full", tied=True)]
+    found = [
+        zero_run(2, stage="1", precision="bf16", accumulate=2),
+        zero_run(3, stage="1", recompute="full", tied=True),
+    ]
     found += [zero_run(4, stage="1"), zero_run(2, stage="2"), zero_run(2, stage="3")]
     for stage in ("0", "1", "2", "3"):
         found += [zero_run(2, engine="deepspeed", stage=stage)]
@@ -255,7 +258,11 @@ def main():
     try:
         path = Path(options.record or launch.RUNS / f"trial-{datetime.now():%Y%m%d-%H%M%S}.json")
         records.check_writable(path)
-        rows = [simulate(*one) for one in LLAMA] if options.simulated else run([*filter(runnable, configurations())][:: options.every])
+        rows = (
+            [simulate(*one) for one in LLAMA]
+            if options.simulated
+            else run([*filter(runnable, configurations())][:: options.every])
+        )
     except UserError as error:
         ranks.leave(str(error))
     shown = simulated_table(rows) if options.simulated else table(rows)

@@ -7,7 +7,8 @@ It needs only the standard library, and imports nothing of this course. From the
   attention    what attention keeps for backward, and makes, kernel by kernel
   operators    what each other operator keeps, and makes
   networks     the course's networks, as operators on sizes
-  strategies   what DDP, ZeRO and FSDP gather, free and reduce around each unit
+  strategies   what DDP and FSDP gather, free and reduce around each unit
+  zero         what PyTorch's ZeroRedundancyOptimizer and DeepSpeed's stages split, keep and send
   step         one training step, walked through
   predict      a plan: its peak, what persists, its collectives
   cost         a step's time

@@ -26,7 +26,9 @@ class Step:
     def __init__(self, plan, first: bool):
         self.plan, self.first = plan, first
         rules = RULES[plan.strategy]
-        self.tape = getattr(rules, "Tape", Tape)(plan.on_gpu, 2 if plan.autocast else None, plan.on_gpu and plan.workspaces, plan.torch)
+        self.tape = getattr(rules, "Tape", Tape)(
+            plan.on_gpu, 2 if plan.autocast else None, plan.on_gpu and plan.workspaces, plan.torch
+        )
         self.units = plan.make_units()
         # DeepSpeed's bucket does not end where a module does: no two do the same.
         self.skipped = [] if plan.deepspeed else _middle(plan.blueprint.modules)
