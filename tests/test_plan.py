@@ -93,7 +93,17 @@ def test_the_sweep_is_sorted_and_whole():
     assert speeds == sorted(speeds, reverse=True)
     assert {row["recompute"] for row in rows} == {"none", "selective", "full"}
     names = {row["strategy"] for row in rows}
-    assert {"ddp", "zero1", "zero2", "fsdp1", "fsdp2", "fsdp2, HSDP 8x8", "fsdp2, HSDP 2x32"} <= names
+    assert {
+        "ddp",
+        "zero1",
+        "deepspeed-0",
+        "deepspeed-2",
+        "deepspeed-3",
+        "fsdp1",
+        "fsdp2",
+        "fsdp2, HSDP 8x8",
+        "fsdp2, HSDP 2x32",
+    } <= names
     text = answer("--model llama3-70b --ranks 64 --sweep")
     assert len(text.splitlines()) == len(rows) + 3
     assert text.count("does not fit") == fits.count(False)
@@ -266,7 +276,10 @@ BAD = {
     "--link inf": "a number of GB/s above 0, not 'inf'",
     "--efficiency 40": "--efficiency must be at most 1, but is 40.0",
     "--ranks eight": "argument --ranks: invalid int value: 'eight'",
-    "--strategy zero4": "argument --strategy: invalid choice: 'zero4'",
+    "--strategy zero2": "argument --strategy: invalid choice: 'zero2'",
+    "--strategy deepspeed-3 --precision fp64": "DeepSpeed trains in fp32 or bf16: give another --precision",
+    "--strategy deepspeed-2 --reshard-after-forward false": "--reshard-after-forward goes with --strategy fsdp1 or fsdp2",
+    "--strategy deepspeed-3 --simulate": "--strategy deepspeed-3 cannot be simulated",
     "--mesh 2x8": "--mesh 2x8 is for 16 ranks, but there are 8",
     "--mesh two": "--mesh is REPLICASxSHARDS, such as 2x4, or NAME=SIZE,NAME=SIZE, not 'two'",
     "--mesh=-2x-4": "--mesh is REPLICASxSHARDS, such as 2x4, or NAME=SIZE,NAME=SIZE, not '-2x-4'",

@@ -9,8 +9,8 @@ It needs only the standard library, and imports nothing of this course. From the
   operators    what each other operator keeps, and makes
   tensor_parallel   what splitting matrix products and the sequence changes
   networks     the course's networks, as operators on sizes
-  strategies   what DDP, ZeRO and FSDP gather, free and reduce around each unit
-  zero         ZeRO as PyTorch and DeepSpeed run it
+  strategies   what DDP and FSDP gather, free and reduce around each unit
+  zero         what PyTorch's ZeroRedundancyOptimizer and DeepSpeed's stages split, keep and send
   step         one training step, walked through
   pipeline     stages: which blocks each has, and what it computes when
   predict      a plan: its peak, what persists, its collectives

@@ -1,0 +1,108 @@
+"""ZeRO as the planner has it (planner/zero.py), without running it: parts, terms, records. On trial: test_predict.py."""
+
+from dataclasses import asdict, replace
+
+import gpt_zero
+import pytest
+from labkit import UserError
+from planner import cost, networks, predict, zero
+from planner.shapes import GPT_SHAPES
+
+TINY = networks.gpt(GPT_SHAPES["tiny"], batch=2, length=16)
+DEEPSPEED = ("deepspeed-0", "deepspeed-1", "deepspeed-2", "deepspeed-3")
+
+
+def test_whole_parameters_go_to_the_rank_that_has_least():
+    assert zero.shares([3, 5, 3, 4, 3], ranks=2) == [[5, 3], [4, 3, 3]]
+    assert zero.shares([7], ranks=2) == [[7], []]
+
+
+@pytest.mark.parametrize("ranks", [3, 4, 64])
+def test_each_parameter_has_one_rank_with_its_moments(ranks):
+    plans = [predict.Plan(TINY, "zero1", ranks, rank=rank) for rank in range(ranks)]
+    moments = [plan.persistent()["optimizer state", "first moments"] for plan in plans]
+    assert sum(moments) == 4 * TINY.numel
+    assert moments[plans[0].of_fullest_rank().rank] == max(moments)
+    for plan in plans:
+        plan.peak()  # also of a rank that has nothing to update
+
+
+@pytest.mark.parametrize("strategy", DEEPSPEED)
+def test_what_deepspeed_keeps_is_what_the_paper_counts_and_named_extras(strategy):
+    """In bf16: 2 bytes a parameter, 2 a gradient that stays, 12 for moments and master parameters. 4 ranks divide it all."""
+    stage = int(strategy[-1])
+    kept = predict.Plan(TINY, strategy, 4, precision="bf16").persistent()
+    tensors = TINY_TENSORS if stage == 0 else 1
+    assert kept.pop(("optimizer state", "step counters")) == tensors * predict.STEP_COUNTER
+    bucket = kept.pop(("reduce-scatter", "bucket"), 0)
+    assert bucket == (2 * BLOCK if stage == 3 else 0)
+    between_steps = 2 if stage == 3 else 0  # the other stages free their gradients
+    assert predict.total(kept) == cost.model_state(TINY.numel, 4, stage, sizes=(2, between_steps, 12))
+
+
+TINY_TENSORS = sum(len(module.parameters) for module in TINY.modules)
+BLOCK = next(unit.numel() for unit in predict.Plan(TINY, "fsdp2", 4).make_units() if unit.kind == "block")
+
+
+def test_in_fp32_deepspeed_keeps_the_parameters_twice_but_for_stage_0():
+    for strategy in DEEPSPEED:
+        kept = predict.Plan(TINY, strategy, 4).persistent()
+        assert (("optimizer state", "master parameters in fp32") in kept) == (strategy != "deepspeed-0")
+
+
+def test_deepspeeds_bucket_is_the_one_gpt_zero_sets():
+    config = gpt_zero.Config(engine="deepspeed")
+    assert zero.bucket(predict.Plan(TINY, "deepspeed-2", 2)) == BLOCK
+    assert gpt_zero.settings(config, BLOCK)["zero_optimization"]["reduce_bucket_size"] == BLOCK
+
+
+def test_every_stage_1_here_sends_half_as_much_again_as_the_paper():
+    """It counts a reduce-scatter and a gathering: 2 of the model. Here gradients are all-reduced, with both engines."""
+    model = 4 * TINY.numel
+    for strategy in ("zero1", "deepspeed-1", "deepspeed-2"):
+        plan = predict.Plan(TINY, strategy, 4)
+        sent = sum(c["count"] * cost.ring_bytes(c, plan, 4)["rank"] for c in plan.traffic())
+        assert sent == pytest.approx(3 * model * 3 / 4, rel=1e-4), strategy
+
+
+@pytest.mark.parametrize("strategy", DEEPSPEED)
+def test_collectives_of_many_micro_batches_are_counted_without_walking_through_all(strategy):
+    counts = []
+    for micro_batches in (1, 2, 3, 40):
+        plan = predict.Plan(TINY, strategy, 4, micro_batches=micro_batches)
+        counts.append({(c["kind"], c["bytes"]): c["count"] for c in plan.traffic()})
+    one, two, three, forty = counts
+    for key in one:
+        assert three[key] - two[key] == two[key] - one[key] == (forty[key] - one[key]) / 39
+    each = {kind for kind, size in one if two[kind, size] > one[kind, size]}
+    assert each == {
+        "deepspeed-2": {"all-reduce"},
+        "deepspeed-3": {"all-gather", "reduce-scatter"},
+    }.get(strategy, set())
+
+
+def test_the_last_rank_of_stage_2_needs_more_than_the_first():
+    """The gradients of its part come first, when nearly all activations are still there."""
+    first = predict.Plan(networks.gpt(GPT_SHAPES["tiny"], 3, 33), "deepspeed-2", 2)
+    last = replace(first, rank=1)
+    assert predict.total(last.peak()[1]) > predict.total(first.peak()[1])
+    assert first.of_fullest_rank() == last
+
+
+def record(**options) -> dict:
+    return {"script": "gpt_zero.py", "ranks": 4, "device": "cpu", "config": asdict(gpt_zero.Config(**options))}
+
+
+def test_a_record_says_which_strategy_it_was():
+    torch = [predict.plan_of(record(stage=stage)) for stage in "0123"]
+    assert [plan.strategy for plan in torch] == ["ddp", "zero1", "fsdp2", "fsdp2"]
+    assert [plan.reshard for plan in torch[2:]] == ["false", "true"]
+    assert [predict.plan_of(record(stage=stage, engine="deepspeed")).strategy for stage in "0123"] == list(DEEPSPEED)
+    for stage in "0123":
+        for plan in (record(stage=stage, accumulate=3), record(stage=stage, accumulate=3, engine="deepspeed")):
+            assert predict.plan_of(plan).reductions == (1 if stage in "01" else 3)
+
+
+def test_what_is_not_predicted_says_so():
+    with pytest.raises(UserError, match="--cpu-offload .* not predicted"):
+        predict.plan_of(record(engine="deepspeed", cpu_offload=True))
