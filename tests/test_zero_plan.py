@@ -106,3 +106,20 @@ def test_a_record_says_which_strategy_it_was():
 def test_what_is_not_predicted_says_so():
     with pytest.raises(UserError, match="--cpu-offload .* not predicted"):
         predict.plan_of(record(engine="deepspeed", cpu_offload=True))
+
+
+def test_terms_that_are_seldom_a_peak_are_in_the_timeline():
+    """Buffers that traces of real steps show, in moments that another outdoes: with SGD, the step has none of its own."""
+
+    def terms(strategy, place, precision="fp32"):
+        plan = predict.Plan(TINY, strategy, 4, precision=precision, optimizer="sgd")
+        return {name: size for (_, name), size in plan.timeline()[place][1].items()}
+
+    part = TINY.numel // 4
+    last = "backward of embedding"
+    assert terms("deepspeed-0", last)["gradients, flattened"] == 4 * TINY.numel
+    for strategy in ("deepspeed-1", "deepspeed-2", "deepspeed-3"):
+        step = terms(strategy, "optimizer", "bf16")
+        assert step["gradients of this rank's part, flat"] == 2 * part
+        assert step["gradients of this rank's part, in fp32"] == 4 * part
+    assert terms("deepspeed-3", "backward of block 3")["packed gradients"] > 0
