@@ -3,7 +3,7 @@
 ``blocks_of`` splits the model, ``order`` says what a stage computes when.
 
 Sources: GPipe (arXiv:1811.06965); 1F1B with a flush as in Megatron-LM (arXiv:2104.04473, section 2.2), first in
-PipeDream (arXiv:1806.03377); torch/distributed/pipelining of PyTorch 2.15.
+PipeDream (arXiv:1806.03377); torch/distributed/pipelining of PyTorch 2.11 and 2.15.
 """
 
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from planner.sizes import Node, SizedTensor
 from planner.step import Step
 
 SCHEDULES = ("gpipe", "1f1b")
+FRUGAL = (2, 15)  # from this version on PyTorch receives into new memory, and lets go of an output when it is sent
 
 
 def blocks_of(layers: int, stages: int) -> list[range]:
@@ -111,6 +112,10 @@ class StageStep(Step):
 
     def walk(self):
         self.stage, self.entered, self.left_out, self.in_flight = self.plan.pipeline, [], {}, {}
+        self.frugal = self.plan.torch >= FRUGAL
+        if not self.frugal:  # a place for everything that a step receives is there from the first step on
+            sides = (not self.stage.first) + (not self.stage.last)
+            self.held.append(self.received("all inputs and gradients", sides * self.plan.micro_batches))
         walks = {"gpipe": self.forwards_then_backwards, "1f1b": self.one_forward_one_backward}
         walks[self.stage.schedule](self.plan.micro_batches)
 
@@ -145,10 +150,12 @@ class StageStep(Step):
         if at_the_end:
             return None
         self.tape.go_to(f"receiving: {name}")
+        return self.received(name, int(self.frugal))
+
+    def received(self, name: str, times: int) -> SizedTensor:
         numel, itemsize = self.plan.blueprint.flowing, self.plan.itemsize
-        return SizedTensor(
-            self.tape.hold("activations", f"received: {name}", numel * itemsize, itemsize), numel, itemsize
-        )
+        storage = self.tape.hold("activations", f"received: {name}", times * numel * itemsize, itemsize)
+        return SizedTensor(storage, numel, itemsize)
 
     def forward(self, number: int):
         flight = self.in_flight[number] = InFlight()
@@ -170,7 +177,7 @@ class StageStep(Step):
 
     def let_go_of_output(self, number: int):
         """It is sent; a last stage's stays for backward."""
-        if not self.stage.last and number in self.in_flight:
+        if self.frugal and not self.stage.last and number in self.in_flight:
             self.in_flight[number].output = None
 
     def backward(self, number: int, gradient: SizedTensor | None) -> SizedTensor | None:
