@@ -125,17 +125,17 @@ class StageStep(Step):
         for number in range(count):
             self.forward(number)
         for number in range(count):
-            self.let_go_of_output(number)
+            sent += self.let_go_of_output(number)
         for number in range(count):
             sent.append(self.backward(number, self.receive("gradient of output", self.stage.last)))
 
     def one_forward_one_backward(self, count: int):
         """1F1B. What is sent is waited for before the next pass; a gradient's name is taken by the next one only."""
-        ahead = min(count, self.stage.stages - self.stage.stage)
+        ahead, waited_for = min(count, self.stage.stages - self.stage.stage), []
         for number in range(ahead):
             self.forward(number)
             if number:
-                self.let_go_of_output(number - 1)
+                waited_for = self.let_go_of_output(number - 1)
         for number in range(count):
             gradient = self.receive("gradient of output", self.stage.last)
             self.let_go_of_output(min(number + ahead, count) - 1)
@@ -143,6 +143,8 @@ class StageStep(Step):
             del gradient
             if number + ahead < count:
                 self.forward(number + ahead)
+            else:
+                waited_for.clear()
         del sent
 
     def receive(self, name: str, at_the_end: bool) -> SizedTensor | None:
@@ -175,10 +177,14 @@ class StageStep(Step):
             flight.end = flight.loss.node
             self.held.append(flight.loss)
 
-    def let_go_of_output(self, number: int):
-        """It is sent; a last stage's stays for backward."""
-        if self.frugal and not self.stage.last and number in self.in_flight:
-            self.in_flight[number].output = None
+    def let_go_of_output(self, number: int) -> list[SizedTensor]:
+        """It is sent; a last stage's stays for backward. Returns it where PyTorch keeps it with the note of its sending."""
+        if self.stage.last or number not in self.in_flight:
+            return []
+        if not self.frugal:
+            return [self.in_flight[number].output]
+        self.in_flight[number].output = None
+        return []
 
     def backward(self, number: int, gradient: SizedTensor | None) -> SizedTensor | None:
         """From the gradient of the output, or of the loss where there is none. Returns that of the input."""
