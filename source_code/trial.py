@@ -182,7 +182,7 @@ def compare_ranks(one: dict, measured: list[dict]) -> dict:
 
 def compare(one: dict, measured: dict, rank: int = 0) -> dict:
     """One row of the table: bytes measured and predicted, and whether they agree."""
-    plan = planned(one, rank)
+    plan = planned(one | {"versions": {"torch": torch.__version__}}, rank)
     where, terms = plan.peak()
     predicted, peak = predict.by_category(terms), measured["memory"]["peak"]
     # Beside the peak's: what is there as a step begins, of which every byte must be right.

@@ -3,7 +3,7 @@
 ``blocks_of`` splits the model, ``order`` says what a stage computes when.
 
 Sources: GPipe (arXiv:1811.06965); 1F1B with a flush as in Megatron-LM (arXiv:2104.04473, section 2.2), first in
-PipeDream (arXiv:1806.03377); torch/distributed/pipelining of PyTorch 2.15.
+PipeDream (arXiv:1806.03377); torch/distributed/pipelining of PyTorch 2.11 and 2.15.
 """
 
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from planner.sizes import Node, SizedTensor
 from planner.step import Step
 
 SCHEDULES = ("gpipe", "1f1b")
+FRUGAL = (2, 15)  # from this version on PyTorch receives into new memory, and lets go of an output when it is sent
 
 
 def blocks_of(layers: int, stages: int) -> list[range]:
@@ -111,6 +112,10 @@ class StageStep(Step):
 
     def walk(self):
         self.stage, self.entered, self.left_out, self.in_flight = self.plan.pipeline, [], {}, {}
+        self.frugal = self.plan.torch >= FRUGAL
+        if not self.frugal:  # a place for everything that a step receives is there from the first step on
+            sides = (not self.stage.first) + (not self.stage.last)
+            self.held.append(self.received("all inputs and gradients", sides * self.plan.micro_batches))
         walks = {"gpipe": self.forwards_then_backwards, "1f1b": self.one_forward_one_backward}
         walks[self.stage.schedule](self.plan.micro_batches)
 
@@ -120,17 +125,17 @@ class StageStep(Step):
         for number in range(count):
             self.forward(number)
         for number in range(count):
-            self.let_go_of_output(number)
+            sent += self.let_go_of_output(number)
         for number in range(count):
             sent.append(self.backward(number, self.receive("gradient of output", self.stage.last)))
 
     def one_forward_one_backward(self, count: int):
         """1F1B. What is sent is waited for before the next pass; a gradient's name is taken by the next one only."""
-        ahead = min(count, self.stage.stages - self.stage.stage)
+        ahead, waited_for = min(count, self.stage.stages - self.stage.stage), []
         for number in range(ahead):
             self.forward(number)
             if number:
-                self.let_go_of_output(number - 1)
+                waited_for = self.let_go_of_output(number - 1)
         for number in range(count):
             gradient = self.receive("gradient of output", self.stage.last)
             self.let_go_of_output(min(number + ahead, count) - 1)
@@ -138,6 +143,8 @@ class StageStep(Step):
             del gradient
             if number + ahead < count:
                 self.forward(number + ahead)
+            else:
+                waited_for.clear()
         del sent
 
     def receive(self, name: str, at_the_end: bool) -> SizedTensor | None:
@@ -145,10 +152,12 @@ class StageStep(Step):
         if at_the_end:
             return None
         self.tape.go_to(f"receiving: {name}")
+        return self.received(name, int(self.frugal))
+
+    def received(self, name: str, times: int) -> SizedTensor:
         numel, itemsize = self.plan.blueprint.flowing, self.plan.itemsize
-        return SizedTensor(
-            self.tape.hold("activations", f"received: {name}", numel * itemsize, itemsize), numel, itemsize
-        )
+        storage = self.tape.hold("activations", f"received: {name}", times * numel * itemsize, itemsize)
+        return SizedTensor(storage, numel, itemsize)
 
     def forward(self, number: int):
         flight = self.in_flight[number] = InFlight()
@@ -168,10 +177,14 @@ class StageStep(Step):
             flight.end = flight.loss.node
             self.held.append(flight.loss)
 
-    def let_go_of_output(self, number: int):
-        """It is sent; a last stage's stays for backward."""
-        if not self.stage.last and number in self.in_flight:
-            self.in_flight[number].output = None
+    def let_go_of_output(self, number: int) -> list[SizedTensor]:
+        """It is sent; a last stage's stays for backward. Returns it where PyTorch keeps it with the note of its sending."""
+        if self.stage.last or number not in self.in_flight:
+            return []
+        if not self.frugal:
+            return [self.in_flight[number].output]
+        self.in_flight[number].output = None
+        return []
 
     def backward(self, number: int, gradient: SizedTensor | None) -> SizedTensor | None:
         """From the gradient of the output, or of the loss where there is none. Returns that of the input."""
