@@ -192,6 +192,8 @@ class StageStep(Step):
         self.tape.nodes = flight.nodes
         for parameter in self.units[0].parameters.values():
             parameter.uses = 1  # in one backward, though several forwards have counted theirs
+        if self.rules.gradients:  # the first backward's stay, and those to come are added to them
+            self.tape.gradients_as = "temporary"
         self.tape.go_to("backward of the loss" if self.stage.last else "backward")
         self.tape.backward_from(flight.end, gradient or self.tape.like(flight.loss, "gradient of loss"))
         if self.stage.first:
