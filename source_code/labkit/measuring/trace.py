@@ -47,6 +47,7 @@ COLLECTIVES = {
     "c10d::_reduce_scatter_base_": ("reduce-scatter", 1, "reduce-scatter"),
     "c10d::reduce_scatter_": ("reduce-scatter", 1, "reduce-scatter"),
     "c10d::broadcast_": ("broadcast", 0, None),
+    "c10d::reduce_": ("reduce", 0, None),
     "_c10d_functional::all_reduce": ("all-reduce", 0, None),
     "_c10d_functional::all_gather_into_tensor": ("all-gather", None, None),
     "_c10d_functional::reduce_scatter_tensor": ("reduce-scatter", 0, None),

@@ -86,3 +86,15 @@ def persistent_tensors(engine):
     for bucket in getattr(zero, "ipg_buckets", {}).values():
         if isinstance(bucket.buffer, torch.Tensor):  # nor this; of stages 1 and 2 it is a list, empty between steps
             yield "reduce-scatter", bucket.buffer
+
+
+def estimates(numel: int, largest_layer: int, ranks: int) -> dict[int, int]:
+    """Bytes of GPU memory per rank of one node by DeepSpeed's own estimators of model state, without offload: {stage: bytes}.
+
+    numel: parameters of the model; largest_layer: of its largest layer.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # this is arithmetic: no device need be found for it
+    stage_2 = import_module("deepspeed.runtime.zero.stage_1_and_2").estimate_zero2_model_states_mem_needs
+    stage_3 = import_module("deepspeed.runtime.zero.stage3").estimate_zero3_model_states_mem_needs
+    nowhere = {"num_gpus_per_node": ranks, "num_nodes": 1, "cpu_offload": False}
+    return {2: stage_2(numel, **nowhere)[1], 3: stage_3(numel, largest_layer, cpu_offload_params=False, **nowhere)[1]}
