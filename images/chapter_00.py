@@ -15,11 +15,19 @@ STATIONS = [
     ("06", "CPU offload", "helps only where the\nmodel's states are the peak"),
     ("07", "Checkpoints", "4 ranks save,\n2 or 3 go on"),
 ]
-LATER = [("08", "precision,\nrecomputation"), ("09", "fsdp2"), ("10", "many nodes"), ("11", "planner"), ("12", "speed")]
+TRANSFORMER = [
+    ("08", "precision,\nrecomputation"),
+    ("09", "FSDP2"),
+    ("10", "many nodes"),
+    ("11", "the planner"),
+    ("12", "speed"),
+    ("13", "ZeRO"),
+    ("15", "beyond\nFSDP"),
+]
 
 
 def course_map():
-    drawing = Drawing(1000, 450, "The map of the course: chapters 00 to 07 as stations of one line")
+    drawing = Drawing(1000, 460, "The map of the course: chapters 00 to 07 as stations of one line, 08 to 15 below")
     left, step, rows = 125, 250, (95, 250)
     last = left + 3 * step
     # The line: along the first row, back between the rows, along the second
@@ -34,13 +42,13 @@ def course_map():
         drawing.text(x, y - 26, name, 16, "middle", bold=True)
         drawing.text(x, y + 38, law, 14, "middle")
     drawing.text(last, rows[1] + 82, "a sharded run, resumed", 15, "middle", LINE, True)
-    y = 420
-    drawing.line(left, 375, last, 375, SOFT, 3, dash="5 5")
-    drawing.text(left - 19, 350, "to come", 14, colour=SOFT, bold=True)
-    for place, (number, name) in enumerate(LATER):
-        x = left + place * 3 * step / 4
-        drawing.box(x - 19, y - 60, 38, 30, PAPER, SOFT, number, 15, SOFT)
-        drawing.text(x, y - 8, name, 14, "middle", SOFT)
+    y = 430
+    drawing.line(left, 385, last, 385, LINE, 4)
+    drawing.text(left - 19, 356, "then the same with a transformer", 15, colour=LINE, bold=True)
+    for place, (number, name) in enumerate(TRANSFORMER):
+        x = left + place * (last - left) / (len(TRANSFORMER) - 1)
+        drawing.box(x - 19, y - 60, 38, 30, PAPER, LINE, number, 15)
+        drawing.text(x, y - 8, name, 14, "middle")
     drawing.save("course_map")
 
 
