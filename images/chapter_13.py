@@ -33,8 +33,14 @@ def moment(d: Drawing, x: float, floor: float, parameters, gathered, gradients, 
 
 def zero_and_fsdp():
     d = Drawing(1010, 840, "What a rank holds under the stages of ZeRO and under FSDP, at three moments of a step")
-    d.text(20, 36, "What one of four ranks holds, at three moments of a step", 20, bold=True)
-    d.text(20, 60, "Full height: all of it. A quarter: this rank's share. Activations are left out.", 14, colour=SOFT)
+    d.text(20, 36, "What one of four ranks holds by the paper's count, at three moments of a step", 20, bold=True)
+    d.text(
+        20,
+        60,
+        "Full height: all of it. A quarter: this rank's share. Left out: activations, FSDP's root unit, and what libraries keep besides.",
+        14,
+        colour=SOFT,
+    )
     names = [("parameters", PARAMETERS), ("gathered for computing", GATHERED), ("gradients", GRADIENTS),
              ("optimizer state", STATE)]  # fmt: skip
     for number, (name, colour) in enumerate(names):

@@ -5,6 +5,8 @@ import torch.distributed as dist
 from forked import by_value
 from labkit.teaching.exercises import check
 
+from notebooks import run_broken
+
 
 def in_order(sizes, ranks):
     """The mistake of taking the tensors as they come."""
@@ -70,3 +72,32 @@ def test_a_hook_is_told_its_first_difference(function, said, capsys):
     by_value(nobody_has_one)  # and with it whatever this file has
     check("13.3", function)
     assert said in capsys.readouterr().out
+
+
+def failed(lines):
+    return [line.split(":")[0].removeprefix("FAIL  ") for line in lines if line.startswith("FAIL")]
+
+
+@pytest.mark.long
+def test_a_stage_that_shares_nothing_is_noticed():
+    """Each stage's record is that of DDP with plain AdamW."""
+    ours = 'runs["torch", stage] = lab.run("gpt_zero.py", stage=str(stage), **SMALL)'
+    ddp = """record = lab.run("gpt_zero.py", stage="0", **SMALL) if stage == 0 else record
+    runs["torch", stage] = {**record, "config": {**record["config"], "stage": str(stage)}}"""
+    assert failed(run_broken("13", {ours: ddp})) == [
+        "torch, stage 1",
+        "torch, stage 2",
+        "torch, stage 3",
+        "stage 3 against the paper's 12 bytes per parameter, split by 4",
+    ]
+
+
+@pytest.mark.long
+def test_clipping_that_is_not_forgotten_is_noticed():
+    breaks = {
+        ' if name != "gradient_clipping"}': "}",
+        'predict.plan_of(runs["torch", 1])': 'lab.plan("gpt_zero.py", stage="1")',
+    }
+    others = ("lab.run(", "under_deepspeed(", "between_steps(runs", "parts(")
+    lines = run_broken("13", breaks, "clipping left to its default", others)
+    assert failed(lines) == ["clipping left to its default"]

@@ -96,6 +96,8 @@ def kept(plan) -> dict[tuple[str, str], int]:
     terms = {("parameters", "parameters"): whole * itemsize}
     if stage != "0" or itemsize != FP32:
         terms["optimizer state", "master parameters in fp32"] = mine * FP32
+    if stage != "0":
+        terms["temporary", "norm of the last gradient"] = FP64 if stage == "3" else FP32
     if stage == "3":
         terms["gradients", "gradients, this rank's part"] = mine * itemsize
         terms["reduce-scatter", "bucket"] = bucket(plan) * itemsize
