@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from forked import by_value
 from labkit.teaching.exercises import check
 
+from notebooks import run_broken
+
 
 def mlp(reduces=True, divides=False, gathers=False):
     """A function for 15.3, right but for what is said."""
@@ -38,3 +40,20 @@ def test_two_layers_are_told_their_first_difference(function, said, capsys):
     by_value(mlp)
     check("15.3", function)
     assert said in capsys.readouterr().out
+
+
+def test_columns_that_do_not_belong_to_the_rows_are_noticed():
+    """Each rank then takes hidden numbers that another has computed: the parts add up to something else."""
+    lines = run_broken("15", {"down.chunk(me.world_size, dim=1)[me.rank]": "down.chunk(me.world_size, dim=1)[0]"},
+                       until="numbers of 30", skip=("asked(", "few, many"))  # fmt: skip
+    (line,) = lines
+    assert line.startswith("FAIL  numbers of 30") and "measured 30" in line
+
+
+@pytest.mark.long
+def test_gradients_that_are_not_divided_twice_are_noticed():
+    """The chapter says that SGD shows it, and AdamW does not."""
+    skip = ("asked(", "few, many", "numbers of 30", "lab.on_ranks(my_part", "plans()", "trained(", "ran[", "of_plans")
+    skip += ("CASES", "waited", "by_stage", "schedules", "matrix", "guide(", "alone(", "reference")
+    lines = run_broken("15", {"scale_grads=twice": "scale_grads=False"}, until='apart["sgd"] >', skip=skip)
+    assert [line.split("  ")[0] for line in lines] == ["FAIL", "PASS"]

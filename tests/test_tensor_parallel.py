@@ -228,3 +228,14 @@ def test_on_nodes_a_tensor_group_stays_inside():
     assert sent["all-gather", "tensor"]["node"] == 0
     # Eight groups of shards, each with a rank on every node
     assert sent["all-gather", "shard"]["node"] == 8 * sent["all-gather", "shard"]["rank"]
+
+
+def test_nothing_hides_what_a_tensor_group_sends():
+    """The next product waits for it, while FSDP gathers ahead: with next to no network between nodes, that decides."""
+    shape, nvlink = shapes.GPT_SHAPES["llama3-8b"], cost.LINKS["nvlink"]
+    network = networks.gpt(shape, 1, 8192, "full", tensor=8)
+    times = cost.step_time(predict.Plan(network, ranks=8, precision="bf16"), 8, nvlink, nvlink, flops=4e14)
+    assert times["overlapped"] == pytest.approx(times["compute"] + times["communication"])
+    alone = predict.Plan(networks.gpt(shape, 1, 8192, "full"), ranks=8, precision="bf16")
+    times = cost.step_time(alone, 8, nvlink, nvlink, flops=4e14)
+    assert times["overlapped"] < times["compute"] + 0.1 * times["communication"]

@@ -105,21 +105,24 @@ def step_time(plan: Plan, node_size: int, link: Link, network: Link, flops: floa
     equally long.
 
     Overlapped, the longer of the two hides the other, but for one collective of the average length: at a step's end
-    nothing is left to compute that could hide the last reduction.
+    nothing is left to compute that could hide the last reduction. Nothing hides what a tensor group sends: the product
+    that comes next waits for it.
     """
     work = plan.blueprint
     compute = plan.micro_batches * work.samples * (work.flops + work.recomputed_flops) / plan.tensor / flops
     share = bubble(plan.pipeline.stages, plan.micro_batches) if plan.pipeline else 0.0
     waiting = compute * share / (1 - share)
-    times = [(seconds(c, plan, node_size, link, network), c["count"]) for c in plan.traffic()]
-    communication = sum(one * count for one, count in times)
-    last = communication / sum(count for _, count in times) if times else 0.0
+    times = {True: [], False: []}  # of a tensor group, and the others: (seconds, count)
+    for c in plan.traffic():
+        times[c.get("dimension") == "tensor"].append((seconds(c, plan, node_size, link, network), c["count"]))
+    exposed, hidden = (sum(one * count for one, count in times[of_group]) for of_group in (True, False))
+    last = hidden / sum(count for _, count in times[False]) if times[False] else 0.0
     return {
         "compute": compute,
         "bubble": waiting,
-        "communication": communication,
-        "in turn": compute + waiting + communication,
-        "overlapped": max(compute + waiting, communication) + min(last, compute),
+        "communication": exposed + hidden,
+        "in turn": compute + waiting + exposed + hidden,
+        "overlapped": max(compute + waiting + exposed, hidden) + min(last, compute),
     }
 
 

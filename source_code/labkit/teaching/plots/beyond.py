@@ -1,0 +1,142 @@
+"""Figures of chapter 15: lanes of a pipeline, its stages' memory, the ways to divide side by side, and how equal they are."""
+
+import matplotlib.pyplot as plt
+
+from labkit.measuring import lanes as measured_lanes
+from labkit.teaching.plots import MIB, STRATEGY_COLOURS, headline, show
+
+FORWARD, BACKWARD = "#BBBBBB", "#4D4D4D"  # as in images/pipeline_schedules.svg
+PIPELINE = "#444444"
+KINDS = {  # what a step sends, by what for: its colour, that of the category of memory
+    "parameters and gradients": "#0072B2",
+    "activations of a tensor group": "#BBBBBB",
+    "activations between stages": "#767676",
+}
+
+
+def lanes(steps: dict[str, list], under: str, title: str):
+    """When each stage computes, a panel per schedule: {name: one step's lanes, as ``labkit/measuring/lanes.py`` has them}."""
+    figure, panels = plt.subplots(
+        len(steps), 1, figsize=(10, 2 * len(steps) + 1.4), sharex=True, squeeze=False, layout="constrained"
+    )
+    for axes, (name, step) in zip(panels[:, 0], steps.items(), strict=True):
+        for rank, lane in enumerate(step):
+            for note in lane:
+                forward = note["action"] == "forward"
+                begin, width = 1e3 * note["begin"], 1e3 * (note["end"] - note["begin"])
+                axes.barh(rank, width, left=begin, color=FORWARD if forward else BACKWARD, edgecolor="white")
+                colour = "black" if forward else "white"
+                middle = begin + width / 2
+                axes.text(middle, rank, str(note["micro_batch"]), ha="center", va="center", color=colour, fontsize=11)
+        axes.set_yticks(range(len(step)), [f"stage {rank}" for rank in range(len(step))])
+        axes.tick_params(axis="y", length=0)
+        axes.invert_yaxis()
+        idle = f"{name}: {measured_lanes.idle_share(step):.1%} empty"
+        axes.set_title(idle, loc="right", fontsize=12, fontweight="bold")
+    panels[-1, 0].set_xlabel("time since the step's first forward began [ms]")
+    headline(figure, title, f"{under}\nlight: forward of a micro-batch, dark: its backward")
+    show(figure)
+
+
+def stages(rows: dict[str, tuple[dict, list[int]]], title: str, guesses: dict[tuple[str, int], float] | None = None):
+    """Peak memory of each stage: {schedule: (record, predicted bytes by rank)}; guesses: {(schedule, stage): MiB}."""
+    figure, axes = plt.subplots(figsize=(10, 4.6), layout="constrained")
+    width, colours = 0.36, ("#AAAAAA", PIPELINE)
+    for number, ((name, (record, predicted)), colour) in enumerate(zip(rows.items(), colours, strict=True)):
+        for rank, (found, expected) in enumerate(zip(record["memory"]["peak_by_rank"], predicted, strict=True)):
+            place = rank + (number - 0.5) * (width + 0.06)
+            axes.bar(place, found / MIB, width * 0.86, color=colour, label=name if rank == 0 else None)
+            axes.bar(place, expected / MIB, width, fill=False, edgecolor="black", linewidth=1.3)
+            axes.text(place, expected / MIB, f"{found / MIB:.1f}", ha="center", va="bottom")
+            guess = (guesses or {}).get((name, rank))
+            if guess is not None:
+                axes.plot(place, guess, "D", color="black", markersize=7, zorder=5)
+    axes.set_xticks(range(len(record["memory"]["peak_by_rank"])))
+    axes.set_xticklabels([f"stage {rank}" for rank in range(record["ranks"])])
+    axes.set_ylabel("peak memory per rank [MiB]")
+    axes.margins(y=0.12)
+    axes.legend(loc="upper center", ncols=2, fontsize=11)
+    marks = "solid: measured, outlined: predicted" + ", diamond: your guess" * bool(guesses)
+    headline(figure, title, f"{caption_of_pipeline(record)}\n{marks}")
+    show(figure)
+
+
+def caption_of_pipeline(record: dict) -> str:
+    config = record["config"]
+    many = f"{config['accumulate']} micro-batches of {config['batch_size']} × {config['seq_len']} tokens"
+    return f"{record['hardware']} · {record['ranks']} stages · {record['data']['name']} · {many}"
+
+
+def what_for(entry: dict) -> str:
+    """Which of ``KINDS`` a step's collective is."""
+    if entry["kind"] in ("send", "receive"):
+        return "activations between stages"
+    return "activations of a tensor group" if entry["dimension"] == "tensor" else "parameters and gradients"
+
+
+def ways(rows: list[tuple[str, dict, int, int]], title: str, under: str):
+    """Memory, traffic and time side by side: rows of (name, record, predicted peak, predicted traffic), in bytes.
+
+    The peak is that of the fullest rank; the traffic rank 0's: whole tensors, as the records count them.
+    """
+    figure, (memory, traffic, time) = plt.subplots(
+        1, 3, figsize=(13, 0.62 * len(rows) + 2.6), sharey=True, layout="constrained"
+    )
+    seen = set()
+    for place, (_, record, peak, sent) in enumerate(rows):
+        strategy = record["config"].get("strategy", "pipeline")
+        found = max(record["memory"]["peak_by_rank"]) / MIB
+        memory.barh(place, found, 0.56, color=STRATEGY_COLOURS.get(strategy, PIPELINE))
+        memory.barh(place, peak / MIB, 0.74, fill=False, edgecolor="black", linewidth=1.3)
+        memory.text(max(found, peak / MIB), place, f"  {found:.1f}", va="center")
+        left = 0.0
+        for kind, colour in KINDS.items():
+            size = sum(e["count"] * e["bytes"] for e in record["traffic"] if what_for(e) == kind) / 1e6
+            if size:
+                traffic.barh(place, size, 0.56, left=left, color=colour, label=None if kind in seen else kind)
+                seen.add(kind)
+                left += size
+        traffic.barh(place, sent / 1e6, 0.74, fill=False, edgecolor="black", linewidth=1.3)
+        traffic.text(left, place, f"  {left:.1f}", va="center")
+        step = record["time"]["step"]
+        low, median, high = (1e3 * step[key] for key in ("p10", "median", "p90"))
+        time.barh(place, median, 0.56, color="#666666")
+        time.plot([low, high], [place, place], color="black", linewidth=1.5)
+        time.text(max(median, high), place, f"  {median:.0f}", va="center")
+    memory.set_yticks(range(len(rows)), [row[0] for row in rows])
+    memory.invert_yaxis()
+    labels = ("peak memory of the fullest rank [MiB]", "traffic of rank 0 in a step [MB]", "step time [ms]")
+    for axes, label in zip((memory, traffic, time), labels, strict=True):
+        axes.set_xlabel(label)
+        axes.tick_params(axis="y", length=0)
+        axes.margins(x=0.2)
+    headline(figure, title, f"{under}\nsolid: measured, outlined: predicted")
+    figure.legend(*traffic.get_legend_handles_labels(), loc="outside lower left", ncols=3, fontsize=11)
+    show(figure)
+
+
+def equivalence(record: dict, tolerance: dict[str, float], title: str):
+    """The largest relative difference of a loss to one process, of each way: ``equivalence.py``'s record."""
+    names = [name for name in dict.fromkeys(row["way"] for row in record["rows"]) if name != "one process"]
+    figure, axes = plt.subplots(figsize=(10, 0.34 * len(names) + 2.4), layout="constrained")
+    colours = {"fp64": "#0072B2", "fp32": "#D55E00"}
+    for precision, colour in colours.items():
+        mine = [row for row in record["rows"] if row["precision"] == precision and row["way"] in names]
+        for ranks, mark in ((2, "o"), (4, "s")):
+            shown = [
+                (row["difference"], names.index(row["way"]) + (ranks - 3) * 0.17)
+                for row in mine
+                if row["ranks"] == ranks
+            ]
+            axes.plot(*zip(*shown, strict=True), mark, color=colour, markersize=6, label=f"{precision}, {ranks} ranks")
+        axes.axvline(tolerance[precision], color=colour, linestyle="--", linewidth=1)
+        axes.text(tolerance[precision], -0.9, f"tolerance {precision} ", color=colour, ha="right", fontsize=11)
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.4, -1.4)
+    axes.grid(axis="y", color="#EEEEEE")
+    axes.set_xlabel(f"largest relative difference of a loss to one process, over {record['steps']} steps")
+    under = f"recorded on {record['hardware']} · PyTorch {record['torch']} · {record['date']}"
+    headline(figure, title, under)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=4, fontsize=11)
+    show(figure)
