@@ -18,12 +18,13 @@ from pathlib import Path
 import pandas
 import torch
 from labkit import UserError
-from labkit.measuring import records
-from labkit.running import cells, launch, ranks
+from labkit.measuring import meters, records
+from labkit.running import cells, launch, progress, ranks
 from labkit.running.options import Options, option, parse
 from labkit.training import deepspeed_zero
 
-STEPS, SEQUENCES = 20, 8  # in a step, of all ranks together
+STEPS = 20
+SEQUENCES, LENGTH = 8, 16  # in a step, of all ranks together; tokens of each
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4}  # the largest relative difference of a loss
 RANKS = (2, 4)
 
@@ -68,16 +69,17 @@ WAYS = [
 def config_of(way: Way, count: int, precision: str):
     """The options of one run: the same sequences in a step, whatever the number of ranks that share them."""
     lab = import_module(way.lab)
-    common = {"max_steps": STEPS, "seq_len": 32, "precision": precision, "device": "cpu"}
+    common = {"max_steps": STEPS, "seq_len": LENGTH, "precision": precision, "device": "cpu"}
     parts = lab.Config(**common | way.options).arranged(count).data * way.options.get("accumulate", 1)
     return lab.Config(**common | way.options, batch_size=SEQUENCES // parts)
 
 
 def losses_of(me, ways: list[tuple[Way, str]]) -> list[list[float]]:
     """Run on every rank: the losses of each (way, precision), step by step."""
-    os.environ["TQDM_DISABLE"] = "1"
     import gpt_fsdp
 
+    os.environ.pop(progress.VARIABLE, None)  # a bar that starts again with each run would say nothing
+    meters.TRACED_STEPS = range(0)  # tracing slows, and here the losses are asked for
     found = []
     for way, precision in ways:
         with contextlib.redirect_stdout(io.StringIO()):  # dozens of runs would each tell their losses

@@ -27,7 +27,7 @@ import torch
 from labkit import UserError
 from labkit.measuring import records
 from labkit.measuring.meters import TRACED_STEPS
-from labkit.running import cells, launch, ranks
+from labkit.running import cells, launch, progress, ranks
 from labkit.running.options import Options, option, parse
 from planner import predict, zero
 
@@ -128,7 +128,7 @@ def measure(me, tried: list[dict]) -> list[dict]:
     import gpt_fsdp
 
     results = []
-    os.environ["TQDM_DISABLE"] = "1"
+    os.environ.pop(progress.VARIABLE, None)  # a bar that starts again with each run would say nothing
     with contextlib.redirect_stdout(io.StringIO()):  # dozens of runs would each tell their losses
         for one in tried:
             if one["script"] == "mnist_fsdp.py":

@@ -17,25 +17,20 @@ from labkit.running import cells, launch, options
 HERE = launch.Cluster(launcher="local")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks cannot import this file
 
-# The losses
+# The losses: plain stages are in the matrix (test_equivalence.py); here is what it leaves out.
 
-STEPS, SEQUENCES = 20, 8
-STAGES = ("0", "1", "2", "3")
+STEPS, SEQUENCES = 5, 8
 DEEPSPEED = {"engine": "deepspeed"}
 FP64 = {"precision": "fp64"}
 SUMMED = {"accumulate": 2, "clip": 0.4}  # below most of the norms that occur
-FOUR = {  # on 2 and on 4 ranks
-    **{f"torch {stage}": FP64 | {"stage": stage} for stage in STAGES},
-    **{f"deepspeed {stage}": DEEPSPEED | {"stage": stage} for stage in STAGES},
-}
-TWO = FOUR | {
+CASES = {
+    "torch 0, accumulated, clipped": FP64 | SUMMED | {"stage": "0"},
     "torch 1, accumulated, clipped": FP64 | SUMMED | {"stage": "1"},
-    **{f"deepspeed {stage}, accumulated, clipped": DEEPSPEED | SUMMED | {"stage": stage} for stage in STAGES},
+    **{f"deepspeed {stage}, accumulated, clipped": DEEPSPEED | SUMMED | {"stage": stage} for stage in "0123"},
     "deepspeed 2, tied, offloaded": DEEPSPEED | {"stage": "2", "tied": True, "cpu_offload": True},
     "deepspeed 3, tied, recomputed": DEEPSPEED | {"stage": "3", "tied": True, "recompute": "full"},
     "deepspeed 0, bf16": DEEPSPEED | {"stage": "0", "precision": "bf16"},
 }
-CASES = [(name, 2) for name in TWO] + [(name, 4) for name in FOUR]
 
 
 def reference_of(options: dict) -> tuple:
@@ -47,12 +42,12 @@ def train_all(me):
     meters.TRACED_STEPS = range(0)  # here the losses are asked for
     common = {"max_steps": STEPS, "seq_len": 16}
     if me.world_size == 1:
-        keys = {reference_of(options) for options in TWO.values()}
+        keys = {reference_of(options) for options in CASES.values()}
         plain = {"strategy": "single", "batch_size": SEQUENCES} | FP64 | common
         results = {key: gpt_fsdp.train(gpt_fsdp.Config(**plain | dict(key)), me) for key in keys}
     else:
         results = {}
-        for name, case in (TWO if me.world_size == 2 else FOUR).items():
+        for name, case in CASES.items():
             batch = SEQUENCES // me.world_size // case.get("accumulate", 1)
             config = gpt_zero.Config(batch_size=batch, **common | case)
             results[name] = gpt_fsdp.train(config, me, gpt_zero.prepare)
@@ -62,16 +57,16 @@ def train_all(me):
 @pytest.fixture(scope="module")
 def losses():
     """{number of ranks: what ``train_all`` found on rank 0}"""
-    return {count: cells.on_ranks(train_all, ranks=count, cluster=HERE, timeout=300)[0] for count in (1, 2, 4)}
+    return {count: cells.on_ranks(train_all, ranks=count, cluster=HERE, timeout=300)[0] for count in (1, 2)}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "count"), CASES)
-def test_losses_are_those_of_one_process(name, count, losses):
-    reference, tolerance = losses[1][reference_of(TWO[name])], {"fp64": 1e-9, "bf16": 5e-3}
+@pytest.mark.parametrize("name", CASES)
+def test_losses_are_those_of_one_process(name, losses):
+    reference, tolerance = losses[1][reference_of(CASES[name])], {"fp64": 1e-9, "bf16": 5e-3}
     assert len(reference) == STEPS + 1 and reference[STEPS - 1] < reference[0]
-    expected = pytest.approx(reference, rel=tolerance.get(TWO[name].get("precision"), 1e-4))
-    assert losses[count][name] == expected
+    expected = pytest.approx(reference, rel=tolerance.get(CASES[name].get("precision"), 1e-4))
+    assert losses[2][name] == expected
 
 
 # Starting
