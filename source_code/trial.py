@@ -9,7 +9,6 @@ share one launch. What is compared: every category that stays between steps, the
 """
 
 import contextlib
-import importlib.util
 import io
 import json
 import os
@@ -29,6 +28,7 @@ from labkit.measuring import records
 from labkit.measuring.meters import TRACED_STEPS
 from labkit.running import cells, launch, progress, ranks
 from labkit.running.options import Options, option, parse
+from labkit.training import deepspeed_zero
 from planner import predict, zero
 
 PERSISTENT = ("parameters", "gradients", "optimizer state")
@@ -73,39 +73,33 @@ def configurations() -> list[dict]:
         found += [mnist(3, strategy=strategy, precision="bf16")]
     found += [mnist(2, strategy="fsdp2", precision="bf16", wrap="size"), mnist(1, strategy="single", precision="bf16")]
     for schedule in ("gpipe", "1f1b"):
-        found += [pipeline(2, schedule=schedule, accumulate=4), pipeline(4, schedule=schedule, accumulate=6)]
+        found += [pipeline(2, schedule=schedule, accumulate=4)]
         found += [pipeline(4, schedule=schedule, accumulate=6, recompute="full")]
         found += [pipeline(3, schedule=schedule, accumulate=4, precision="bf16", optimizer="sgd")]
     return found + zero_configurations()
 
 
 def zero_configurations() -> list[dict]:
-    """Each stage of PyTorch's ZeRO and of DeepSpeed's; see ``runnable``."""
-    found = [
-        zero_run(2, stage="1", precision="bf16", accumulate=2),
-        zero_run(3, stage="1", recompute="full", tied=True),
-    ]
-    found += [zero_run(4, stage="1"), zero_run(2, stage="2"), zero_run(2, stage="3")]
-    for stage in ("0", "1", "2", "3"):
-        found += [zero_run(2, engine="deepspeed", stage=stage)]
-        found += [zero_run(4, engine="deepspeed", stage=stage, precision="bf16", accumulate=3)]
-    found += [zero_run(3, engine="deepspeed", stage="1", batch_size=9)]
+    """Each stage of DeepSpeed's ZeRO, and of PyTorch's the one that is neither DDP nor FSDP2; see ``runnable``."""
+    found = [zero_run(2, stage="1", precision="bf16", accumulate=2)]
+    found += [zero_run(3, stage="1", recompute="full", tied=True)]
+    found += [zero_run(3, engine="deepspeed", stage="0"), zero_run(3, engine="deepspeed", stage="1", batch_size=9)]
     found += [zero_run(3, engine="deepspeed", stage=stage, recompute="full", tied=True) for stage in ("2", "3")]
+    for stage in ("0", "1", "2", "3"):
+        found += [zero_run(4, engine="deepspeed", stage=stage, precision="bf16", accumulate=3)]
     return found
 
 
 def runnable(one: dict) -> bool:
     """Whether one of ``configurations`` can be tried here: DeepSpeed need not be installed."""
-    return one["config"].get("engine") != "deepspeed" or importlib.util.find_spec("deepspeed") is not None
+    return one["config"].get("engine") != "deepspeed" or deepspeed_zero.usable()
 
 
 def tensor_parallel() -> list[dict]:
     """Products split among two ranks, beside one shard, two, or two replicas; and among four."""
     found = [gpt(2, mesh="tensor=2", seq_len=34), gpt(2, mesh="tensor=2", seq_len=34, precision="bf16", batch_size=1)]
-    for recompute in ("none", "full", "selective"):
-        found += [gpt(4, mesh="shard=2,tensor=2", seq_len=34, recompute=recompute)]
+    found += [gpt(4, mesh="shard=2,tensor=2", seq_len=34, recompute="selective", accumulate=3, sync="last")]
     found += [gpt(4, mesh="shard=2,tensor=2", seq_len=34, recompute="full", precision="bf16")]
-    found += [gpt(4, mesh="shard=2,tensor=2", seq_len=34, accumulate=3, sync="last")]
     found += [gpt(4, mesh="replicate=2,tensor=2", seq_len=34, tied=True)]
     found += [gpt(4, mesh="tensor=4", preset="small", seq_len=36)]
     return [one | {"config": {"strategy": "fsdp2"} | one["config"]} for one in found]

@@ -28,8 +28,8 @@ def plan(**options):
 
 
 @pytest.mark.parametrize("ranks", [1, *(pytest.param(many, marks=pytest.mark.long) for many in (2, 3, 4))])
-def test_every_prediction_is_what_the_meters_say(ranks):
-    tried = [one for one in trial.configurations() if one["ranks"] == ranks and trial.runnable(one)]
+def test_every_prediction_is_what_the_meters_say(ranks, require_all):
+    tried = [one for one in trial.configurations() if one["ranks"] == ranks and (require_all or trial.runnable(one))]
     for row in trial.run(tried):
         assert abs(row["difference"]) < 0.01, row
         assert row["persistent equal"] and row["traffic equal"], row
@@ -60,7 +60,7 @@ def test_the_trial_tries_what_it_should():
     for schedule in pipeline.SCHEDULES:
         assert {one["ranks"] for one in tried if one["config"].get("schedule") == schedule} == {2, 3, 4}
     staged = [(one["config"].get("engine"), one["config"]["stage"]) for one in tried if one["script"] == "gpt_zero.py"]
-    assert {("deepspeed", stage) for stage in "0123"} | {(None, stage) for stage in "123"} == set(staged)
+    assert {("deepspeed", stage) for stage in "0123"} | {(None, "1")} == set(staged)
 
 
 # Against PyTorch's own code on tensors without memory

@@ -87,7 +87,7 @@ class Stage:
         """
         neighbours = 2 - self.first - self.last
         size = plan.blueprint.flowing * plan.itemsize
-        passed = {"count": neighbours * plan.micro_batches, "bytes": size, "ranks": 2}
+        passed = {"count": neighbours * plan.micro_batches, "bytes": size, "ranks": 2, "dimension": None}
         return [{"kind": kind} | passed for kind in ("receive", "send")] if neighbours else []
 
 
