@@ -50,7 +50,7 @@ def stages(rows: dict[str, tuple[dict, list[int]]], title: str, guesses: dict[tu
             axes.text(place, expected / MIB, f"{found / MIB:.1f}", ha="center", va="bottom")
             guess = (guesses or {}).get((name, rank))
             if guess is not None:
-                axes.plot(place, guess, "D", color="black", markersize=7, zorder=5)
+                axes.plot(place, guess, "D", color="black", markeredgecolor="white", markersize=9, zorder=5)
     axes.set_xticks(range(len(record["memory"]["peak_by_rank"])))
     axes.set_xticklabels([f"stage {rank}" for rank in range(record["ranks"])])
     axes.set_ylabel("peak memory per rank [MiB]")
