@@ -25,7 +25,7 @@ from labkit.running.options import option
 from labkit.training import deepspeed_zero, models
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-compute_loss = gpt_fsdp.compute_loss
+compute_loss = gpt_fsdp.compute_loss  # a lab has a Config, prepare and compute_loss: trial.py, equivalence.py
 
 
 def prepare(config, me):
