@@ -105,14 +105,12 @@ def pipeline_schedules():
     d.text(288, 66, "its backward, which takes about twice as long", 14)
     d.box(610, 52, 30, 18, PAPER, GRID, dash="4 4")
     d.text(648, 66, "nothing to do: the bubble", 14)
-    lanes(
-        d, 116, "GPipe", "all forwards, then all backwards: each stage keeps the activations of all six micro-batches"
-    )
+    lanes(d, 116, "GPipe", "all forwards, then all backwards")
     lanes(
         d,
         318,
         "1F1B",
-        "a backward as soon as there is one: as long a bubble, but stage 0 never keeps more than four, stage 3 one",
+        "a backward as soon as there can be one",
     )
     d.save("pipeline_schedules")
 

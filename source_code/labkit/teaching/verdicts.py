@@ -11,9 +11,21 @@ and tell a learner how far off their own guess was:
 MIB = 2**20
 
 
-def verdict(claim: str, measured, *, predicted=None, at_most=None, at_least=None, limit=0.0, unit="", otherwise=""):
+def verdict(
+    claim: str,
+    measured,
+    *,
+    predicted=None,
+    at_most=None,
+    at_least=None,
+    limit=0.0,
+    unit="",
+    otherwise="",
+    how="measured",
+):
     """Print whether the claim held; exactly one of predicted, at_most and at_least is given.
 
+    how: what was done to come by the number, if it was not measured here: "planned", "published", "simulated".
     limit: how far measured may lie from predicted, as a share of it (0: not at all). otherwise: what usually
     causes a FAIL, printed below it. Something that is not a number, or NaN, never passes.
     """
@@ -28,7 +40,7 @@ def verdict(claim: str, measured, *, predicted=None, at_most=None, at_least=None
     else:
         passed = measured <= at_most if at_least is None else measured >= at_least
         said = f"at most {_number(at_most, unit)}" if at_least is None else f"at least {_number(at_least, unit)}"
-    print(f"{'PASS' if passed else 'FAIL'}  {claim}: measured {_number(measured, unit)}, {said}")
+    print(f"{'PASS' if passed else 'FAIL'}  {claim}: {how} {_number(measured, unit)}, {said}")
     if not passed and otherwise:
         print(f"      {otherwise}")
 

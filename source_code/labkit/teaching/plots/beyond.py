@@ -1,12 +1,13 @@
 """Figures of chapter 15: lanes of a pipeline, its stages' memory, the ways to divide side by side, and how equal they are."""
 
 import matplotlib.pyplot as plt
+from planner import cost
 
 from labkit.measuring import lanes as measured_lanes
-from labkit.teaching.plots import MIB, STRATEGY_COLOURS, headline, show
+from labkit.teaching.plots import MIB, headline, show
 
 FORWARD, BACKWARD = "#BBBBBB", "#4D4D4D"  # as in images/pipeline_schedules.svg
-PIPELINE = "#444444"
+PIPELINE = "#666666"
 KINDS = {  # what a step sends, by what for: its colour, that of the category of memory
     "parameters and gradients": "#0072B2",
     "activations of a tensor group": "#BBBBBB",
@@ -74,29 +75,35 @@ def what_for(entry: dict) -> str:
     return "activations of a tensor group" if entry["dimension"] == "tensor" else "parameters and gradients"
 
 
-def ways(rows: list[tuple[str, dict, int, int]], title: str, under: str):
-    """Memory, traffic and time side by side: rows of (name, record, predicted peak, predicted traffic), in bytes.
+def sent_for(plan) -> dict[str, float]:
+    """Bytes that a rank sends in a step, by what for (``KINDS``), in a ring and on one node. plan: a ``predict.Plan``."""
+    found = dict.fromkeys(KINDS, 0.0)
+    for entry in plan.traffic():
+        found[what_for(entry)] += entry["count"] * cost.ring_bytes(entry, plan, plan.ranks)["rank"]
+    return found
 
-    The peak is that of the fullest rank; the traffic rank 0's: whole tensors, as the records count them.
+
+def ways(rows: list[tuple[str, dict, int, dict]], title: str, under: str):
+    """Memory, traffic and time side by side: rows of (name, record, predicted peak in bytes, ``sent_for`` of a rank).
+
+    The peak is that of the fullest rank.
     """
     figure, (memory, traffic, time) = plt.subplots(
         1, 3, figsize=(13, 0.62 * len(rows) + 2.6), sharey=True, layout="constrained"
     )
     seen = set()
     for place, (_, record, peak, sent) in enumerate(rows):
-        strategy = record["config"].get("strategy", "pipeline")
         found = max(record["memory"]["peak_by_rank"]) / MIB
-        memory.barh(place, found, 0.56, color=STRATEGY_COLOURS.get(strategy, PIPELINE))
+        memory.barh(place, found, 0.56, color="#AAAAAA")
         memory.barh(place, peak / MIB, 0.74, fill=False, edgecolor="black", linewidth=1.3)
         memory.text(max(found, peak / MIB), place, f"  {found:.1f}", va="center")
         left = 0.0
-        for kind, colour in KINDS.items():
-            size = sum(e["count"] * e["bytes"] for e in record["traffic"] if what_for(e) == kind) / 1e6
+        for kind, size in sent.items():
             if size:
-                traffic.barh(place, size, 0.56, left=left, color=colour, label=None if kind in seen else kind)
+                label = None if kind in seen else kind
+                traffic.barh(place, size / 1e6, 0.56, left=left, color=KINDS[kind], label=label)
                 seen.add(kind)
-                left += size
-        traffic.barh(place, sent / 1e6, 0.74, fill=False, edgecolor="black", linewidth=1.3)
+                left += size / 1e6
         traffic.text(left, place, f"  {left:.1f}", va="center")
         step = record["time"]["step"]
         low, median, high = (1e3 * step[key] for key in ("p10", "median", "p90"))
@@ -105,12 +112,13 @@ def ways(rows: list[tuple[str, dict, int, int]], title: str, under: str):
         time.text(max(median, high), place, f"  {median:.0f}", va="center")
     memory.set_yticks(range(len(rows)), [row[0] for row in rows])
     memory.invert_yaxis()
-    labels = ("peak memory of the fullest rank [MiB]", "traffic of rank 0 in a step [MB]", "step time [ms]")
+    labels = ("peak memory of the fullest rank [MiB]", "sent by the busiest rank [MB a step]", "step time [ms]")
     for axes, label in zip((memory, traffic, time), labels, strict=True):
         axes.set_xlabel(label)
         axes.tick_params(axis="y", length=0)
         axes.margins(x=0.2)
-    headline(figure, title, f"{under}\nsolid: measured, outlined: predicted")
+    marks = "left: measured, outlined predicted · middle: by the ring's law · right: measured, median, 10th to 90th percentile"
+    headline(figure, title, f"{under}\n{marks}")
     figure.legend(*traffic.get_legend_handles_labels(), loc="outside lower left", ncols=3, fontsize=11)
     show(figure)
 
