@@ -45,7 +45,8 @@ test-cluster: $(TEST_READY)     ## what needs a Slurm to start, and a browser (C
 
 test-lowest: $(LOWEST)/ready    ## arithmetic, equality and memory on the oldest supported versions
 	$(LOWEST)/bin/python -m pytest -v -m "not slurm" tests/test_models.py tests/test_predict.py tests/test_equality.py \
-	  tests/test_gpt_equality.py tests/test_memory.py
+	  tests/test_gpt_equality.py tests/test_memory.py tests/test_mesh.py tests/test_zero_plan.py tests/test_pipeline.py \
+	  tests/test_tensor_parallel.py
 
 lab: $(READY)           ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab notebooks

@@ -143,7 +143,9 @@ def peaks(schedule: str, micro_batches: int) -> list[int]:
     return plan_command.describe(asked, plan_command.plan_of(asked))["stages"]
 
 
-def test_only_under_gpipe_the_micro_batches_pile_up():
+def test_only_under_gpipe_the_micro_batches_pile_up(monkeypatch):
+    # PyTorch 2.11 has a place for all that a step receives, whatever the schedule.
+    monkeypatch.setattr(plan_command, "installed_torch", lambda: (2, 15))
     assert all(more > 1.5 * less for less, more in zip(peaks("gpipe", 8), peaks("gpipe", 16), strict=True))
     few, many = peaks("1f1b", 8), peaks("1f1b", 16)
     assert all(more < 1.02 * less for less, more in zip(few[:-1], many[:-1], strict=True))
