@@ -183,6 +183,7 @@ def compare(one: dict, measured: dict, rank: int = 0) -> dict:
     kept = predict.by_category(plan.persistent())
     started = {name: measured["memory"]["start"][name] for name in kept}
     return one | {
+        "rank": rank,
         "measured": {name: size for name, size in peak.items() if size},
         "predicted": predicted,
         "where": where,

@@ -42,7 +42,7 @@ def test_the_committed_trial_is_of_these_configurations_and_this_arithmetic():
     assert len(rows) == len(tried) >= 40
     for row, one in zip(rows, tried, strict=True):
         assert {k: row[k] for k in one} == one
-        assert row["predicted"] == predict.by_category(trial.planned(one).peak()[1])
+        assert row["predicted"] == predict.by_category(trial.planned(one, row["rank"]).peak()[1])
         assert predict.total(row["predicted"]) == pytest.approx(sum(row["measured"].values()), rel=0.01)
 
 
