@@ -43,6 +43,7 @@ STATES = {
     "momentum": ("momentum",),
     "sgd": (),
 }
+WIDE_SUMS = (2, 15)  # from this PyTorch on, a tensor group sums the norms' gradients in fp32, not in bf16
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes after which DDP closes its first bucket, and each other
 
 
@@ -63,7 +64,7 @@ class Plan:
     rank: int = 0  # whose bytes: under zero1, deepspeed-1 and deepspeed-2 ranks hold different parts
     on_gpu: bool = False  # a GPU's kernels
     workspaces: bool = True  # count what these allocate inside them, as the allocator does, and a tracer cannot
-    torch: tuple[int, int] = (2, 15)  # the version whose choice of a GPU's attention kernel it is
+    torch: tuple[int, int] = (2, 15)  # the version, where versions differ
     pipeline: Stage | None = None  # the blueprint is that of one stage, and this says which
 
     def __post_init__(self):
@@ -239,9 +240,10 @@ class Plan:
         times["all-gather", activation, exchange.parts, "tensor"] = exchange.gathers * self.micro_batches
         times["reduce-scatter", activation, exchange.parts, "tensor"] = exchange.scatters * self.micro_batches
         times["all-reduce", exchange.rows * self.itemsize, exchange.parts, "tensor"] = 3 * self.micro_batches
+        itemsize = self.compute_itemsize if self.torch < WIDE_SUMS else self.itemsize
         for unit in self.make_units():
             for parameter in unit.everywhere:
-                times["all-reduce", parameter.numel * self.itemsize, exchange.parts, "tensor"] += reductions
+                times["all-reduce", parameter.numel * itemsize, exchange.parts, "tensor"] += reductions
         return times
 
     @cached_property
