@@ -101,3 +101,11 @@ def test_clipping_that_is_not_forgotten_is_noticed():
     others = ("lab.run(", "under_deepspeed(", "between_steps(runs", "parts(")
     lines = run_broken("13", breaks, "clipping left to its default", others)
     assert failed(lines) == ["clipping left to its default"]
+
+
+@pytest.mark.long
+def test_without_deepspeed_pytorch_alone_is_shown():
+    absent = {"    deepspeed_zero.check()": '    raise UserError("DeepSpeed is not installed")'}
+    lines = run_broken("13", absent, until="no cell has this")
+    assert len(lines) > 10
+    assert all(line.startswith("PASS  ") and "deepspeed" not in line for line in lines)

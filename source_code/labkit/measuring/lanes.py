@@ -5,7 +5,6 @@ computing is a timed wait, as a host waits for its GPU: its lanes show the sched
 """
 
 import contextlib
-import statistics
 import time
 from collections.abc import Callable, Iterator
 
@@ -77,11 +76,6 @@ def idle_share(step: list[list[dict]]) -> float:
     """Which share of one step's lanes is empty: to be compared with ``planner.pipeline.bubble``."""
     busy = sum(note["end"] - note["begin"] for lane in step for note in lane)
     return 1 - busy / (len(step) * span(step))
-
-
-def median_and_spread(values: list[float]) -> dict:
-    """{"median", "least", "most"}"""
-    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
 class _Wait(torch.autograd.Function):
