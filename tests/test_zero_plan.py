@@ -36,6 +36,8 @@ def test_what_deepspeed_keeps_is_what_the_paper_counts_and_named_extras(strategy
     assert kept.pop(("optimizer state", "step counters")) == tensors * predict.STEP_COUNTER
     bucket = kept.pop(("reduce-scatter", "bucket"), 0)
     assert bucket == (2 * BLOCK if stage == 3 else 0)
+    norm = kept.pop(("temporary", "norm of the last gradient"), 0)  # one number, which the engine remembers
+    assert norm == {0: 0, 1: 4, 2: 4, 3: 8}[stage]
     between_steps = 2 if stage == 3 else 0  # the other stages free their gradients
     assert predict.total(kept) == cost.model_state(TINY.numel, 4, stage, sizes=(2, between_steps, 12))
 
