@@ -55,9 +55,8 @@ WAYS = [
         Way(f"ZeRO-{stage}, DeepSpeed", "gpt_zero", {"stage": str(stage), "engine": "deepspeed"}, precisions=("fp32",))
         for stage in (1, 2, 3)
     ),
-    Way(
-        "tensor parallel", "gpt_fsdp", {"mesh": "tensor=2"}, ranks=(2,)
-    ),  # as many as there are heads of keys and values
+    # Not on 4 ranks: the model has two heads of keys and values to split.
+    Way("tensor parallel", "gpt_fsdp", {"mesh": "tensor=2"}, ranks=(2,)),
     Way("FSDP2 2 x tensor parallel 2", "gpt_fsdp", {"mesh": "shard=2,tensor=2"}, ranks=(4,)),
     *(
         Way(f"pipeline, {schedule}", "gpt_pipeline", {"schedule": schedule, "accumulate": 4})

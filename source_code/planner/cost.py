@@ -37,10 +37,10 @@ NETWORKS = {
 }
 
 
-# How often a backend passes all but one part in n of a tensor along its ring (a broadcast, all of it along n − 1 of n
-# edges, which is as much on average). gloo makes a reduce-scatter from an
-# all-reduce, of which it keeps a part (chapter 02).
-RING = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "broadcast": 1}
+# How often a backend passes all but one part in n of a tensor along its ring (a broadcast or a reduction to one rank:
+# all of it along n − 1 of n edges, which is as much on average). gloo makes a reduce-scatter from an all-reduce, of
+# which it keeps a part (chapter 02).
+RING = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "broadcast": 1, "reduce": 1}
 PASSES = {"ring": RING, "gloo": RING | {"reduce-scatter": 2}}
 
 
@@ -48,8 +48,8 @@ def ring_bytes(collective: dict, plan: Plan, node_size: int, backend: str = "rin
     """Where one collective of ``plan.traffic()`` sends its bytes, with ``node_size`` ranks on each node.
 
     Returns {"rank": bytes that a rank sends, "node": bytes that leave a node, "steps": of the ring}; of unequal nodes,
-    the one that most leave. Ranks are numbered node by node. The ranks of a tensor group are
-    neighbours, those that share a model lie that many apart, and the replicas of a shard as far apart as they can. backend: "ring", as NCCL's, or
+    the one that most leave. Ranks are numbered node by node. The ranks of a tensor group are neighbours, those that
+    share a model lie that many apart, and the replicas of a shard as far apart as they can. backend: "ring", as NCCL's, or
     "gloo". A record's traffic does not say how many ranks take part; the plan does, but for reshard_after_forward=N.
     """
     if collective["kind"] in ("send", "receive"):  # by a stage of a pipeline; a link carries both directions at once

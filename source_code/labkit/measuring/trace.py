@@ -10,8 +10,8 @@ every buffer handed to a collective. Not counted: what lies outside tensors, suc
 communication backend (gloo, NCCL) makes inside itself, kernel workspaces and Python's own memory.
 
 Private PyTorch used here, and only here: ``torch._C._current_graph_task_id`` (are we inside backward?), the
-names of c10d's operators, ``_resolve_process_group`` (whose group is that?), and the replacing of ``UntypedStorage.resize_`` by which FSDP frees
-parameters.
+names of c10d's operators, ``_resolve_process_group`` (whose group is that?), and the replacing of
+``UntypedStorage.resize_`` by which FSDP frees parameters.
 """
 
 import os
