@@ -7,6 +7,7 @@ READY  := $(VENV)/ready
 TEST_READY := $(VENV)/test-ready
 LOWEST := .venv-lowest
 DEEPSPEED := -r source_code/requirements-deepspeed.txt
+JAX := -r source_code/requirements-jax.txt
 
 # Python keeps what it has compiled. Without that, importing torch takes five seconds instead of two, at every start.
 unexport PYTHONDONTWRITEBYTECODE
@@ -24,7 +25,7 @@ pip     = $(1)/bin/python -m pip install --quiet --disable-pip-version-check
 install = { $(call pip,$(1)) uv && $(1)/bin/uv pip install --quiet --python $(1)/bin/python $(2); } || \
           { echo "uv cannot install here, so pip does: two minutes"; $(call pip,$(1)) $(2); }
 
-.PHONY: run check test test-cluster test-lowest lab learner notebooks gpu bench deepspeed constraints slurm slurm-down help
+.PHONY: run check test test-cluster test-lowest lab learner notebooks gpu bench deepspeed jax constraints slurm slurm-down help
 
 run: $(READY)           ## climb the ladder on this machine: eight runs, a table and a picture
 	cd source_code && ../$(BIN)/python ladder.py $(LADDER)
@@ -79,9 +80,12 @@ bench: $(READY)         ## measure ratios: data loaders, and what FSDP costs on 
 deepspeed: $(READY)     ## install DeepSpeed, for gpt_zero.py --engine deepspeed and notebook 13: 20 MB; nothing is compiled
 	@$(call install,$(VENV),$(DEEPSPEED) -c constraints.txt)
 
+jax: $(READY)         ## install JAX, for gpt_jax.py and notebook 14: 0.6 GB
+	@$(call install,$(VENV),$(JAX) -c constraints.txt)
+
 constraints: $(READY)   ## take the newest versions of everything into constraints.txt (commit it if CI passes)
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --upgrade --no-annotate --no-header \
-	  requirements.txt source_code/requirements-deepspeed.txt tests/requirements.txt -o constraints.txt
+	  requirements.txt source_code/requirements-deepspeed.txt source_code/requirements-jax.txt tests/requirements.txt -o constraints.txt
 	$(MAKE) $(TEST_READY)
 
 slurm:                  ## bring up a two-node practice Slurm on this machine (LINK=200mbit: two hosts and a link)
@@ -103,8 +107,8 @@ $(READY): requirements.txt constraints.txt
 	@$(call install,$(VENV),-r requirements.txt -c constraints.txt)
 	@touch $@
 
-$(TEST_READY): tests/requirements.txt source_code/requirements-deepspeed.txt $(READY)
-	@$(call install,$(VENV),-r tests/requirements.txt $(DEEPSPEED) -c constraints.txt)
+$(TEST_READY): tests/requirements.txt source_code/requirements-deepspeed.txt source_code/requirements-jax.txt $(READY)
+	@$(call install,$(VENV),-r tests/requirements.txt $(DEEPSPEED) $(JAX) -c constraints.txt)
 	@touch $@
 
 $(LOWEST)/ready: requirements.txt tests/requirements.txt source_code/requirements-deepspeed.txt $(READY)
