@@ -1,6 +1,7 @@
 """The transformer lab computes the same training however it is shared: the losses of 4 ranks are those of one process.
 
-Within 1e-9 in float64 for every way of sharing, recomputing and accumulating; within 1e-4 in fp32 for a handful.
+What is combined with a way of sharing: recomputing, accumulating, clipping, adapters, tied weights, optimizers. The
+plain ways are in test_equivalence.py. Within 1e-9 in float64; in fp32 a handful, within 1e-5.
 A configuration takes a few seconds, and starting four ranks takes as long: so all of them run one after the other
 in the same ranks.
 """
@@ -28,26 +29,20 @@ PAIRS = {"reshard_after_forward": "2"}
 HYBRID = {"mesh": "2x2"}
 
 FP64 = {
-    "ddp": DDP,
     "ddp, tied, accumulate 4 with the last's sum, clipped": DDP | TIED | LAST | CLIPPED,
     "ddp, recompute full, frozen base": DDP | FULL | LORA,
     "ddp, recompute selective": DDP | SELECTIVE,
-    "fsdp1": FSDP1,
     "fsdp1, tied, recompute full": FSDP1 | TIED | FULL,
     "fsdp1, kept after forward, recompute selective": FSDP1 | KEEP | SELECTIVE,
     "fsdp1, kept after forward, accumulate 4 with the last's sum": FSDP1 | KEEP | LAST,
     "fsdp1, frozen base": FSDP1 | LORA,
     "fsdp1, 2x2, tied": FSDP1 | HYBRID | TIED,
-    "fsdp2": FSDP2,
     "fsdp2, tied, recompute full, accumulate 4": FSDP2 | TIED | FULL | FOUR,
     "fsdp2, accumulate 4 with the last's sum, clipped": FSDP2 | LAST | CLIPPED,
     "fsdp2, frozen base, recompute selective": FSDP2 | LORA | SELECTIVE,
     "fsdp2, frozen base, kept after forward, accumulate 4 with the last's sum": FSDP2 | LORA | KEEP | LAST,
-    "fsdp2, kept after forward": FSDP2 | KEEP,
     "fsdp2, kept after forward, tied, recompute full": FSDP2 | KEEP | TIED | FULL,
-    "fsdp2, kept by pairs": FSDP2 | PAIRS,
     "fsdp2, kept by pairs, tied, recompute selective": FSDP2 | PAIRS | TIED | SELECTIVE,
-    "fsdp2, 2x2": FSDP2 | HYBRID,
     "fsdp2, 2x2, tied, recompute full, clipped": FSDP2 | HYBRID | TIED | FULL | CLIPPED,
     "fsdp2, 2x2, accumulate 4 with the last's sum": FSDP2 | HYBRID | LAST,
     "fsdp2, 2x2, frozen base, kept by pairs": FSDP2 | HYBRID | LORA | PAIRS,
@@ -61,10 +56,6 @@ FP64 = {
 FP32 = {
     name: FP64[name]
     for name in (
-        "ddp",
-        "fsdp1",
-        "fsdp2",
-        "fsdp2, 2x2",
         "fsdp2, frozen base, recompute selective",
         "fsdp2, kept after forward, tied, recompute full",
         "fsdp1, kept after forward, accumulate 4 with the last's sum",
@@ -123,4 +114,4 @@ def test_losses_are_those_of_one_process(precision, name, losses):
     reference = losses[reference_of(options)]
     assert len(reference) == STEPS + 1
     assert reference[STEPS - 1] < reference[0]
-    assert losses[str((precision, name))] == pytest.approx(reference, rel=1e-9 if precision == "fp64" else 1e-4)
+    assert losses[str((precision, name))] == pytest.approx(reference, rel=1e-9 if precision == "fp64" else 1e-5)
