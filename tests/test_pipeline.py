@@ -55,6 +55,7 @@ def order_of(me, schedule: str, micro_batches: int) -> list:
     x = torch.zeros(micro_batches, 1)
     (step,) = lanes.lanes(stage, lambda: run.step(*([x] if me.rank == 0 else []), target=x, return_outputs=False), 1)
     assert 0 < lanes.idle_share(step) < 1
+    assert pipeline.idle_share(schedule, lanes.seconds(step)) <= lanes.idle_share(step)  # handing over takes time
     return [[(note["action"], note["micro_batch"]) for note in lane] for lane in step]
 
 
@@ -105,27 +106,28 @@ def test_the_orders_are_those_of_the_papers():
     assert letters("1f1b", 3, 2, 4) == "F0 B0 F1 B1 F2 B2 F3 B3"
 
 
-def in_turn(schedule: str, stages: int, micro_batches: int) -> float:
-    """The share of idle time, found by playing the orders: a forward takes 1, a backward 2, sending nothing."""
-    orders = [pipeline.order(schedule, stages, stage, micro_batches) for stage in range(stages)]
-    ends, now, done = {}, [0] * stages, [0] * stages
-    while any(done[s] < len(orders[s]) for s in range(stages)):
-        for s in range(stages):
-            while done[s] < len(orders[s]):
-                action, number = orders[s][done[s]]
-                before = s - 1 if action == "forward" else s + 1
-                if 0 <= before < stages and (action, number, before) not in ends:
-                    break
-                start = max(now[s], ends.get((action, number, before), 0))
-                now[s] = ends[action, number, s] = start + (1 if action == "forward" else 2)
-                done[s] += 1
-    return 1 - 3 * micro_batches / max(now)
-
-
 @pytest.mark.parametrize("schedule", pipeline.SCHEDULES)
 @pytest.mark.parametrize("stages, micro_batches", [(1, 3), (2, 2), (2, 8), (4, 4), (4, 9), (8, 16)])
 def test_the_bubble_is_what_the_orders_leave_empty(schedule, stages, micro_batches):
-    assert in_turn(schedule, stages, micro_batches) == pytest.approx(pipeline.bubble(stages, micro_batches))
+    lengths = {"forward": 1.0, "backward": 2.0}
+    seconds = {
+        (stage, action, number): length
+        for stage in range(stages)
+        for action, length in lengths.items()
+        for number in range(micro_batches)
+    }
+    assert pipeline.idle_share(schedule, seconds) == pytest.approx(pipeline.bubble(stages, micro_batches))
+
+
+def test_a_slower_stage_lets_the_other_wait_longer():
+    """By hand: forwards of 1 s and 3 s, backwards of 2 s and 6 s: 12 s busy of 2 x (1 + 3 + 6 + 2)."""
+    seconds = {(0, "forward", 0): 1, (1, "forward", 0): 3, (1, "backward", 0): 6, (0, "backward", 0): 2}
+    for schedule in pipeline.SCHEDULES:
+        assert pipeline.idle_share(schedule, seconds) == 0.5
+    # Of two micro-batches the slow stage gets the second while it still has the first: 24 s of 2 x (1 + 18 + 2).
+    twice = {(stage, action, number): s for (stage, action, _), s in seconds.items() for number in (0, 1)}
+    for schedule in pipeline.SCHEDULES:
+        assert pipeline.idle_share(schedule, twice) == pytest.approx(1 - 24 / 42)
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,28 @@ def bubble(stages: int, micro_batches: int) -> float:
     return (stages - 1) / (micro_batches + stages - 1)
 
 
+def idle_share(schedule: str, seconds: dict[tuple[int, str, int], float]) -> float:
+    """``bubble`` where stages and micro-batches are not equally long; to hand over takes no time here either.
+
+    seconds: how long each (stage, "forward" or "backward", micro-batch) takes. The orders are played through: an
+    action begins when its stage is done with the one before, and its neighbour has handed over what it needs.
+    """
+    stages = 1 + max(stage for stage, *_ in seconds)
+    to_do = [order(schedule, stages, stage, len(seconds) // (2 * stages)) for stage in range(stages)]
+    now, ends = [0.0] * stages, {}
+    while any(to_do):
+        for stage, actions in enumerate(to_do):
+            while actions:
+                action, number = actions[0]
+                giver = stage - 1 if action == "forward" else stage + 1
+                if 0 <= giver < stages and (giver, action, number) not in ends:
+                    break
+                begin = max(now[stage], ends.get((giver, action, number), 0.0))
+                now[stage] = ends[stage, action, number] = begin + seconds[stage, action, number]
+                actions.pop(0)
+    return 1 - sum(seconds.values()) / (stages * max(now))
+
+
 @dataclass(frozen=True)
 class Stage:
     """Which stage of how many, and in which order it computes: one of ``SCHEDULES``."""

@@ -78,6 +78,12 @@ def idle_share(step: list[list[dict]]) -> float:
     return 1 - busy / (len(step) * span(step))
 
 
+def seconds(step: list[list[dict]]) -> dict[tuple[int, str, int], float]:
+    """How long each (stage, action, micro-batch) of one step's lanes took: see ``planner.pipeline.idle_share``."""
+    notes = [(stage, note) for stage, lane in enumerate(step) for note in lane]
+    return {(stage, note["action"], note["micro_batch"]): note["end"] - note["begin"] for stage, note in notes}
+
+
 class _Wait(torch.autograd.Function):
     """Forward and backward take so many seconds, and compute nothing."""
 
