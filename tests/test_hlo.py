@@ -84,6 +84,11 @@ def test_a_start_and_its_done_are_one_collective(start, others, found):
         ("[2,4]<=[4,2]T(1,0)", "fsdp"),
         ("[1,8]<=[8]", "fsdp+tensor"),
         ("{}", "fsdp+tensor"),
+        ("mesh['axis_0'=4,'axis_1'=2] {'axis_0'}", "fsdp"),
+        ("mesh['axis_0'=1,'axis_1'=4,'axis_2'=2] {'axis_2'}", "tensor"),
+        ("mesh['axis_0'=8,'axis_1'=1] {'axis_0'}", "fsdp+tensor"),
+        ("mesh['axis_0'=1,'axis_1'=2,'axis_2'=4], device_ids=([4,2]T(1,0)) {'axis_1'}", "tensor"),
+        ("mesh['axis_0'=1,'axis_1'=2,'axis_2'=4], device_ids=([4,2]T(1,0)) {'axis_2'}", "fsdp"),
         ("{{0},{1},{2},{3},{4},{5},{6},{7}}", None),
     ],
 )
@@ -120,7 +125,7 @@ def test_what_cannot_be_read_is_an_error_and_no_guess():
     with pytest.raises(ValueError, match="not along axes"):
         hlo.collectives(program("%r = f32[2] all-reduce(%p), replica_groups={{0,3},{1,2}}"), {"fsdp": 2, "tensor": 2})
     with pytest.raises(ValueError, match="devices of this collective"):
-        hlo.collectives(program("%r = f32[2] all-reduce(%p), replica_groups=mesh['x'=8]"), EIGHT)
+        hlo.collectives(program("%r = f32[2] all-reduce(%p), replica_groups=mesh['x'=8] {'x':(1)4}"), EIGHT)
     with pytest.raises(ValueError, match="no text of a compiled program"):
         hlo.collectives("", EIGHT)
     quiet = program(loop("cond", trips=""), others=computation("cond"))

@@ -3,7 +3,7 @@
 from math import prod
 
 import pytest
-from planner import jax_sharding, networks
+from planner import UserError, jax_sharding, networks
 from planner.jax_sharding import leaves, persistent, sums, traffic
 from planner.shapes import GPT_SHAPES
 
@@ -22,13 +22,13 @@ def test_the_leaves_are_the_parameters(preset):
 def test_a_leaf_is_cut_along_its_largest_dimension_that_divides():
     cut = jax_sharding.dimension
     assert cut("blocks.up", (4, 128, 384), 8, 0) == 2
-    assert cut("blocks.up", (4, 128, 384), 256, 0) is None
     assert cut("blocks.output", (4, 128, 128), 8, 0) == 1  # of equal ones the first
-    assert cut("blocks.norm", (16, 12), 8, 0) is None  # the layers would divide, and are not cut
     assert cut("blocks.norm", (4, 128), 8, 0) == 1
     assert cut("blocks.norm", (4, 128), 8, 512) == 1
     assert cut("blocks.norm", (4, 128), 8, 513) is None  # fewer numbers than the threshold
     assert cut("embedding", (255, 128), 8, 0) == 1
+    with pytest.raises(UserError, match="can be cut into 8 equal parts"):
+        cut("blocks.norm", (16, 12), 8, 0)  # the layers would divide, and are not cut
 
 
 def test_all_is_shared_without_a_threshold_and_nothing_above_all():

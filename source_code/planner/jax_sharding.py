@@ -8,6 +8,7 @@ threshold. Sizes are bytes; categories and kinds are those of planner/predict.py
 from collections import Counter
 from math import prod
 
+from planner import UserError
 from planner.shapes import GPTShape
 
 COUNTER, LOSS = 4, 4  # bytes: the steps done, one number for all leaves, as optax counts them; the loss in fp32
@@ -36,13 +37,15 @@ def leaves(shape: GPTShape) -> dict[str, tuple[int, ...]]:
 def dimension(name: str, dims: tuple[int, ...], devices: int, threshold: int) -> int | None:
     """Along which dimension a leaf is cut: the largest that the devices divide, of equal ones the first.
 
-    None: it is whole on each device, since it has fewer than ``threshold`` numbers or no dimension divides. Never the
-    layers' dimension: a device would have whole layers, and the others nothing to do until it has sent them.
+    None: it has fewer than ``threshold`` numbers, and is whole on each device. Never the layers' dimension, over which
+    the model's loop runs. UserError: they divide none.
     """
+    if prod(dims) < threshold:
+        return None
     first = 1 if name.startswith(BLOCKS) else 0
     fitting = [d for d in range(first, len(dims)) if dims[d] % devices == 0]
-    if prod(dims) < threshold or not fitting:
-        return None
+    if not fitting:
+        raise UserError(f"no dimension of {name}, {dims}, can be cut into {devices} equal parts")
     return max(fitting, key=lambda d: dims[d])
 
 

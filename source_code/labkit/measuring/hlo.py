@@ -18,6 +18,7 @@ _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?[\w.\-]+ = (.+?) ([a-z][\w\-]*)\(")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"(?:branch_computations=\{|true_computation=|false_computation=)%?([\w.\-]+)")
 _TRIPS = re.compile(r"known_trip_count\D*(\d+)")
+_LAID_OUT = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 
 
@@ -124,23 +125,37 @@ def _group(line: str, axes: dict) -> tuple[int, str | None]:
 
 
 def _groups(line: str) -> list[list[int]]:
-    """The devices of each group, from ``{{0,1},{2,3}}`` or ``[2,4]<=[4,2]T(1,0)``: 0 to 7 laid out as 4 × 2, turned, and
-    read row by row into 2 groups of 4."""
+    """The devices of each group, which XLA writes in one of three ways.
+
+    ``{{0,1},{2,3}}``. ``[2,4]<=[4,2]T(1,0)``: 0 to 7 laid out as 4 × 2, turned, and read row by row into 2 groups of 4.
+    ``mesh['a'=4,'b'=2] {'b'}``: laid out as a mesh, of which a group lies along b; its axes have names of XLA's own. In
+    it ``device_ids=([4,2]T(1,0))`` are the devices that are laid out.
+    """
     if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})?\}", line):
-        return [[int(d) for d in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", listed[1] or "")]
-    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
-    if not iota:
+        return [_numbers(group) for group in re.findall(r"\{([\d,]+)\}", listed[1] or "")]
+    if iota := re.search(rf"replica_groups=\[([\d,]+)\]<={_LAID_OUT}", line):
+        (_, members), devices = _numbers(iota[1]), _turned(_numbers(iota[2]), _numbers(iota[3]))
+    elif mesh := re.search(rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({_LAID_OUT}\))? \{{([^}}:]*)\}}", line):
+        sizes, chosen = dict(each.split("=") for each in mesh[1].split(",")), mesh[4].split(",")
+        dims, names = [int(size) for size in sizes.values()], list(sizes)
+        members = prod(dims[names.index(name)] for name in chosen)
+        ids = _turned(_numbers(mesh[2]), _numbers(mesh[3])) if mesh[2] else range(prod(dims))
+        ordered = sorted(range(len(dims)), key=lambda d: names[d] in chosen)  # theirs last, to be read row by row
+        devices = [ids[place] for place in _turned(dims, ordered)]
+    else:
         raise ValueError(f"the devices of this collective cannot be read: {line.strip()[:120]}")
-    (groups, members), dims, turned = ([int(n) for n in (part or "").split(",") if n] for part in iota.groups())
-    devices = _turned(dims, turned or list(range(len(dims))))
-    return [devices[i * members : (i + 1) * members] for i in range(groups)]
+    return [devices[i : i + members] for i in range(0, len(devices), members)]
+
+
+def _numbers(text: str | None) -> list[int]:
+    return [int(number) for number in (text or "").split(",") if number]
 
 
 def _turned(dims: list[int], order: list[int]) -> list[int]:
-    """0, 1, … laid out row by row in these dimensions, and read with the dimensions in another order."""
+    """0, 1, … laid out row by row in these dimensions, and read with the dimensions in another order, if one is given."""
     steps = [prod(dims[i + 1 :]) for i in range(len(dims))]
     found = [0]
-    for dimension in order:
+    for dimension in order or range(len(dims)):
         found = list(chain.from_iterable([d + i * steps[dimension] for i in range(dims[dimension])] for d in found))
     return found
 
