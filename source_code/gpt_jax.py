@@ -81,7 +81,9 @@ def shardings(shapes, config, mesh):
     """The shardings of a tree of shapes, such as the parameters, each leaf's by ``partition``."""
     leaves, structure = jax.tree.flatten(shapes)
     axes = dict(mesh.shape)
-    specs = [partition(name, leaf.shape, config, axes) for name, leaf in zip(jax_models.names(shapes), leaves)]
+    specs = [
+        partition(name, leaf.shape, config, axes) for name, leaf in zip(jax_models.names(shapes), leaves, strict=True)
+    ]
     return jax.tree.unflatten(structure, [NamedSharding(mesh, spec) for spec in specs])
 
 
