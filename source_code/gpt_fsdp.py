@@ -281,7 +281,7 @@ def train(config, me, prepare=prepare, compute_loss=compute_loss):
         losses += (summed / me.world_size).tolist()
         me.say(f"step {step}: loss {losses[-1]:.4f}")
         if config.checkpoint and (step % save_every == 0 or step == config.max_steps):
-            checkpoints.save(config.checkpoint, step, model, optimizer, run)
+            checkpoints.save(config.checkpoint, step, model, optimizer, run, config.keep)
     meter.finish()
     validation_loss = evaluate(model, data.validation, config, me, compute_loss)
     me.say(f"loss {losses[0]:.4f} in step {first_step + 1}, validation loss {validation_loss:.4f} after step {step}")

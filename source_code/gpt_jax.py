@@ -285,7 +285,7 @@ def train(config, world) -> dict:
         if (step + 1) % gpt_fsdp.LOG_EVERY == 0 or step + 1 == config.max_steps:
             world.say(f"step {step + 1}: loss {losses[-1]:.4f}")
         if config.checkpoint and ((step + 1) % save_every == 0 or step + 1 == config.max_steps):
-            jax_checkpoints.save(config.checkpoint, step + 1, training, run)
+            jax_checkpoints.save(config.checkpoint, step + 1, training, run, config.keep)
     bar.close()
     validation_loss = evaluate(training, data.validation, config)
     world.say(f"loss {losses[0]:.4f} in step {first_step + 1}, validation loss {validation_loss:.4f}")

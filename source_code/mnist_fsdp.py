@@ -184,7 +184,7 @@ def train(config, me):
         losses += (summed / me.world_size).tolist()
 
         if config.checkpoint:
-            checkpoints.save(config.checkpoint, step, model, optimizer, run)
+            checkpoints.save(config.checkpoint, step, model, optimizer, run, config.keep)
         correct, total, test_loss = evaluate(model, digits, config, me)
         me.say(
             f"epoch {epoch + 1}: loss {statistics.mean(losses[-len(local_losses) :]):.4f}, "

@@ -69,3 +69,15 @@ def slurm(slurm_installed, tmp_path_factory):
         yield env
     finally:
         subprocess.run(["bash", SCRIPT, "down", folder], capture_output=True, timeout=120, check=True)
+
+
+@pytest.fixture
+def world_of_one():
+    """The test's own process as the only rank."""
+    import torch
+    import torch.distributed as dist
+    from labkit.running import ranks
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield ranks.Rank(0, 0, 1, "here", torch.device("cpu"), "gloo")
+    dist.destroy_process_group()

@@ -96,9 +96,13 @@ def test_a_checkpoint_belongs_to_its_run(tmp_path):
         assert len(other.stderr.strip().splitlines()) == 1
     resumed = lab("--ranks 2 --strategy ddp --global-batch-size 8 --max-steps 4 --resume --checkpoint {tmp}", tmp_path)
     assert resumed.returncode == 0 and "resumed at step 2 of 4" in resumed.stdout
-    (checkpoints.latest(tmp_path) / "run.json").write_text("{")
-    damaged = lab("--strategy single --global-batch-size 8 --max-steps 6 --resume --checkpoint {tmp}", tmp_path)
-    assert damaged.returncode == 2 and "cannot be read" in damaged.stderr
+    (checkpoints.latest(tmp_path) / "manifest.json").write_text("{")
+    again = "--strategy single --global-batch-size 8 --max-steps 6 --resume --checkpoint {tmp}"
+    damaged = lab(again, tmp_path)
+    assert damaged.returncode == 2 and "is damaged (manifest.json is not what this course writes)" in damaged.stderr
+    before = lab(again + " --fall-back --keep 1", tmp_path)
+    assert "trying the one before" in before.stdout and "resumed at step 2 of 6" in before.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000006"]
 
 
 def test_an_error_without_words_is_told_by_its_name(tmp_path, monkeypatch):
@@ -106,6 +110,7 @@ def test_an_error_without_words_is_told_by_its_name(tmp_path, monkeypatch):
         raise KeyError
 
     monkeypatch.setattr(checkpoints, "get_state_dict", lambda *_: ({}, {}))
+    monkeypatch.setattr(checkpoints, "checked", lambda *_: {"shapes": {}})
     monkeypatch.setattr(checkpoints.dcp, "load", broken)
     with pytest.raises(UserError, match=r"cannot be read \(KeyError\)"):
         checkpoints.load(tmp_path, None, None)
@@ -133,7 +138,7 @@ def test_damaged_checkpoint_is_named(tmp_path):
         part.write_bytes(part.read_bytes()[:100])
     run = lab(f"--strategy single --resume --epochs 1 --checkpoint {tmp_path}", tmp_path)
     assert run.returncode == 2
-    assert f"the checkpoint {saved} cannot be read" in run.stderr
+    assert f"the checkpoint {saved} is damaged (__0_0.distcp has 100 bytes instead of" in run.stderr
 
 
 def test_checkpoint_being_written_is_never_the_latest(tmp_path):

@@ -1,29 +1,243 @@
-"""Which checkpoint a run goes on from: one for all ranks, whatever a file system shows to each of them."""
+"""What becomes of checkpoints: whole or not at all, the newest for all ranks, damage found and named, no code run."""
 
+import json
+import random
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from forked import by_value
+from labkit import UserError
 from labkit.running.lab import Lab
+from labkit.training import checkpoints, manifest
+
+LAB = Lab(launcher="local", ranks=2, device="cpu")
+MUTATIONS = 48  # of every kind, spread over every file
+RUN = {"--seed": 1}
+
+
+def training(width=8):
+    """(model, optimizer) after a step, so that there is a state to save."""
+    model = torch.nn.Sequential(torch.nn.Linear(width, 8), torch.nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, width)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def values(model) -> list:
+    return [parameter.tolist() for parameter in model.parameters()]
+
+
+# One for all ranks
 
 
 def resumed_by_a_rank_with_a_stale_listing(me, folder):
     """Two checkpoints are saved; then rank 1 still sees only the first, as a cache of NFS may show it."""
-    from pathlib import Path
-    from types import SimpleNamespace
-
-    import torch
-    from labkit.training import checkpoints
-
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
+    model, optimizer = training()
     for step in (1, 2):
         checkpoints.save(folder, step, model, optimizer, {})
     if me.rank == 1:
-        checkpoints.latest = lambda folder: min(Path(folder).glob("step-*"))
-    config = SimpleNamespace(checkpoint=folder, resume=True)
+        checkpoints.stored = lambda folder: [min(Path(folder).glob("step-*"))]
+    config = SimpleNamespace(checkpoint=folder, resume=True, fall_back=False)
     return checkpoints.resume(config, model, optimizer, {}, 9)
 
 
 def test_one_rank_looks_for_the_newest_checkpoint_and_all_take_it(tmp_path):
-    lab = Lab(launcher="local", ranks=2, device="cpu")
-    assert lab.on_ranks(by_value(resumed_by_a_rank_with_a_stale_listing), str(tmp_path)) == [2, 2]
+    assert LAB.on_ranks(by_value(resumed_by_a_rank_with_a_stale_listing), str(tmp_path)) == [2, 2]
+
+
+def told_of_damage_by_each_rank(me, folder):
+    """The sentence on each rank, where only a file that rank 1 looks into is damaged."""
+    model, optimizer = training()
+    checkpoints.save(folder, 1, model, optimizer, {})
+    path = checkpoints.latest(folder)
+    if me.rank == 0:
+        files = sorted(manifest.read(path)["files"])
+        (path / files[1]).write_bytes(b"")  # the second of them is rank 1's
+    torch.distributed.barrier()
+    with pytest.raises(UserError) as refused:
+        checkpoints.load(path, model, optimizer)
+    return str(refused.value)
+
+
+def test_what_one_rank_finds_damaged_all_refuse(tmp_path):
+    first, second = LAB.on_ranks(by_value(told_of_damage_by_each_rank), str(tmp_path))
+    assert first == second and "has 0 bytes instead of" in first
+
+
+# Whole, or not loaded
+
+
+@pytest.fixture(scope="module")
+def two_ranks_checkpoint(tmp_path_factory):
+    """step-000001, written by two ranks that share its tensors, and step-000002, another of the same."""
+    folder = tmp_path_factory.mktemp("sharded")
+    LAB.on_ranks(by_value(save_twice), str(folder))
+    return folder
+
+
+def save_twice(me, folder):
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model, _ = training()
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in (1, 2):
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        checkpoints.save(folder, step, model, optimizer, RUN)
+
+
+def mutate(path: Path, other: Path, how: str, chance: random.Random):
+    """Damage a file of a checkpoint; other: the file that has its place in another checkpoint."""
+    content = path.read_bytes()
+    at = chance.randrange(len(content))
+    if how == "truncate":
+        path.write_bytes(content[:at])
+    elif how == "flip a bit":
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1 << chance.randrange(8)]) + content[at + 1 :])
+    elif how == "delete":
+        path.unlink()
+    elif how == "take another checkpoint's":
+        path.write_bytes(other.read_bytes())
+    elif how == "swap":
+        neighbour = chance.choice([each for each in path.parent.iterdir() if each != path])
+        path.write_bytes(neighbour.read_bytes())
+        neighbour.write_bytes(content)
+    elif how == "append":
+        path.write_bytes(content + b"\0")
+
+
+HOW = ("truncate", "flip a bit", "delete", "take another checkpoint's", "swap", "append")
+
+
+@pytest.mark.parametrize("number", range(MUTATIONS))
+def test_every_damage_is_found_and_nothing_is_loaded(number, two_ranks_checkpoint, tmp_path, world_of_one):
+    whole, after = (two_ranks_checkpoint / f"step-00000{step}" for step in (1, 2))
+    path = Path(shutil.copytree(whole, tmp_path / whole.name))
+    names = sorted(each.name for each in path.iterdir())
+    assert len(names) == 4  # two ranks' files, DCP's metadata, the manifest
+    name, how = names[number % len(names)], HOW[number // len(names) % len(HOW)]
+    mutate(path / name, after / name, how, random.Random(number))
+    model, optimizer = training()
+    before = values(model)
+    with pytest.raises(manifest.Damaged, match=str(path)) as refused:
+        checkpoints.load(path, model, optimizer, RUN)
+    assert any(each in str(refused.value) for each in names)  # it names a file
+    assert values(model) == before
+
+
+def test_a_whole_one_is_loaded_by_another_number_of_ranks(two_ranks_checkpoint, world_of_one):
+    model, optimizer = training()
+    before = values(model)
+    assert checkpoints.load(two_ranks_checkpoint / "step-000001", model, optimizer, RUN) == 1
+    assert values(model) != before
+
+
+def test_the_newest_whole_one_is_taken_if_asked_for(two_ranks_checkpoint, tmp_path, world_of_one, capsys):
+    folder = Path(shutil.copytree(two_ranks_checkpoint, tmp_path / "copied"))
+    (folder / "step-000002" / ".metadata").unlink()
+    config = SimpleNamespace(checkpoint=folder, resume=True, fall_back=False)
+    with pytest.raises(
+        UserError, match=r"step-000002 is damaged \(.metadata: No such file or directory\): give --fall"
+    ):
+        checkpoints.resume(config, *training(), RUN, 9)
+    config.fall_back = True
+    assert checkpoints.resume(config, *training(), RUN, 9) == 1
+    assert (
+        "step-000002 is damaged (.metadata: No such file or directory): trying the one before"
+        in capsys.readouterr().out
+    )
+    (folder / "step-000001" / manifest.NAME).unlink()
+    with pytest.raises(UserError, match="no checkpoint in .* is whole: name another --checkpoint"):
+        checkpoints.resume(config, *training(), RUN, 9)
+
+
+def test_only_the_newest_are_kept(tmp_path, world_of_one):
+    model, optimizer = training()
+    for step in (1, 2, 3):
+        checkpoints.save(tmp_path, step, model, optimizer, RUN, keep=2)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-000002", "step-000003"]
+
+
+def test_a_save_that_is_interrupted_costs_nothing(tmp_path, world_of_one, monkeypatch):
+    """Whenever it ends before the last step, which is a rename: the checkpoint before is the newest."""
+    model, optimizer = training()
+    checkpoints.save(tmp_path, 1, model, optimizer, RUN, keep=1)
+    for name in ("dcp.save", "manifest.digest", "manifest.write", "put_in_place"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"labkit.training.checkpoints.{name}", lambda *_, **__: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                checkpoints.save(tmp_path, 2, model, optimizer, RUN, keep=1)
+        assert checkpoints.latest(tmp_path).name == "step-000001"
+        assert checkpoints.load(checkpoints.latest(tmp_path), model, optimizer, RUN) == 1
+    checkpoints.save(tmp_path, 2, model, optimizer, RUN, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
+
+
+# Of this run, this model, this version
+
+
+def test_another_model_and_a_later_format_are_told(tmp_path, world_of_one):
+    checkpoints.save(tmp_path, 1, *training(), RUN)
+    path = checkpoints.latest(tmp_path)
+    with pytest.raises(UserError, match=r"is of another model: 0.weight has the shape \[8, 8\], and here \[8, 5\]"):
+        checkpoints.load(path, *training(width=5), RUN)
+    found = manifest.read(path)
+    manifest.write(path, found.pop("files"), **found | {"format": 2})
+    with pytest.raises(UserError, match="has format 2, and this version knows 1: update the course"):
+        checkpoints.load(path, *training(), RUN)
+
+
+# From elsewhere: nothing in it is run
+
+
+class Hostile:
+    """Unpickled, it makes a file: it could do anything."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (Path(self.path),)
+
+
+def with_digests_anew(path: Path):
+    """Whoever makes a checkpoint to do harm makes its manifest, too."""
+    found = json.loads((path / manifest.NAME).read_text())
+    del found["sha256"]
+    files = {name: manifest.digest(path / name) for name in found.pop("files")}
+    manifest.write(path, files, **found)
+
+
+def test_metadata_that_would_run_code_is_refused(tmp_path, world_of_one):
+    import pickle
+
+    checkpoints.save(tmp_path, 1, *training(), RUN)
+    path, trace = checkpoints.latest(tmp_path), tmp_path / "it ran"
+    (path / ".metadata").write_bytes(pickle.dumps(Hostile(trace)))
+    with_digests_anew(path)
+    with pytest.raises(UserError, match=r"its metadata names pathlib\S*.touch|its metadata names \S*getattr"):
+        checkpoints.load(path, *training(), RUN)
+    assert not trace.exists()
+
+
+def test_a_value_that_would_run_code_is_refused(tmp_path, world_of_one, monkeypatch):
+    trace, save = tmp_path / "it ran", dcp.save
+    monkeypatch.setattr(dcp, "save", lambda state, **about: save(state | {"step": Hostile(trace)}, **about))
+    checkpoints.save(tmp_path, 1, *training(), RUN)
+    path = checkpoints.latest(tmp_path)
+    with pytest.raises(UserError, match="cannot be read .*: name another --checkpoint"):
+        checkpoints.load(path, *training(), RUN)
+    assert not trace.exists()
+    with pytest.raises(Exception):  # noqa: B017  DCP itself runs it, and then misses a number
+        dcp.load({"step": 0}, checkpoint_id=path)
+        raise RuntimeError
+    assert trace.exists()

@@ -83,6 +83,10 @@ class Training(Start):
     resume: bool = option(
         False, "go on from the newest checkpoint in --checkpoint, if there is one", needs="checkpoint"
     )
+    fall_back: bool = option(False, "if that one is damaged, go on from the newest whole one", needs="resume")
+    keep: int | None = option(
+        None, "how many checkpoints to keep, the newest (default: all)", least=1, needs="checkpoint"
+    )
     record: str | None = option(None, "write what was measured to this JSON file")
     profile: str | None = option(None, "folder for a trace of a few steps, for Perfetto or TensorBoard")
 

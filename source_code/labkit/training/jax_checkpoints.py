@@ -3,7 +3,6 @@
 Folders, and what must be the same when a run is resumed, are those of labkit/training/checkpoints.py.
 """
 
-import json
 import logging
 import shutil
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import jax
 import orbax.checkpoint as ocp
 
-from labkit.training import checkpoints
+from labkit.training import checkpoints, jax_world, manifest
 
 STATE = "state"  # what Orbax writes within a checkpoint's folder
 
@@ -21,34 +20,37 @@ def resume(config, training, run: dict) -> int:
 
     training: gpt_jax.py's, whose arrays are replaced. run: its ``checkpoints.identity``. UserError as there.
     """
-    if (path := checkpoints.to_resume(config)) is None:
-        return 0
-    checkpoints.compare(path, run)
+    return checkpoints.go_on(config, config.max_steps, lambda path: _load(path, training, run))
+
+
+def _load(path: Path, training, run: dict) -> int:
+    checkpoints.checked(path, run)
     # Shapes, number formats and where the parts are to lie: what is read takes these, whatever devices wrote it.
     wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), _named(training))
     try:
         with _checkpointer() as checkpointer:
             found = checkpointer.restore(_absolute(path) / STATE, wanted)
-    except Exception as error:  # of many kinds, all of which mean: it is not whole, or not of this model
+    except Exception as error:  # of many kinds
         raise checkpoints.unreadable(path, error) from None
-    step = int(path.name.removeprefix("step-"))
-    checkpoints.check_left(step, config.max_steps)
     training.params, training.state = jax.tree.unflatten(
         jax.tree.structure((training.params, training.state)), found.values()
     )
-    return step
+    return int(path.name.removeprefix("step-"))
 
 
-def save(folder: str | Path, step: int, training, run: dict):
-    """Write the state after ``step`` steps. The folder has its name when it is whole."""
-    final = _absolute(folder) / f"step-{step:06d}"
-    partial = final.with_suffix(".partial")
+def save(folder: str | Path, step: int, training, run: dict, keep: int | None = None):
+    """Write the state after ``step`` steps: ``checkpoints.save``."""
+    partial = _absolute(folder) / f"{checkpoints.name_of(step)}.partial"
     shutil.rmtree(partial, ignore_errors=True)  # left by a run that was ended while it saved
+    named = _named(training)
     with _checkpointer() as checkpointer:
-        checkpointer.save(partial / STATE, _named(training))
-    (partial / checkpoints.RUN).write_text(json.dumps(run, indent=1) + "\n")
-    shutil.rmtree(final, ignore_errors=True)
-    partial.rename(final)
+        checkpointer.save(partial / STATE, named)
+    paths = [path for path in partial.rglob("*") if path.is_file()]
+    files = {str(path.relative_to(partial)): manifest.digest(path) for path in paths}
+    shapes = {name: list(array.shape) for name, array in named.items()}
+    versions, devices = jax_world.versions(), len(training.mesh.devices.flat)
+    manifest.write(partial, files, run=run, ranks=devices, versions=versions, shapes=shapes)
+    checkpoints.put_in_place(partial, keep)
 
 
 def _named(training) -> dict:
