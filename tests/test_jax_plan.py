@@ -65,3 +65,5 @@ def test_recomputation_keeps_inputs_of_blocks_and_the_values_of_one(length):
     values, inputs = 4 * sum(jax_sharding.saved(TINY, 2, length).values()), 4 * 2 * length * 128
     assert plain - again == TINY.layers * (values + BLOCKS // TINY.layers - inputs)
     assert plain / again > 3
+    replicated = jax_sharding.temporary(TINY, 2, length, cut=False)
+    assert plain - replicated == BLOCKS + BLOCKS // TINY.layers - WHOLE  # what is gathered stays, but no whole gradient

@@ -25,3 +25,7 @@ class UserError(Exception):
 
     Every command of the course prints that sentence alone, without a traceback, and exits with code 2.
     """
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows of it: IPython asks for this."""
+        return [str(self)]

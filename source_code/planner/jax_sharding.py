@@ -88,19 +88,22 @@ def traffic(
     return [each | {"ranks": devices, "dimension": "fsdp"} for each in found]
 
 
-def temporary(shape: GPTShape, batch: int, length: int, recompute: bool = False, itemsize: int = 4) -> int:
-    """Bytes that a device needs within a step under fsdp-explicit, beside arguments and results. An estimate.
+def temporary(
+    shape: GPTShape, batch: int, length: int, recompute: bool = False, cut: bool = True, itemsize: int = 4
+) -> int:
+    """Bytes that a device needs within a step, beside arguments and results. An estimate. cut: False where replicated.
 
-    What backward keeps of forward: of each block what automatic differentiation in JAX saves, its gathered weights
-    among it; recomputed, each block's input. While backward is in a block, that block's values once more, copied out
-    of what is kept or computed again, and its weights' gradients, whole. Left out: the activations' gradients, which
-    take the place of values no longer needed, and the head, as backward begins there. Compared with XLA's own figures on
-    the CPU (jax 0.10): within 15 %.
+    What backward keeps of forward: of each block what automatic differentiation in JAX saves, where cut its gathered
+    weights among it; recomputed, each block's input. While backward is in a block, that block's values and weights once
+    more, copied out of what is kept, or computed and gathered again. And gradients of parameters: where cut, a block's;
+    else the model's. Left out: activations' gradients, which take the place of values no longer needed, and the head,
+    as backward begins there. Compared with XLA's figures on the CPU (jax 0.10.2): within 15 %.
     """
-    gathered = sum(prod(dims[1:]) for name, dims in leaves(shape).items() if name.startswith(BLOCKS) and len(dims) == 3)
+    weights = {name: prod(dims[1:]) for name, dims in leaves(shape).items() if len(dims) == 3}
+    block, model = sum(weights.values()), sum(map(prod, leaves(shape).values()))
     values = sum(saved(shape, batch, length).values())
-    kept = batch * length * shape.width if recompute else values + gathered
-    return itemsize * (shape.layers * kept + values + 2 * gathered)
+    kept = batch * length * shape.width if recompute else values + block * cut
+    return itemsize * (shape.layers * kept + values + block + (block if cut else model))
 
 
 def saved(shape: GPTShape, batch: int, length: int) -> dict[str, int]:
