@@ -5,6 +5,7 @@ Nothing here imports JAX before it is asked for: the course does without it, and
 
 import contextlib
 import importlib.metadata
+import itertools
 import os
 import re
 import socket
@@ -16,7 +17,8 @@ from importlib import import_module
 import torch
 
 from labkit import UserError
-from labkit.measuring import machine, records
+from labkit.measuring import hlo, machine, meters, records
+from labkit.measuring.trace import CATEGORIES
 from labkit.running import options, progress, ranks
 
 OLDEST = (0, 10)  # jax.shard_map, AxisType, jax_num_cpu_devices, and recomputation that saves memory
@@ -122,3 +124,47 @@ def free_memory(world: World) -> float:
 def versions() -> dict[str, str]:
     """{package: version}, for a record."""
     return {package: importlib.metadata.version(package) for package in PACKAGES}
+
+
+# What is measured
+
+
+def bytes_on_each(tree, world: World) -> list[int]:
+    """Bytes of a tree of arrays that lie on each device."""
+    leaves = import_module("jax").tree.leaves(tree)
+    shards = [shard for leaf in leaves for shard in leaf.addressable_shards]
+    return [sum(shard.data.nbytes for shard in shards if shard.device == device) for device in world.devices]
+
+
+def measured(training, world: World, ends: list[float], global_batch: int) -> dict:
+    """{"memory", "time", "traffic", "compile_seconds"} for a record (``meters.Meter.summary``).
+
+    training: gpt_jax.py's. ends: when each step was done, in seconds. What persists is counted on the devices; what a
+    step needs beside it, and what it sends, is read from the compiled program.
+    """
+    durations = [end - start for start, end in itertools.pairwise(ends)][meters.FIRST_TIMED_STEP - 1 :]
+    return {
+        "memory": _memory(training, world),
+        "time": meters.times(durations, global_batch),
+        "traffic": hlo.collectives(training.step.as_text(), dict(training.mesh.shape)),
+        "compile_seconds": training.compile_seconds,
+    }
+
+
+def _memory(training, world: World) -> dict:
+    params, state = bytes_on_each(training.params, world), bytes_on_each(training.state, world)
+    compiled = hlo.memory(training.step)
+    start = dict.fromkeys(CATEGORIES, 0) | {"parameters": params[0], "optimizer state": state[0]}
+    start["activations"] = compiled["arguments"] - params[0] - state[0]  # the batch
+    within = compiled["temporary"] + compiled["outputs"] - compiled["aliased"]
+    peak = start | {"temporary": within}
+    return {
+        "peak": peak,
+        "peak_phase": "step",  # a compiled one is not divided into forward, backward and optimizer
+        "peak_operator": None,
+        "start": start,
+        "timeline": [["start", *start.values()], ["step", *peak.values()]],
+        "peak_by_rank": [p + s + start["activations"] + within for p, s in zip(params, state, strict=True)],
+        "allocator": None,
+        "compiled": compiled,
+    }
