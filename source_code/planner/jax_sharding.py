@@ -71,15 +71,15 @@ def traffic(
     """A step's collectives under fsdp-explicit: [{"kind", "count", "bytes", "ranks", "dimension"}, …], as Plan.traffic.
 
     A sharded leaf is gathered where it is used, in a block layer by layer, and its gradient reduce-scattered there.
-    What is gathered in forward stays for backward. Recomputed, a block gathers a second time. The gradients of what
-    is whole on each device are all-reduced, all layers of a leaf at once, and so is the loss. An XLA that combines
-    neighbours sends the same bytes of each kind in fewer collectives.
+    What is gathered in forward stays for backward. Recomputed, a block gathers a second time. The gradients of what is
+    whole on each device are all-reduced, and so is the loss. XLA combines neighbours: it sends the bytes planned of each
+    kind in fewer collectives (see ``sums``).
     """
     times = Counter({("all-reduce", LOSS): micro_batches})
     for name, dims in leaves(shape).items():
         layers, numel = (dims[0], prod(dims[1:])) if name.startswith(BLOCKS) else (1, prod(dims))
         if dimension(name, dims, devices, threshold) is None:
-            times["all-reduce", layers * numel * itemsize] += micro_batches
+            times["all-reduce", numel * itemsize] += layers * micro_batches
             continue
         again = recompute and name.startswith(BLOCKS)
         times["all-gather", numel * itemsize] += layers * micro_batches * (2 if again else 1)

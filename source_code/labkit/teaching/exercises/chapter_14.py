@@ -1,5 +1,6 @@
 """Exercises of chapter 14, FSDP in JAX. What needs JAX runs in a process of its own, with its own virtual devices."""
 
+from contextlib import suppress
 from math import prod
 
 from planner import jax_sharding
@@ -59,6 +60,9 @@ def _shared(me, forward):
 
 
 def judge_forward(forward) -> str:
+    with suppress(Exception):  # what is written gathers, and cannot outside of a mesh
+        if unanswered(forward(object(), object())):
+            return "not answered yet"
     one = {"ranks": 1, "cluster": launch.Cluster(launcher="local"), "timeout": 60}
     found = cells.on_ranks(_shared, forward, **one)[0]
     if found is None:
