@@ -16,27 +16,36 @@ from labkit.training import checkpoints
 STATE = "state"  # what Orbax writes within a checkpoint's folder
 
 
-def resume(config, training, run: dict) -> int:
-    """Read the newest checkpoint in --checkpoint if --resume says so; return the step from which to train.
+def find(config, run: dict) -> Path | None:
+    """The newest checkpoint in --checkpoint if --resume says so, before anything is made. run: its ``identity``.
 
-    training: gpt_jax.py's, whose arrays are replaced. run: its ``checkpoints.identity``. UserError as there.
+    UserError: it is of another run, or leaves nothing to train, or see ``checkpoints.to_resume``.
     """
-    if (path := checkpoints.to_resume(config)) is None:
-        return 0
-    checkpoints.compare(path, run)
-    # Shapes, number formats and where the parts are to lie: what is read takes these, whatever devices wrote it.
+    if path := checkpoints.to_resume(config):
+        checkpoints.compare(path, run)
+        checkpoints.check_left(step_of(path), config.max_steps)
+    return path
+
+
+def step_of(path: Path | None) -> int:
+    """After how many steps a checkpoint was made; 0 without one."""
+    return int(path.name.removeprefix("step-")) if path else 0
+
+
+def load(path: Path, training):
+    """Read a checkpoint, whatever devices wrote it, in the place of the arrays there are. training: gpt_jax.py's.
+
+    UserError: it is damaged, or of arrays of other shapes.
+    """
+    # Shapes, number formats and where the parts are to lie: what is read takes these.
     wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), _named(training))
     try:
         with _checkpointer() as checkpointer:
             found = checkpointer.restore(_absolute(path) / STATE, wanted)
     except Exception as error:  # of many kinds, all of which mean: it is not whole, or not of this model
         raise checkpoints.unreadable(path, error) from None
-    step = int(path.name.removeprefix("step-"))
-    checkpoints.check_left(step, config.max_steps)
-    training.params, training.state = jax.tree.unflatten(
-        jax.tree.structure((training.params, training.state)), found.values()
-    )
-    return step
+    structure = jax.tree.structure((training.params, training.state))
+    training.params, training.state = jax.tree.unflatten(structure, found.values())
 
 
 def save(folder: str | Path, step: int, training, run: dict):
