@@ -128,14 +128,14 @@ class Meter:
             }
         if self.timeline:
             traffic = listed(self.collectives)
-        return {"memory": memory, "time": _times(self._step_times(), global_batch), "traffic": traffic}
+        return {"memory": memory, "time": times(self._step_times(), global_batch), "traffic": traffic}
 
 
 def _bytes(moment: dict) -> dict:
     return {category: moment[category] for category in CATEGORIES}
 
 
-def _times(seconds: list[float], global_batch: int) -> dict:
+def times(seconds: list[float], global_batch: int) -> dict:
     """Median and spread (the 10th and 90th percentile); None for what needs more steps than there were.
 
     Samples/s is over the whole time, not the median: a loader that stalls now and then must show.

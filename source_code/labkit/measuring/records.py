@@ -91,8 +91,10 @@ def report(script: str, config, me, result: dict, elapsed: float):
 
     result: the run's part of the record. me: a ``ranks.Rank``. elapsed: seconds since the run began.
     """
-    nodes = [None] * me.world_size
-    dist.all_gather_object(nodes, me.node)
+    nodes = [me.node]
+    if dist.is_initialized():  # not under JAX, where one process is the whole run
+        nodes = [None] * me.world_size
+        dist.all_gather_object(nodes, me.node)
     result["time"]["elapsed"] = elapsed
     speed, memory = result.get("model_flops_utilisation"), result["memory"]
     if speed and speed["value"]:

@@ -37,22 +37,40 @@ def resume(config, model, optimizer, run: dict, last_step: int) -> int:
     run: this run's ``identity``. Collective. UserError: there is nothing to go on with or to train, or the folder
     belongs to another run.
     """
+    if (newest := to_resume(config)) is None:
+        return 0
+    step = load(newest, model, optimizer, run)
+    check_left(step, last_step)
+    return step
+
+
+def to_resume(config) -> Path | None:
+    """The newest checkpoint in --checkpoint, if there is one to go on from. Collective, where there are several ranks.
+
+    UserError: there is one, and --resume is not given; or none can be written there.
+    """
     if not config.checkpoint:
-        return 0
+        return None
     _prepare(config.checkpoint)
-    newest = [latest(config.checkpoint) if dist.get_rank() == 0 else None]  # one looks, all take the same
-    dist.broadcast_object_list(newest)
-    if newest[0] is None:
-        return 0
-    if not config.resume:
+    newest = [latest(config.checkpoint) if _rank() == 0 else None]  # one looks, all take the same
+    if dist.is_initialized():
+        dist.broadcast_object_list(newest)
+    if newest[0] is not None and not config.resume:
         raise UserError(
             f"{config.checkpoint} holds the checkpoint {newest[0].name}: give --resume to go on from it, "
             "or name another --checkpoint"
         )
-    step = load(newest[0], model, optimizer, run)
+    return newest[0]
+
+
+def check_left(step: int, last_step: int):
+    """UserError if a checkpoint of so many steps leaves none to train."""
     if step >= last_step:
         raise UserError(f"nothing left to train: the checkpoint is at step {step} of {last_step}; train for more")
-    return step
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _prepare(folder: str | Path):
@@ -60,7 +78,7 @@ def _prepare(folder: str | Path):
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".writable-{dist.get_rank()}"
+        probe = folder / f".writable-{_rank()}"
         probe.touch()
         probe.unlink()
     except OSError as error:
@@ -96,26 +114,31 @@ def load(path: Path, model, optimizer, run: dict | None = None) -> int:
 
     UserError: it is damaged, or is of a run that differs from ``run``.
     """
-    _compare(path, run or {})
+    compare(path, run or {})
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
     try:
         dcp.load(state, checkpoint_id=path)
     except (Exception, dcp.CheckpointException) as error:  # DCP's own is no Exception; it wraps what went wrong
-        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
-        raise UserError(f"the checkpoint {path} cannot be read ({reason}): remove it to use the one before") from None
+        raise unreadable(path, error) from None
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return state["step"]
 
 
-def _compare(path: Path, run: dict):
+def unreadable(path: Path, error: BaseException) -> UserError:
+    """What is said of a checkpoint that raised this when it was read."""
+    reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+    return UserError(f"the checkpoint {path} cannot be read ({reason}): remove it to use the one before")
+
+
+def compare(path: Path, run: dict):
     """UserError if the checkpoint is of another run. What only one of the two knows is not compared."""
     try:
         saved = json.loads((path / RUN).read_text())
     except FileNotFoundError:  # written before there was one, or by a loop of one's own
         return
     except (OSError, ValueError) as error:
-        raise UserError(f"the checkpoint {path} cannot be read ({error}): remove it to use the one before") from None
+        raise unreadable(path, error) from None
     for name, value in run.items():
         if name in saved and saved[name] != value:
             raise UserError(

@@ -1,0 +1,75 @@
+"""Checkpoints of gpt_jax.py by Orbax: each device's part written where it lies, and read for any number of devices.
+
+Folders, and what must be the same when a run is resumed, are those of labkit/training/checkpoints.py.
+"""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import jax
+import orbax.checkpoint as ocp
+
+from labkit.training import checkpoints
+
+STATE = "state"  # what Orbax writes within a checkpoint's folder
+
+
+def find(config, run: dict) -> Path | None:
+    """The newest checkpoint in --checkpoint if --resume says so, before anything is made. run: its ``identity``.
+
+    UserError: it is of another run, or leaves nothing to train, or see ``checkpoints.to_resume``.
+    """
+    if path := checkpoints.to_resume(config):
+        checkpoints.compare(path, run)
+        checkpoints.check_left(step_of(path), config.max_steps)
+    return path
+
+
+def step_of(path: Path | None) -> int:
+    """After how many steps a checkpoint was made; 0 without one."""
+    return int(path.name.removeprefix("step-")) if path else 0
+
+
+def load(path: Path, training):
+    """Read a checkpoint, whatever devices wrote it, in the place of the arrays there are. training: gpt_jax.py's.
+
+    UserError: it is damaged, or of arrays of other shapes.
+    """
+    # Shapes, number formats and where the parts are to lie: what is read takes these.
+    wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), _named(training))
+    try:
+        with _checkpointer() as checkpointer:
+            found = checkpointer.restore(_absolute(path) / STATE, wanted)
+    except Exception as error:  # of many kinds, all of which mean: it is not whole, or not of this model
+        raise checkpoints.unreadable(path, error) from None
+    structure = jax.tree.structure((training.params, training.state))
+    training.params, training.state = jax.tree.unflatten(structure, found.values())
+
+
+def save(folder: str | Path, step: int, training, run: dict):
+    """Write the state after ``step`` steps. The folder has its name when it is whole."""
+    final = _absolute(folder) / f"step-{step:06d}"
+    partial = final.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)  # left by a run that was ended while it saved
+    with _checkpointer() as checkpointer:
+        checkpointer.save(partial / STATE, _named(training))
+    (partial / checkpoints.RUN).write_text(json.dumps(run, indent=1) + "\n")
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
+
+
+def _named(training) -> dict:
+    """{name: array} of all that is saved, in the order of the tree's leaves."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path((training.params, training.state))
+    return {f"{number:03d}{jax.tree_util.keystr(path)}": leaf for number, (path, leaf) in enumerate(leaves)}
+
+
+def _checkpointer():
+    logging.getLogger("absl").setLevel(logging.ERROR)  # it tells each phase of each save
+    return ocp.StandardCheckpointer()
+
+
+def _absolute(path: str | Path) -> Path:
+    return Path(path).absolute()  # Orbax takes no other

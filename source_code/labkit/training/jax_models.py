@@ -1,0 +1,161 @@
+"""The transformer of labkit/training/models.py in JAX (flax nnx). It is pure: how it is shared is not its business.
+
+Its blocks are one block whose parameters have an axis more, the first: that of the layers. A loop (``jax.lax.scan``)
+runs over it, so that the compiler sees one block however many there are. Names are those of PyTorch's modules; a
+linear layer's ``kernel`` is its weight transposed: (in, out).
+"""
+
+import jax
+import jax.numpy as jnp
+import torch
+from flax import nnx
+from planner.shapes import GPTShape
+
+from labkit.training import models
+
+STACK = "blocks"  # the part of the model whose leaves have the axis of the layers
+
+
+def _as_it_is(name, module):
+    return module
+
+
+class GPT(nnx.Module):
+    """Input: token numbers of shape (batch, sequence). Output: logits of shape (batch, sequence, vocabulary)."""
+
+    def __init__(self, shape: GPTShape, dtype=jnp.float32):
+        self.shape, self.dtype, rngs = shape, dtype, nnx.Rngs(0)
+        self.embedding = nnx.Embed(shape.vocabulary, shape.width, dtype=dtype, param_dtype=dtype, rngs=rngs)
+        self.blocks = nnx.vmap(lambda rngs: Block(shape, dtype, rngs))(nnx.Rngs(0).fork(split=shape.layers))
+        self.norm = _norm(shape, dtype, rngs)
+        self.head = None if shape.tied else _linear(shape.width, shape.vocabulary, dtype, rngs)
+
+    def __call__(self, tokens, whole=_as_it_is, recompute: bool = False):
+        """whole(name, module): called with each part of the model just before it computes; what it returns computes.
+
+        recompute: backward computes each block again, from its input, instead of keeping what lies within.
+        """
+        rotation = rotary(tokens.shape[1], self.shape, self.dtype)
+        embedding = whole("embedding", self.embedding)
+        x = embedding(tokens)
+        block, layers = nnx.split(self.blocks)
+
+        def one_block(x, layer):
+            return whole(STACK, nnx.merge(block, layer))(x, rotation), None
+
+        # In a loop nothing else is there that the compiler could reuse: it need not be kept from looking (CSE).
+        one_block = jax.checkpoint(one_block, prevent_cse=False) if recompute else one_block
+        x, _ = jax.lax.scan(one_block, x, layers)
+        x = whole("norm", self.norm)(x)
+        return embedding.attend(x) if self.shape.tied else whole("head", self.head)(x)
+
+
+class Block(nnx.Module):
+    """Attention and a feed-forward part, each added to what comes in. Shape in and out: (batch, sequence, width)."""
+
+    def __init__(self, shape: GPTShape, dtype, rngs):
+        self.attention_norm = _norm(shape, dtype, rngs)
+        self.attention = Attention(shape, dtype, rngs)
+        self.feed_forward_norm = _norm(shape, dtype, rngs)
+        self.feed_forward = FeedForward(shape, dtype, rngs)
+
+    def __call__(self, x, rotation):
+        x = x + self.attention(self.attention_norm(x), rotation)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class Attention(nnx.Module):
+    """Causal self-attention; each key and value serves ``heads / kv_heads`` queries."""
+
+    def __init__(self, shape: GPTShape, dtype, rngs):
+        self.head_width = shape.width // shape.heads
+        self.query = _linear(shape.width, shape.width, dtype, rngs)
+        self.key = _linear(shape.width, shape.kv_width, dtype, rngs)
+        self.value = _linear(shape.width, shape.kv_width, dtype, rngs)
+        self.output = _linear(shape.width, shape.width, dtype, rngs)
+
+    def __call__(self, x, rotation):
+        batch, length, width = x.shape
+        query, key, value = (
+            layer(x).reshape(batch, length, -1, self.head_width) for layer in (self.query, self.key, self.value)
+        )
+        query, key = apply_rope(query, *rotation), apply_rope(key, *rotation)
+        # jax.nn.dot_product_attention would do; but its softmax is in fp32 whatever it is given, hence not in fp64.
+        query = query.reshape(batch, length, key.shape[2], -1, self.head_width)  # those that share a key side by side
+        scores = jnp.einsum("bqkgd,bskd->bkgqs", query, key) / self.head_width**0.5
+        scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -jnp.inf)
+        mixed = jnp.einsum("bkgqs,bskd->bqkgd", jax.nn.softmax(scores), value)
+        return self.output(mixed.reshape(batch, length, width))
+
+
+class FeedForward(nnx.Module):
+    """SwiGLU: one projection, passed through SiLU, gates another (arXiv:2002.05202)."""
+
+    def __init__(self, shape: GPTShape, dtype, rngs):
+        self.gate = _linear(shape.width, shape.hidden, dtype, rngs)
+        self.up = _linear(shape.width, shape.hidden, dtype, rngs)
+        self.down = _linear(shape.hidden, shape.width, dtype, rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.silu(self.gate(x)) * self.up(x))
+
+
+def _linear(inputs: int, outputs: int, dtype, rngs):
+    return nnx.Linear(inputs, outputs, use_bias=False, dtype=dtype, param_dtype=dtype, rngs=rngs)
+
+
+def _norm(shape: GPTShape, dtype, rngs):
+    return nnx.RMSNorm(shape.width, epsilon=1e-5, dtype=dtype, param_dtype=dtype, rngs=rngs)
+
+
+def rotary(length: int, shape: GPTShape, dtype):
+    """``models.rotary``, by PyTorch: cosines and sines, each (length, 1, width of a head), the same to the last bit."""
+    like = torch.empty(0, dtype=torch.float64 if dtype == jnp.float64 else torch.float32)
+    return [jnp.asarray(table.numpy())[:, None] for table in models.rotary(length, shape.width // shape.heads, like)]
+
+
+def apply_rope(x, cos, sin):
+    """Each pair of numbers of a head, (x[i], x[i + width/2]), turned by the angle of its position."""
+    first, second = jnp.split(x, 2, axis=-1)
+    return x * cos + jnp.concatenate([-second, first], axis=-1) * sin
+
+
+# Parameters: a tree (``nnx.State``) of arrays, its leaves
+
+
+def structure(shape: GPTShape, dtype=jnp.float32):
+    """(what the model is, its parameters as shapes): nothing is allocated. ``nnx.merge`` of both is the model."""
+    return nnx.split(nnx.eval_shape(lambda: GPT(shape, dtype)))
+
+
+def names(tree) -> list[str]:
+    """The names of a tree's leaves, in the order of ``jax.tree.leaves``: blocks.attention.query.kernel."""
+    return [".".join(str(part) for part in path) for path, _ in nnx.to_flat_state(tree)]
+
+
+def import_weights(model: models.GPT, shapes, shardings):
+    """The parameters of a PyTorch model, in the CPU's memory, as those of this one, each device with its part.
+
+    shapes, shardings: trees of shapes (of ``structure``) and of what JAX calls shardings. Leaf by leaf.
+    """
+    weights = dict(model.named_parameters())
+
+    def leaf(name, shape, sharding):
+        value = _stacked(weights, name) if name.startswith(f"{STACK}.") else _as_jax(weights, name)
+        return jax.device_put(value.numpy().astype(shape.dtype), sharding)
+
+    leaves = map(leaf, names(shapes), jax.tree.leaves(shapes), jax.tree.leaves(shardings))
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+
+def _stacked(weights: dict, name: str) -> torch.Tensor:
+    layers = {int(each.split(".")[1]) for each in weights if each.startswith(f"{STACK}.")}
+    _, within = name.split(".", 1)
+    return torch.stack([_as_jax(weights, f"{STACK}.{layer}.{within}") for layer in sorted(layers)])
+
+
+def _as_jax(weights: dict, name: str) -> torch.Tensor:
+    """The weight that ``name`` (embedding.embedding, norm.scale, head.kernel) has in PyTorch, the way JAX has it."""
+    module, _, kind = name.rpartition(".")
+    weight = weights[f"{module}.weight"].detach()
+    return weight.T if kind == "kernel" else weight
