@@ -22,6 +22,7 @@ TRANSFORMER = [
     ("11", "the planner"),
     ("12", "speed"),
     ("13", "ZeRO"),
+    ("14", "JAX"),
     ("15", "beyond\nFSDP"),
 ]
 

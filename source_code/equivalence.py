@@ -21,7 +21,7 @@ from labkit import UserError
 from labkit.measuring import meters, records
 from labkit.running import cells, launch, progress, ranks
 from labkit.running.options import Options, option, parse
-from labkit.training import deepspeed_zero
+from labkit.training import deepspeed_zero, jax_world
 
 STEPS = 20
 SEQUENCES, LENGTH = 8, 16  # in a step, of all ranks together; tokens of each
@@ -30,9 +30,13 @@ TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
 RANKS = (2, 4)
 
 
+JAX = "gpt_jax"
+
+
 @dataclass(frozen=True)
 class Way:
-    """One way to share the training. lab: the script, which has a Config and a ``prepare``; options: of that Config."""
+    """One way to share the training. lab: the script, which has a Config and a ``prepare`` (gpt_jax.py: a ``train``); options: of that
+    Config."""
 
     name: str
     lab: str
@@ -63,15 +67,19 @@ WAYS = [
         Way(f"pipeline, {schedule}", "gpt_pipeline", {"schedule": schedule, "accumulate": 4})
         for schedule in ("gpipe", "1f1b")
     ),
+    # One process, with devices in the place of ranks
+    *(Way(f"JAX, {strategy}", JAX, {"strategy": strategy}) for strategy in ("replicated", "fsdp", "fsdp-explicit")),
 ]
 
 
 def config_of(way: Way, count: int, precision: str):
     """The options of one run: the same sequences in a step, whatever the number of ranks that share them."""
     lab = import_module(way.lab)
-    common = {"max_steps": STEPS, "seq_len": LENGTH, "precision": precision, "device": "cpu"}
-    parts = lab.Config(**common | way.options).arranged(count).data * way.options.get("accumulate", 1)
-    return lab.Config(**common | way.options, batch_size=SEQUENCES // parts)
+    options = {"max_steps": STEPS, "seq_len": LENGTH, "precision": precision, "device": "cpu"} | way.options
+    if way.lab == JAX:
+        return lab.Config(**options, devices=count, batch_size=SEQUENCES // count)
+    parts = lab.Config(**options).arranged(count).data * way.options.get("accumulate", 1)
+    return lab.Config(**options, batch_size=SEQUENCES // parts)
 
 
 def losses_of(me, ways: list[tuple[Way, str]]) -> list[list[float]]:
@@ -89,24 +97,49 @@ def losses_of(me, ways: list[tuple[Way, str]]) -> list[list[float]]:
     return found
 
 
+def losses_under_jax(me, runs: list[tuple[Way, int, str]]) -> list[list[float]]:
+    """The same of each (way, devices, precision), in one process."""
+    os.environ.pop(progress.VARIABLE, None)
+    jax_world.load(max(RANKS), "cpu")  # JAX makes its devices once; smaller runs take some of them
+    found = []
+    for way, count, precision in runs:
+        with contextlib.redirect_stdout(io.StringIO()):
+            world = jax_world.load(count, "cpu", precision)
+            found.append(import_module(JAX).train(config_of(way, count, precision), world)["losses"])
+    return found
+
+
 def runnable() -> list[Way]:
-    """The ways that this machine can go: without DeepSpeed, the others."""
-    return [way for way in WAYS if way.options.get("engine") != "deepspeed" or deepspeed_zero.usable()]
+    """The ways that this machine can go: without DeepSpeed or JAX, the others."""
+    ways = [way for way in WAYS if way.options.get("engine") != "deepspeed" or deepspeed_zero.usable()]
+    return [way for way in ways if way.lab != JAX or jax_world.usable()]
 
 
 def run(ways: list[Way]) -> list[dict]:
     """[{"way", "ranks", "precision", "losses", "difference"}, …]: the largest relative difference to one process."""
-    alone, rows = {}, []
+    here = launch.Cluster(launcher="local")
+    done = []
     for count in (1, *RANKS):
-        mine = [(way, precision) for way in [ALONE, *ways] if count in way.ranks for precision in way.precisions]
-        found = cells.on_ranks(losses_of, mine, ranks=count, cluster=launch.Cluster(launcher="local"), timeout=600)[0]
-        for (way, precision), losses in zip(mine, found, strict=True):
-            if way is ALONE:
-                alone[precision] = losses
-            pairs = zip(losses, alone[precision], strict=True)
-            difference = max(abs(loss / right - 1) for loss, right in pairs)
-            about = {"way": way.name, "lab": way.lab, "options": way.options, "ranks": count, "precision": precision}
-            rows.append(about | {"losses": losses, "difference": difference})
+        mine = [
+            (way, precision)
+            for way in [ALONE, *ways]
+            if count in way.ranks and way.lab != JAX
+            for precision in way.precisions
+        ]
+        found = cells.on_ranks(losses_of, mine, ranks=count, cluster=here, timeout=600)[0]
+        done += [(way, count, precision, losses) for (way, precision), losses in zip(mine, found, strict=True)]
+    if under_jax := [
+        (w, count, precision) for w in ways if w.lab == JAX for count in w.ranks for precision in w.precisions
+    ]:
+        found = cells.on_ranks(losses_under_jax, under_jax, ranks=1, cluster=here, timeout=600)[0]
+        done += [(*run, losses) for run, losses in zip(under_jax, found, strict=True)]
+
+    alone = {precision: losses for way, _, precision, losses in done if way is ALONE}
+    rows = []
+    for way, count, precision, losses in done:
+        difference = max(abs(loss / right - 1) for loss, right in zip(losses, alone[precision], strict=True))
+        about = {"way": way.name, "lab": way.lab, "options": way.options, "ranks": count, "precision": precision}
+        rows.append(about | {"losses": losses, "difference": difference})
     return rows
 
 

@@ -267,10 +267,12 @@ def train(config, world) -> dict:
     data = text.load(torch.device("cpu"))
     if config.seq_len >= len(data.validation):
         raise UserError(f"--seq-len must be less than the {len(data.validation)} tokens of the validation text")
-    training = prepare(config, world)
     accumulate, batch, _ = config.batch_shape(world.world_size)
     run = checkpoints.identity(config, accumulate * batch, text.NAME)
-    first_step = jax_checkpoints.resume(config, training, run)
+    saved = jax_checkpoints.find(config, run)
+    training, first_step = prepare(config, world), jax_checkpoints.step_of(saved)
+    if saved:
+        jax_checkpoints.load(saved, training)
     where = f"{world.world_size} devices on {world.device.type}, {world.hardware}; data {text.NAME}"
     world.say(f"{where}\n{'resumed' if first_step else 'starting'} at step {first_step} of {config.max_steps}")
 

@@ -56,3 +56,14 @@ def test_what_is_below_the_threshold_is_all_reduced():
 def test_each_micro_batch_gathers_and_reduces():
     one, four = (sums(traffic(TINY, 8, 1000, micro_batches=n)) for n in (1, 4))
     assert four == {key: 4 * size for key, size in one.items()}
+
+
+@pytest.mark.parametrize("length", [64, 128, 1024])
+def test_recomputation_keeps_inputs_of_blocks_and_the_values_of_one(length):
+    """Kept of each block: all its values and its gathered weights; recomputed, its input."""
+    plain, again = (jax_sharding.temporary(TINY, 2, length, recompute) for recompute in (False, True))
+    values, inputs = 4 * sum(jax_sharding.saved(TINY, 2, length).values()), 4 * 2 * length * 128
+    assert plain - again == TINY.layers * (values + BLOCKS // TINY.layers - inputs)
+    assert plain / again > 3
+    replicated = jax_sharding.temporary(TINY, 2, length, cut=False)
+    assert plain - replicated == BLOCKS + BLOCKS // TINY.layers - WHOLE  # what is gathered stays, but no whole gradient

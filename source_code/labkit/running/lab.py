@@ -78,10 +78,12 @@ class Lab(launch.Cluster):
 
     def run(self, script: str, **options) -> dict:
         """Run a lab script with these settings (``launch.run``); options given here come before them."""
-        ranks = 1 if options.get("strategy") == "single" else options.get("ranks", self.ranks)
+        ranks = 1 if options.get("strategy") == "single" else options.get("devices") or options.get("ranks", self.ranks)
         settings = {"cluster": self, "ranks": ranks, "device": self.device_of(ranks, options.get("nodes", 1))}
         if script == "mnist_fsdp.py":  # the other labs carry their data with them
             settings["data"] = self.data
+        if script in launch.ONE_PROCESS and settings["device"] == "cuda" and self.device == "auto":
+            settings["device"] = "auto"  # PyTorch sees the GPUs; whether this lab's library does, it finds out
         return launch.run(script, **settings | options)
 
     def plan(self, script: str, *, ranks: int | None = None, nodes: int = 1, **options) -> predict.Plan:

@@ -40,6 +40,7 @@ RUNS = records.RUNS
 OUTPUT_LINES = 40  # how much of a failed run's output is shown
 # None on macOS. Looked up now: in a new process a lock may be held for ever, by a thread that was not forked with it.
 PRCTL = getattr(ctypes.CDLL(None), "prctl", None)
+ONE_PROCESS = ("gpt_jax.py",)  # labs in which one process drives as many devices as others have ranks
 END_TOGETHER = "--kill-on-bad-exit=1"  # srun: else tasks would wait in a collective for one that has failed
 
 
@@ -78,19 +79,21 @@ class Cluster:
             return False
         return True
 
-    def request(self, ranks: int, nodes: int, device: str = "auto") -> dict:
+    def request(self, ranks: int, nodes: int, device: str = "auto", tasks: int | None = None) -> dict:
         """What a run asks of Slurm, {option: value or True}, by srun or in the queue. device: "cpu" asks for no GPUs.
 
+        tasks: processes (default: one a rank). Each rank computes on a GPU, whatever process drives it.
         A site's own words come last and win. Of ``--gres=gpu:a100:4`` only the type does: how many depends on the run.
         """
         if ranks % nodes:
             raise UserError(f"{ranks} ranks cannot be shared evenly by {nodes} nodes")
         site = slurm.site_words(self.slurm)
         gpu = re.sub(r":\d+$", "", str(site.pop("gres", "gpu")))
+        tasks = tasks or ranks
         options = {
             "nodes": nodes,
-            "ntasks": ranks,  # said, or the number of the job around a notebook would hold
-            "ntasks-per-node": ranks // nodes,
+            "ntasks": tasks,  # said, or the number of the job around a notebook would hold
+            "ntasks-per-node": tasks // nodes,
             "gres": None if device == "cpu" else f"{gpu}:{ranks // nodes}",
             "partition": self.partition,
             "account": self.account,
@@ -98,14 +101,14 @@ class Cluster:
         }
         return {name: value for name, value in options.items() if value} | site
 
-    def words(self, ranks: int, nodes: int, device: str = "auto") -> list[str]:
+    def words(self, ranks: int, nodes: int, device: str = "auto", tasks: int | None = None) -> list[str]:
         """The request as srun and sbatch take it."""
-        request = self.request(ranks, nodes, device)
+        request = self.request(ranks, nodes, device, tasks)
         return [f"--{name}" if value is True else f"--{name}={value}" for name, value in request.items()]
 
-    def srun(self, ranks: int, nodes: int, device: str = "auto") -> list[str]:
-        """The srun words that start one task a rank. Run them in ``slurm.environment()``."""
-        words = self.words(ranks, nodes, device)
+    def srun(self, ranks: int, nodes: int, device: str = "auto", tasks: int | None = None) -> list[str]:
+        """The srun words that start one task a rank, or so many. Run them in ``slurm.environment()``."""
+        words = self.words(ranks, nodes, device, tasks)
         if slurm.inside_a_job():  # ranks share its CPUs and memory with the notebook, be it much or little
             words = [word for word in words if not slurm.CPUS_AND_MEMORY.match(word)] + ["--overlap", "--overcommit"]
         return ["srun", *words, END_TOGETHER]
@@ -114,14 +117,25 @@ class Cluster:
 def script_words(script: str, ranks: int, record: Path, script_options: dict) -> tuple[list[str], int]:
     """The command line of the script itself, as started in ``source_code/``, and how many ranks it makes.
 
-    It says how many even to ranks that Slurm starts: those of one task could not know, and start two.
+    It says how many even to ranks that Slurm starts: those of one task could not know, and start two. What makes ranks
+    of one process are its devices.
     """
-    if script_options.get("strategy") == "single":
+    if script in ONE_PROCESS:
+        ranks = script_options.get("devices") or ranks
+        script_options = {"devices": ranks} | script_options
+    elif script_options.get("strategy") == "single":
         ranks = 1
     else:
         script_options = {"ranks": ranks} | script_options
     wanted = {k: shown(v) if isinstance(v, Path) else v for k, v in (script_options | {"record": record}).items()}
     return [script, *options.arguments(wanted)], ranks
+
+
+def tasks_of(script: str, nodes: int) -> int | None:
+    """How many processes a lab script is; None: one a rank. UserError: one cannot lie on several nodes."""
+    if script in ONE_PROCESS and nodes > 1:
+        raise UserError(f"{script} is one process, with the devices of one node: use nodes=1")
+    return 1 if script in ONE_PROCESS else None
 
 
 def shown(path: Path) -> str:
@@ -157,7 +171,7 @@ def run(
     record = Path(record or new_record(script))
     words, ranks = script_words(script, ranks, record, script_options)
     device = script_options.get("device", "auto")
-    command = started(words, ranks, nodes, device, cluster)
+    command = started(words, ranks, nodes, device, cluster, tasks_of(script, nodes))
     if not quiet:
         print(_folded(["python" if word == sys.executable else word for word in command if word != "-u"]), flush=True)
     record.unlink(missing_ok=True)
@@ -175,12 +189,14 @@ def _folded(command: list[str], width: int = 96) -> str:
     return " \\\n".join(lines)
 
 
-def started(words: list[str], ranks: int, nodes: int, device: str, cluster: Cluster | None) -> list[str]:
-    """The command that runs ``python words`` as ranks: srun's, a task a rank, or here, one process."""
+def started(
+    words: list[str], ranks: int, nodes: int, device: str, cluster: Cluster | None, tasks: int | None = None
+) -> list[str]:
+    """The command that runs ``python words`` as ranks: srun's, a task a rank (or ``tasks``), or here, one process."""
     cluster = cluster or Cluster()
     command = [sys.executable, "-u", *words]
     if cluster.uses_slurm():
-        return [*cluster.srun(ranks, nodes, device), *command]
+        return [*cluster.srun(ranks, nodes, device, tasks), *command]
     if nodes > 1:
         raise UserError(f"{nodes} nodes need Slurm: use nodes=1 here, or bring up the practice cluster (make slurm)")
     return command
@@ -372,7 +388,7 @@ def submit(script: str, *, ranks: int, nodes: int = 1, cluster: Cluster | None =
     cluster.uses_slurm()
     path = new_record(script)
     words, ranks = script_words(script, ranks, path, script_options)
-    request = cluster.request(ranks, nodes, script_options.get("device", "auto"))
+    request = cluster.request(ranks, nodes, script_options.get("device", "auto"), tasks_of(script, nodes))
     mark = path.with_suffix(".progress")
     # A folder a job: another cluster, or this one installed anew, gives the same numbers to other jobs.
     executor = submitit.SlurmExecutor(folder=records.made(path.with_suffix(".job")))

@@ -15,27 +15,34 @@ from labkit.training import checkpoints, jax_world, manifest
 STATE = "state"  # what Orbax writes within a checkpoint's folder
 
 
-def resume(config, training, run: dict) -> int:
-    """Read the newest checkpoint in --checkpoint if --resume says so; return the step from which to train.
+def find(config, run: dict) -> Path | None:
+    """The checkpoint to go on from, if --resume says so, judged before anything is made. run: its ``identity``.
 
-    training: gpt_jax.py's, whose arrays are replaced. run: its ``checkpoints.identity``. UserError as there.
+    UserError: it is damaged, of another run, or leaves nothing to train, or see ``checkpoints.to_resume``.
     """
-    return checkpoints.go_on(config, config.max_steps, lambda path: _load(path, training, run))
+    step = checkpoints.go_on(config, config.max_steps, lambda path: checkpoints.checked(path, run) and step_of(path))
+    return Path(config.checkpoint) / checkpoints.name_of(step) if step else None
 
 
-def _load(path: Path, training, run: dict) -> int:
-    checkpoints.checked(path, run)
-    # Shapes, number formats and where the parts are to lie: what is read takes these, whatever devices wrote it.
+def step_of(path: Path | None) -> int:
+    """After how many steps a checkpoint was made; 0 without one."""
+    return int(path.name.removeprefix("step-")) if path else 0
+
+
+def load(path: Path, training):
+    """Read a checkpoint, whatever devices wrote it, in the place of the arrays there are. training: gpt_jax.py's.
+
+    UserError: it is of arrays of other shapes.
+    """
+    # Shapes, number formats and where the parts are to lie: what is read takes these.
     wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), _named(training))
     try:
         with _checkpointer() as checkpointer:
             found = checkpointer.restore(_absolute(path) / STATE, wanted)
     except Exception as error:  # of many kinds
         raise checkpoints.unreadable(path, error) from None
-    training.params, training.state = jax.tree.unflatten(
-        jax.tree.structure((training.params, training.state)), found.values()
-    )
-    return int(path.name.removeprefix("step-"))
+    structure = jax.tree.structure((training.params, training.state))
+    training.params, training.state = jax.tree.unflatten(structure, found.values())
 
 
 def save(folder: str | Path, step: int, training, run: dict, keep: int | None = None):

@@ -86,9 +86,10 @@ def load(devices: int | None = None, device: str = "auto", precision: str = "fp3
     with contextlib.suppress(RuntimeError):  # JAX has its devices already: those of an earlier call
         jax.config.update("jax_num_cpu_devices", devices or VIRTUAL)
     jax.config.update("jax_enable_x64", precision == "fp64")
-    # On GPUs JAX multiplies fp32 matrices with fewer digits (TF32) unless told otherwise; PyTorch does not.
-    jax.config.update("jax_default_matmul_precision", "highest")
-    on_gpus = jax.default_backend() == "gpu" and device != "cpu"
+    on_gpus = device != "cpu" and jax.default_backend() == "gpu"
+    # There JAX multiplies fp32 matrices with fewer digits (TF32) unless told otherwise, which PyTorch does not. On the
+    # CPU it never does, and the same words would keep it from its fastest kernels.
+    jax.config.update("jax_default_matmul_precision", "highest" if on_gpus else None)
     if device == "cuda" and not on_gpus:
         raise UserError("--device cuda, but JAX sees no GPU here: use --device cpu, or install JAX for your GPUs")
     there = jax.devices("gpu" if on_gpus else "cpu")
@@ -106,11 +107,20 @@ def run(main, config):
     """Call ``main(config, world)``. A user's error ends the process with a sentence and exit code 2."""
     try:
         progress.report()
+        refuse_several(dict(os.environ))
         main(config, load(config.devices, config.device, config.precision))
     except UserError as error:
         options.leave(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def refuse_several(environ: dict):
+    """UserError where torchrun, or srun with several tasks, would start one whole run each."""
+    step = environ.get("SLURM_STEP_NUM_TASKS", "1") if "SLURM_STEP_ID" in environ else "1"
+    several = max(environ.get("WORLD_SIZE", "1"), step, key=int)
+    if several != "1":
+        raise UserError(f"{several} processes were started, and one drives all devices: use python, or srun --ntasks=1")
 
 
 def free_memory(world: World) -> float:

@@ -1,0 +1,108 @@
+"""Figures of chapter 14: which device has which part of an array, what each keeps and needs, the effect of a threshold."""
+
+import matplotlib.pyplot as plt
+
+from labkit.teaching.plots import COLOURS, MIB, headline, show
+
+TONES = ("#F2F2F2", "#DADADA", "#C2C2C2", "#AAAAAA", "#8E8E8E", "#717171", "#545454", "#363636")  # devices 0 to 7
+
+
+def places(arrays: dict[str, object], title: str, under: str):
+    """Where arrays of two dimensions lie, a panel each: {name: a jax.Array}. As its ``addressable_shards`` say."""
+    figure, panels = plt.subplots(1, len(arrays), figsize=(10, 2.7), squeeze=False, layout="compressed")
+    for axes, (name, array) in zip(panels[0], arrays.items(), strict=True):
+        rows, columns = array.shape
+        shards = sorted(array.addressable_shards, key=lambda shard: shard.device.id)
+        if shards[0].data.shape == array.shape:
+            _part(axes, 0, 0, columns, rows, "#FFFFFF", "whole on\neach device")
+            shards = shards[:1]
+        else:
+            for number, shard in enumerate(shards):
+                (top, bottom, _), (left, right, _) = (
+                    part.indices(size) for part, size in zip(shard.index, array.shape, strict=True)
+                )
+                _part(axes, left, top, right - left, bottom - top, TONES[number % len(TONES)], str(number))
+        axes.set(xlim=(-2, columns + 2), ylim=(rows + 2, -2), aspect="equal")
+        axes.set_xlabel(f"{name}\neach has {tuple(shards[0].data.shape)}", fontsize=12)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        axes.spines[:].set_visible(False)
+    headline(figure, title, under)
+    for text in panels[0, 0].findobj(plt.Text):
+        text.set_in_layout(text.get_text() != under)  # it is longer than its panel, which shall not grow for it
+    show(figure)
+
+
+def _part(axes, x, y, width, height, colour: str, text: str):
+    axes.add_patch(plt.Rectangle((x, y), width, height, facecolor=colour, edgecolor="#222222", linewidth=0.9))
+    ink = "white" if colour in TONES[4:] else "#222222"
+    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", color=ink, fontsize=12)
+
+
+def leaves(rows: list[tuple[str, int, int]], devices: int, title: str, under: str):
+    """What each device keeps of each array: rows of (name, bytes of the array, bytes of it on one device)."""
+    figure, axes = plt.subplots(figsize=(10, 0.36 * len(rows) + 1.9), layout="constrained")
+    most = max(size for _, size, _ in rows)
+    for place, (_, size, kept) in enumerate(rows):
+        axes.barh(place, size / 2**10, 0.76, color="#E4E4E4")
+        axes.barh(place, kept / 2**10, 0.76, color=COLOURS["parameters"])
+        share = "whole" if kept == size else f"1/{size / kept:g}"
+        axes.text(
+            (size + 0.01 * most) / 2**10, place, f"{kept / 2**10:.3g} of {size / 2**10:.4g}: {share}", va="center"
+        )
+    axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.24 * most / 2**10)
+    axes.set_xlabel(f"parameters [KiB]; blue: on each of {devices} devices, light: the rest")
+    headline(figure, title, under)
+    show(figure)
+
+
+def memory(rows: list[tuple[str, dict, float | None]], title: str, under: str, guesses: dict[str, float] | None = None):
+    """What a device needs, by the compiled program: rows of (name, {category: bytes}, bytes predicted in all or None).
+
+    guesses: {name: MiB}.
+    """
+    figure, axes = plt.subplots(figsize=(10, 0.6 * len(rows) + 2.3), layout="constrained")
+    totals = [sum(terms.values()) / MIB for _, terms, _ in rows]
+    for place, (name, terms, predicted) in enumerate(rows):
+        left = 0.0
+        for category, size in terms.items():
+            label = category if place == 0 else None
+            axes.barh(place, size / MIB, 0.62, left=left, color=COLOURS[category], label=label)
+            left += size / MIB
+        if predicted is not None:
+            axes.barh(place, predicted / MIB, 0.78, fill=False, edgecolor="black", linewidth=1.3)
+        axes.text(max(left, (predicted or 0) / MIB) + 0.015 * max(totals), place, f"{left:.1f}", va="center")
+        if (guesses or {}).get(name) is not None:
+            axes.plot(guesses[name], place + 0.31, "D", color="black", markersize=7, clip_on=False, zorder=5)
+    axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.12 * max(totals))
+    axes.set_xlabel("memory per device [MiB]")
+    marks = "solid: by the compiler's plan, outlined: predicted" + ", diamond: your guess" * bool(guesses)
+    headline(figure, title, f"{under}\n{marks}")
+    figure.legend(loc="outside lower left", ncols=4, fontsize=11)
+    show(figure)
+
+
+def thresholds(rows: list[tuple[str, int, int, int]], title: str, under: str):
+    """Rows of (threshold, bytes kept per device, the planner's, collectives of a step): two panels."""
+    figure, (kept, sent) = plt.subplots(1, 2, figsize=(10, 0.5 * len(rows) + 2), sharey=True, layout="constrained")
+    for place, (_, size, predicted, collectives) in enumerate(rows):
+        kept.barh(place, size / MIB, 0.6, color="#AAAAAA")
+        kept.barh(place, predicted / MIB, 0.76, fill=False, edgecolor="black", linewidth=1.3)
+        kept.text(size / MIB, place, f"  {size / MIB:.2f}", va="center")
+        sent.barh(place, collectives, 0.6, color="#666666")
+        sent.text(collectives, place, f"  {collectives}", va="center")
+    kept.set_yticks(range(len(rows)), [row[0] for row in rows])
+    kept.invert_yaxis()
+    kept.set_xlabel("kept between steps per device [MiB]")
+    sent.set_xlabel("collectives of a step")
+    for axes in (kept, sent):
+        axes.tick_params(axis="y", length=0)
+        axes.margins(x=0.2)
+    headline(figure, title, under)
+    show(figure)

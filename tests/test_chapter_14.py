@@ -1,0 +1,174 @@
+"""Chapter 14: its exercises judge fairly, its verdicts fail when what it claims is broken, without JAX it says so."""
+
+import importlib.metadata
+import re
+import sys
+
+import pytest
+from forked import by_value, forked
+from labkit.teaching.exercises import check
+from labkit.teaching.exercises.chapter_14 import DEVICES
+
+from notebooks import FOLDER, code_cells, read, run_broken
+
+(PATH,) = FOLDER.glob("14_*.ipynb")
+
+
+def all_at_once(shards, x):
+    import jax
+    import jax.numpy as jnp
+
+    weights = jax.lax.all_gather(shards, "fsdp", axis=1, tiled=True)
+    return jax.lax.scan(lambda x, weight: (jnp.tanh(x @ weight), None), x, weights)[0]
+
+
+def own_rows_alone(shards, x):
+    return x
+
+
+def without_tanh(shards, x):
+    import jax
+
+    def layer(x, shard):
+        return x @ jax.lax.all_gather(shard, "fsdp", axis=0, tiled=True), None
+
+    return jax.lax.scan(layer, x, shards)[0]
+
+
+def whole_batch(shards, x):
+    import jax
+
+    return jax.lax.all_gather(x, "fsdp", axis=0, tiled=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("forward", "said"),
+    [
+        (all_at_once, "all layers are whole at once"),
+        (own_rows_alone, "nothing is gathered"),
+        (without_tanh, "the result is not that of the whole layers"),
+        (whole_batch, "the shape of x"),
+    ],
+)
+def test_a_forward_is_told_its_first_difference(forward, said, capsys):
+    by_value(forward)
+    check("14.1", forward)
+    assert said in capsys.readouterr().out
+
+
+def largest(shape, devices, threshold):
+    """The mistake of not asking whether the devices divide it."""
+    cut = shape.index(max(shape))
+    return tuple("fsdp" if d == cut else None for d in range(len(shape)))
+
+
+def first_that_divides(shape, devices, threshold):
+    cut = next((d for d, size in enumerate(shape) if size % devices == 0), None)
+    return tuple("fsdp" if d == cut else None for d in range(len(shape)))
+
+
+def without_threshold(shape, devices, threshold):
+    dims = [d for d, size in enumerate(shape) if size % devices == 0]
+    cut = max(dims, key=lambda d: shape[d])
+    return tuple("fsdp" if d == cut else None for d in range(len(shape)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (largest, "8 devices do not divide 100"),
+        (first_that_divides, "the largest, of equal ones the first"),
+        (without_threshold, "fewer than the threshold"),
+        (lambda shape, devices, threshold: (None,) * len(shape), "by the rule (None, 'fsdp')"),
+        (lambda shape, devices, threshold: "fsdp", "for each of the 2 dimensions"),
+        (lambda shape, devices, threshold: ("fsdp",) * len(shape), "cuts one dimension"),
+    ],
+)
+def test_a_sharding_function_is_told_its_first_difference(spec, said, capsys):
+    check("14.3", spec)
+    assert said in capsys.readouterr().out
+
+
+def failed(lines):
+    return [line.split(": measured")[0].removeprefix("FAIL  ") for line in lines if line.startswith("FAIL")]
+
+
+@pytest.mark.long
+def test_what_is_not_sharded_recomputed_or_multiplied_out_is_noticed():
+    """fsdp is replicated in truth; what is said to be recomputed is not; a loop's body is counted once."""
+    breaks = {
+        "    run(strategy, strategy=strategy)": "    run(strategy, strategy=strategy) if strategy != 'fsdp' else "
+        "runs.update(fsdp=runs['replicated'])",
+        'run("explicit, recomputed", strategy="fsdp-explicit", recompute="full")': 'runs["explicit, recomputed"] = '
+        'SimpleNamespace(**vars(runs["fsdp-explicit"]) | {"config": gpt_jax.Config(recompute="full", **SMALL)})',
+        "hlo.collectives(compiled.as_text(), dict(mesh.shape))": "hlo.collectives(compiled.as_text().replace("
+        '\'known_trip_count":{"n":"4"\', \'known_trip_count":{"n":"1"\'), dict(mesh.shape))',
+        "apart(pytorch[:1], ": 'apart(runs["replicated"].losses[:1], ',
+    }
+    lines = run_broken("14", breaks, until="how many times less", skip=("lab.run(",))
+    collectives = [f"{name}: {kind}" for name in ("fsdp-explicit", "explicit, recomputed") for kind in
+                   ("all-gather", "reduce-scatter", "all-reduce")]  # fmt: skip
+    assert failed(lines) == [
+        "fsdp: kept between two steps",
+        "arrays above the threshold of which a device has not an eighth",
+        *collectives,
+        "explicit, recomputed: temporary memory of a device",
+        "how many times less temporary memory, recomputed",
+    ]
+
+
+def first_cell(source: str) -> tuple[str, bool]:
+    """(what a notebook shows of its first cell where JAX is not installed, whether JAX was imported all the same)."""
+    import contextlib
+    import io
+
+    from IPython.core.interactiveshell import InteractiveShell
+
+    there = importlib.metadata.version
+
+    def version(name):
+        if name == "jax":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return there(name)
+
+    importlib.metadata.version = version
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+        InteractiveShell.instance(colors="nocolor").run_cell(source.replace("../source_code", "source_code"))
+    return shown.getvalue(), "jax" in sys.modules
+
+
+def test_without_jax_its_first_cell_says_so_in_a_sentence():
+    shown, imported = forked(first_cell, code_cells(read(PATH))[0].source)
+    assert shown.strip() == "jax is not installed, which FSDP in JAX needs: run make jax"
+    assert not imported
+
+
+def test_the_table_of_concepts_points_at_cells_that_ran():
+    """Each row's cell shows what the row's column on JAX names."""
+    notebook = read(PATH)
+    (table,) = (cell.source for cell in notebook.cells if "| | PyTorch | JAX | ran in |" in cell.source)
+    rows = re.findall(r"^\| (.+) \| (.+) \| (.+) \| In\s\[(\d+)\] \|$", table, flags=re.MULTILINE)
+    assert len(rows) >= 10
+    cells = {cell.execution_count: cell for cell in code_cells(notebook)}
+    words = {  # what the row is about, in its cell
+        "devices as a grid": "jax.make_mesh",
+        "a parameter in parts": 'NamedSharding(mesh, P("fsdp", None))',
+        "what this rank has": "addressable_shards",
+        "a unit, gathered together": "strategy=strategy",
+        "all-gather before forward": "product",
+        "reduce-scatter in backward": "in_the_open",
+        "reshard after forward": 'recompute="full"',
+        "activation checkpointing": 'recompute="full"',
+        "small things stay whole": "min_size",
+        "memory of a step": "hlo.memory",
+        "what is sent": "hlo.collectives",
+    }
+    assert {row[0] for row in rows} == set(words)
+    for about, _, _, number in rows:
+        assert words[about] in cells[int(number)].source
+
+
+def test_devices_of_its_exercise_are_those_of_the_chapter():
+    assert any(f"DEVICES = {DEVICES}" in cell.source for cell in code_cells(read(PATH)))

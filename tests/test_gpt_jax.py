@@ -1,0 +1,333 @@
+"""FSDP in JAX: every strategy trains as PyTorch does, each device holds exactly its part, and what is refused.
+
+JAX computes in a process of its own: it makes its devices once, and its threads do not survive a fork.
+"""
+
+import dataclasses
+import importlib.metadata
+import os
+import re
+import shutil
+import sys
+
+import cloudpickle
+import equivalence
+import gpt_fsdp
+import gpt_jax
+import pytest
+from commands import script
+from labkit import UserError
+from labkit.measuring import meters
+from labkit.running import cells, launch, options
+from labkit.running.lab import Lab
+from labkit.training import jax_world
+from planner import jax_sharding
+from planner.shapes import GPT_SHAPES
+
+pytestmark = pytest.mark.long
+HERE = launch.Cluster(launcher="local")
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the process cannot import this file
+
+SMALL = {"seq_len": 16, "device": "cpu"}
+DEVICES, STEPS, SAVED, SEQUENCES = 8, 20, 15, 8
+CASES = {
+    "replicated": {"strategy": "replicated"},
+    "fsdp": {"strategy": "fsdp"},
+    "fsdp, recomputed": {"strategy": "fsdp", "recompute": "full"},
+    "fsdp-explicit": {"strategy": "fsdp-explicit"},
+    "fsdp-explicit, recomputed": {"strategy": "fsdp-explicit", "recompute": "full"},
+    "fsdp-explicit, accumulated": {"strategy": "fsdp-explicit", "accumulate": 2, "devices": 4},
+    "fsdp 4 x tensor 2": {"mesh": "fsdp=4,tensor=2", "batch_size": 2},
+    "fsdp, all cut": {"strategy": "fsdp", "min_size": 0},
+}
+CUT = [name for name in CASES if name not in ("replicated", "fsdp 4 x tensor 2")]
+
+
+def quick_to_compile():
+    """Compiling is most of what these short runs take."""
+    os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+
+
+def config_of(case: dict) -> gpt_jax.Config:
+    return gpt_jax.Config(**{"batch_size": 1, "devices": DEVICES} | SMALL | case)
+
+
+def in_a_process(function, *arguments):
+    return cells.on_ranks(function, *arguments, ranks=1, cluster=HERE, timeout=300)[0]
+
+
+def watched(case: dict) -> dict:
+    """The record's part of a run, and of each array when it is over (name, elements, elements on each device)."""
+    seen, prepare = [], gpt_jax.prepare
+    gpt_jax.prepare = lambda *given: seen.append(prepare(*given)) or seen[0]
+    config = config_of(case)
+    result = gpt_jax.train(config, jax_world.load(config.devices, "cpu", config.precision))
+    gpt_jax.prepare = prepare
+    leaves, _ = gpt_jax.jax.tree_util.tree_flatten_with_path((seen[0].params, seen[0].state))
+    result["arrays"] = [
+        (gpt_jax.jax.tree_util.keystr(path), leaf.size, [shard.data.size for shard in leaf.addressable_shards])
+        for path, leaf in leaves
+    ]
+    return result
+
+
+def train_all(me, folder) -> dict:
+    quick_to_compile()
+    jax_world.load(DEVICES, "cpu")
+    found = {name: watched(case) for name, case in CASES.items()}
+    saved = {"checkpoint": f"{folder}/ckpt", "max_steps": SAVED}
+    found["saved"] = watched(saved)
+    found["resumed"] = watched(saved | {"devices": 4, "batch_size": 2, "max_steps": STEPS, "resume": True})
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("jax")
+
+
+@pytest.fixture(scope="module")
+def runs(folder):
+    return in_a_process(train_all, folder)
+
+
+def pytorch(me) -> dict:
+    meters.TRACED_STEPS = range(0)
+    config = gpt_fsdp.Config(strategy="single", batch_size=SEQUENCES, **SMALL)
+    return gpt_fsdp.train(config, me)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return in_a_process(pytorch)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_are_those_of_pytorch_and_of_the_replicated_run(name, runs, alone):
+    """The tolerance catches a forgotten weight decay; optax's own is a hundredth of PyTorch's."""
+    losses = runs[name]["losses"]
+    assert len(losses) == STEPS and losses[-1] < 0.8 * losses[0]
+    assert losses[0] == pytest.approx(alone["losses"][0], rel=1e-5)
+    assert losses == pytest.approx(runs["replicated"]["losses"], rel=1e-5)
+    assert losses == pytest.approx(alone["losses"], rel=1e-5)
+    assert runs[name]["validation_loss"] == pytest.approx(alone["validation_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_each_device_holds_exactly_its_part(name, runs):
+    """Of every parameter and moment of at least --min-size elements; the smaller ones are whole."""
+    config = config_of(CASES[name])
+    arrays = runs[name]["arrays"]
+    assert len(arrays) == 3 * 12 + 1  # a parameter and its two moments; the count of steps
+    for array, size, parts in arrays:
+        cut = size >= config.min_size and size > 1
+        assert parts == [size // config.devices if cut else size] * config.devices, array
+    assert any(size < config.min_size for _, size, _ in arrays) == (config.min_size > 0)
+
+
+def test_on_the_grid_each_device_holds_its_part(runs):
+    cut = [size // part for _, size, (part, *_) in runs["fsdp 4 x tensor 2"]["arrays"] if size >= 2**14]
+    assert set(cut) == {4, 8}  # the embedding, of which a row is looked up, has no dimension along tensor
+    assert cut.count(4) == 3
+
+
+@pytest.mark.parametrize("name", ["replicated", *CUT])
+def test_persistent_bytes_are_the_planners(name, runs):
+    config, start = config_of(CASES[name]), runs[name]["memory"]["start"]
+    devices = 1 if name == "replicated" else config.devices
+    kept = jax_sharding.persistent(config.shape, devices, config.min_size)
+    for category in ("parameters", "optimizer state"):
+        assert start[category] == sum(size for (group, _), size in kept.items() if group == category)
+    # The rest of what the program is given is the device's part of the batch: inputs and targets, as int32
+    assert start["activations"] == 2 * 4 * config.accumulate * config.batch_size * config.seq_len
+    assert len(set(runs[name]["memory"]["peak_by_rank"])) == 1
+
+
+def test_donated_arrays_are_not_there_twice(runs):
+    compiled = runs["fsdp"]["memory"]["compiled"]
+    persistent = compiled["arguments"] - runs["fsdp"]["memory"]["start"]["activations"]
+    assert compiled["aliased"] == persistent
+
+
+@pytest.mark.parametrize("name", ["fsdp-explicit", "fsdp-explicit, recomputed", "fsdp-explicit, accumulated"])
+def test_collectives_are_those_predicted(name, runs):
+    config = config_of(CASES[name])
+    how = (config.recompute == "full", config.accumulate)
+    planned = jax_sharding.sums(jax_sharding.traffic(config.shape, config.devices, config.min_size, *how))
+    counted = jax_sharding.sums(runs[name]["traffic"])
+    reduced = ("all-reduce", "fsdp")
+    assert counted.pop(reduced) == pytest.approx(planned.pop(reduced), abs=8 * config.accumulate)  # the loss
+    assert counted == planned
+
+
+def test_left_to_the_compiler_gradients_are_all_reduced_on_the_cpu(runs):
+    counted = jax_sharding.sums(runs["fsdp"]["traffic"])
+    explicit = jax_sharding.sums(runs["fsdp-explicit"]["traffic"])
+    assert ("reduce-scatter", "fsdp") not in counted
+    assert counted["all-gather", "fsdp"] == explicit["all-gather", "fsdp"]
+    assert counted["all-reduce", "fsdp"] == explicit["all-reduce", "fsdp"] + explicit["reduce-scatter", "fsdp"]
+
+
+def test_a_checkpoint_of_eight_devices_goes_on_with_four(runs):
+    assert runs["resumed"]["first_step"] == SAVED
+    assert runs["saved"]["losses"] == pytest.approx(runs["fsdp"]["losses"][:SAVED], rel=1e-5)
+    assert runs["resumed"]["losses"] == pytest.approx(runs["fsdp"]["losses"][SAVED:], rel=1e-5)
+    assert all(len(parts) == 4 for _, _, parts in runs["resumed"]["arrays"])
+
+
+# What a user gets wrong
+
+BAD = {
+    "--strategy ddp": "argument --strategy: invalid choice: 'ddp'",
+    "--precision bf16": "argument --precision: invalid choice: 'bf16'",
+    "--ranks 4": "unrecognized arguments: --ranks 4",
+    "--devices 0": "--devices must be at least 1, but is 0",
+    "--mesh 4x2": "--mesh is fsdp=SIZE,tensor=SIZE, not '4x2'",
+    "--strategy fsdp-explicit --mesh fsdp=8": "--mesh goes with --strategy fsdp; with fsdp-explicit leave it out",
+    "--strategy replicated --min-size 0": "--min-size goes with --strategy fsdp or fsdp-explicit; with replicated",
+    "--resume": "--resume needs --checkpoint",
+    "--lr nan": "--lr must be a finite number, but is nan",
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_one_sentence_before_anything_starts(words, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpt_jax.py"])
+    with pytest.raises(SystemExit) as exit_:
+        options.parse(gpt_jax.Config, "", words.split())
+    assert exit_.value.code == 2
+    printed = capsys.readouterr().err
+    assert BAD[words] in printed and printed.startswith("gpt_jax.py: ") and len(printed.splitlines()) == 1
+
+
+OTHER_SHAPES = "one of other shapes"
+REFUSED = {
+    "a mesh for others": ({"mesh": "fsdp=4,tensor=4"}, "--mesh fsdp=4,tensor=4 is for 16 devices, but there are 8"),
+    "heads": ({"mesh": "fsdp=2,tensor=4"}, "the 2 heads of keys and values cannot be shared evenly"),
+    "a dimension": ({"devices": 5}, r"no dimension of blocks.attention.key.kernel, \(4, 128, 64\), can be cut into 5"),
+    "a long text": ({"seq_len": 10**6}, "--seq-len must be less than the [0-9]+ tokens"),
+    "a big model": (
+        {"preset": "llama3-405b"},
+        "--preset llama3-405b with --strategy fsdp needs more than 755.9 GiB on each of 8 devices",
+    ),
+    "more devices": ({"devices": 9}, "--devices 9, but JAX has 8 devices here: give at most 8"),
+    "no GPU": ({"device": "cuda"}, "--device cuda, but JAX sees no GPU here"),
+    "another model's checkpoint": (
+        {"preset": "small", "resume": True},
+        "made with --preset tiny, and this run has small",
+    ),
+    "another batch": ({"devices": 4, "resume": True}, "made with a global batch of 8, and this run has 4"),
+    "a used folder": ({}, "holds the checkpoint step-000020: give --resume"),
+    "nothing left": ({"resume": True}, "nothing left to train: the checkpoint is at step 20 of 20"),
+    "a damaged one": ({"resume": True, "max_steps": 30, "checkpoint": "damaged"}, "damaged.* is damaged .*: give --fall-back"),
+    OTHER_SHAPES: ({"resume": True, "max_steps": 30}, "ckpt/step-000020 cannot be read"),
+}
+
+
+def refuse_all(me, folder) -> dict:
+    """{name: what is said of it}"""
+    quick_to_compile()
+    jax_world.load(DEVICES, "cpu")
+    found = {}
+    for name, (case, _) in REFUSED.items():
+        if "resume" in case or "holds" in REFUSED[name][1]:
+            case = {"checkpoint": f"{folder}/ckpt"} | case
+        if "checkpoint" in case:
+            case = case | {"checkpoint": os.path.join(folder, case["checkpoint"])}
+        if name == OTHER_SHAPES:  # those of this version of the course, and of the one that saved
+            GPT_SHAPES["tiny"] = dataclasses.replace(GPT_SHAPES["tiny"], hidden=256)
+        config = config_of(case | {"record": f"{folder}/refused.json"})
+        try:
+            gpt_jax.main(config, jax_world.load(config.devices, config.device))
+        except UserError as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def refusals(runs, folder):
+    shutil.copytree(folder / "ckpt", folder / "damaged")
+    for file in (folder / "damaged").rglob("d/*"):
+        file.write_bytes(b"")
+    return in_a_process(refuse_all, folder)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_one_sentence_and_nothing_written(name, refusals, folder):
+    assert len(refusals[name].splitlines()) == 1
+    assert re.search(REFUSED[name][1], refusals[name])
+    assert not (folder / "refused.json").exists()
+    assert [path.name for path in (folder / "ckpt").iterdir()] == ["step-000020"]
+
+
+@pytest.mark.parametrize(
+    ("versions", "sentence"),
+    [
+        ({}, "jax is not installed, which FSDP in JAX needs: run make jax"),
+        ({"jax": "0.9.2"}, "JAX 0.9.2 is installed, and 0.10 is the oldest that will do: run make jax"),
+        ({"jax": "0.10.0", "flax": "1"}, "optax is not installed, which FSDP in JAX needs: run make jax"),
+        (dict.fromkeys(jax_world.PACKAGES, "1.2.3"), None),
+    ],
+)
+def test_jax_that_cannot_be_used(versions, sentence, monkeypatch):
+    def installed(name):
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", installed)
+    assert jax_world.usable() == (sentence is None)
+    if sentence:
+        with pytest.raises(UserError, match=sentence):
+            jax_world.check()
+        assert not any(way.lab == equivalence.JAX for way in equivalence.runnable())
+
+
+WITHOUT = """
+import importlib.metadata, runpy, sys
+found = importlib.metadata.version
+def version(name):
+    if name == "jax":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return found(name)
+importlib.metadata.version = version
+sys.modules["jax"] = None  # importing it fails
+sys.argv = ["gpt_jax.py"]
+runpy.run_path("gpt_jax.py", run_name="__main__")
+"""
+
+
+def test_without_jax_the_script_says_so(tmp_path):
+    program = tmp_path / "without.py"
+    program.write_text("import sys\nsys.path.insert(0, '.')\n" + WITHOUT)
+    done = script(program)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "gpt_jax.py: jax is not installed, which FSDP in JAX needs: run make jax\n"
+
+
+@pytest.mark.parametrize("environ", [{"WORLD_SIZE": "2"}, {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}])
+def test_several_processes_never_become_several_runs(environ):
+    with pytest.raises(UserError, match="2 processes were started, and one drives all devices"):
+        jax_world.refuse_several(environ)
+    jax_world.refuse_several({"SLURM_STEP_NUM_TASKS": "2"})  # of the job around a shell: nobody started any
+
+
+# From a notebook
+
+
+def test_a_notebook_runs_it_as_the_other_labs():
+    lab = Lab(ranks=4, launcher="local")
+    record = lab.run("gpt_jax.py", devices=2, max_steps=9, batch_size=2, seq_len=16)
+    assert record["config"]["devices"] == record["ranks"] == 2 and record["device"] == "cpu"
+    assert len(record["losses"]) == 9 and record["time"]["step"]["steps"] == 2
+    assert record["versions"]["jax"] and record["memory"]["peak"]["temporary"] > 0
+    assert {entry["kind"] for entry in record["traffic"]} == {"all-gather", "all-reduce"}
+
+
+def test_to_slurm_it_is_one_task_with_all_gpus():
+    words, ranks = launch.script_words("gpt_jax.py", 4, launch.RUNS / "x.json", {"devices": 8})
+    assert ranks == 8 and words[1:3] == ["--devices", "8"]
+    request = launch.Cluster().request(ranks, 1, "cuda", launch.tasks_of("gpt_jax.py", 1))
+    assert (request["ntasks"], request["ntasks-per-node"], request["gres"]) == (1, 1, "gpu:8")
+    with pytest.raises(UserError, match="gpt_jax.py is one process, with the devices of one node"):
+        launch.tasks_of("gpt_jax.py", 2)
