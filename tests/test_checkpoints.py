@@ -188,7 +188,9 @@ def test_a_save_that_is_interrupted_costs_nothing(tmp_path, world_of_one, monkey
 def test_another_model_and_a_later_format_are_told(tmp_path, world_of_one):
     checkpoints.save(tmp_path, 1, *training(), RUN)
     path = checkpoints.latest(tmp_path)
-    with pytest.raises(UserError, match=r"is of another model: 0.weight has the shape \[8, 8\], and here \[8, 5\]"):
+    with pytest.raises(
+        UserError, match=r"is of another model: model.0.weight has the shape \[8, 8\], and here it has \[8, 5\]"
+    ):
         checkpoints.load(path, *training(width=5), RUN)
     found = manifest.read(path)
     manifest.write(path, found.pop("files"), **found | {"format": 2})

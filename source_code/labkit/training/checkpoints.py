@@ -177,13 +177,7 @@ def load(path: Path, model, optimizer, run: dict | None = None) -> int:
     """
     found = checked(path, run or {})
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    for name, tensor in model_state.items():
-        if (saved := found["shapes"].get(f"model.{name}")) != list(tensor.shape):
-            there = f"has the shape {saved}" if saved else "is not there"
-            raise UserError(
-                f"the checkpoint {path} is of another model: {name} {there}, and here {list(tensor.shape)}: "
-                "name another --checkpoint"
-            )
+    check_shapes(path, found, {f"model.{name}": tensor for name, tensor in model_state.items()})
     state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
     try:
         dcp.load(state, storage_reader=dcp_reading.Reader(path), planner=dcp_reading.Planner())
@@ -191,6 +185,17 @@ def load(path: Path, model, optimizer, run: dict | None = None) -> int:
         raise unreadable(path, error) from None
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return state["step"]
+
+
+def check_shapes(path: Path, found: dict, tensors: dict):
+    """UserError if the checkpoint has not each of these {name: tensor} in its shape. found: its manifest."""
+    for name, tensor in tensors.items():
+        if (saved := found["shapes"].get(name)) != list(tensor.shape):
+            there = f"has the shape {saved}" if saved else "is not there"
+            raise UserError(
+                f"the checkpoint {path} is of another model: {name} {there}, and here it has {list(tensor.shape)}: "
+                "name another --checkpoint"
+            )
 
 
 def checked(path: Path, run: dict) -> dict:

@@ -34,7 +34,8 @@ def load(path: Path, training):
 
     UserError: it is of arrays of other shapes.
     """
-    # Shapes, number formats and where the parts are to lie: what is read takes these.
+    checkpoints.check_shapes(path, manifest.read(path), _named(training))
+    # Number formats and where the parts are to lie: what is read takes these.
     wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), _named(training))
     try:
         with _checkpointer() as checkpointer:
