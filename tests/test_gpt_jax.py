@@ -22,18 +22,16 @@ from labkit.running import cells, launch, options
 from labkit.running.lab import Lab
 from labkit.training import jax_world
 from planner import jax_sharding
-from planner.shapes import GPT_SHAPES
 
 pytestmark = pytest.mark.long
 HERE = launch.Cluster(launcher="local")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the process cannot import this file
 
 SMALL = {"seq_len": 16, "device": "cpu"}
-DEVICES, STEPS, SAVED, SEQUENCES = 8, 20, 15, 8
+DEVICES, STEPS, MORE, SEQUENCES = 8, 20, 5, 8
 CASES = {
-    "replicated": {"strategy": "replicated"},
+    "replicated": {"strategy": "replicated", "max_steps": STEPS + MORE},
     "fsdp": {"strategy": "fsdp"},
-    "fsdp, recomputed": {"strategy": "fsdp", "recompute": "full"},
     "fsdp-explicit": {"strategy": "fsdp-explicit"},
     "fsdp-explicit, recomputed": {"strategy": "fsdp-explicit", "recompute": "full"},
     "fsdp-explicit, accumulated": {"strategy": "fsdp-explicit", "accumulate": 2, "devices": 4},
@@ -74,11 +72,11 @@ def watched(case: dict) -> dict:
 def train_all(me, folder) -> dict:
     quick_to_compile()
     jax_world.load(DEVICES, "cpu")
-    found = {name: watched(case) for name, case in CASES.items()}
-    saved = {"checkpoint": f"{folder}/ckpt", "max_steps": SAVED}
-    found["saved"] = watched(saved)
-    found["resumed"] = watched(saved | {"devices": 4, "batch_size": 2, "max_steps": STEPS, "resume": True})
-    return found
+    saved = {"checkpoint": f"{folder}/ckpt"}
+    found = {name: watched(case | (saved if name == "fsdp" else {})) for name, case in CASES.items()}
+    more = {"devices": 4, "batch_size": 2, "max_steps": STEPS + MORE, "resume": True}
+    shutil.copytree(f"{folder}/ckpt", f"{folder}/resumed")
+    return found | {"resumed": watched(more | {"checkpoint": f"{folder}/resumed"})}
 
 
 @pytest.fixture(scope="module")
@@ -105,12 +103,13 @@ def alone():
 @pytest.mark.parametrize("name", CASES)
 def test_losses_are_those_of_pytorch_and_of_the_replicated_run(name, runs, alone):
     """The tolerance catches a forgotten weight decay; optax's own is a hundredth of PyTorch's."""
-    losses = runs[name]["losses"]
+    losses = runs[name]["losses"][:STEPS]
     assert len(losses) == STEPS and losses[-1] < 0.8 * losses[0]
     assert losses[0] == pytest.approx(alone["losses"][0], rel=1e-5)
-    assert losses == pytest.approx(runs["replicated"]["losses"], rel=1e-5)
+    assert losses == pytest.approx(runs["replicated"]["losses"][:STEPS], rel=1e-5)
     assert losses == pytest.approx(alone["losses"], rel=1e-5)
-    assert runs[name]["validation_loss"] == pytest.approx(alone["validation_loss"], rel=1e-5)
+    if name != "replicated":  # which has gone on
+        assert runs[name]["validation_loss"] == pytest.approx(alone["validation_loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", CUT)
@@ -169,9 +168,8 @@ def test_left_to_the_compiler_gradients_are_all_reduced_on_the_cpu(runs):
 
 
 def test_a_checkpoint_of_eight_devices_goes_on_with_four(runs):
-    assert runs["resumed"]["first_step"] == SAVED
-    assert runs["saved"]["losses"] == pytest.approx(runs["fsdp"]["losses"][:SAVED], rel=1e-5)
-    assert runs["resumed"]["losses"] == pytest.approx(runs["fsdp"]["losses"][SAVED:], rel=1e-5)
+    assert runs["resumed"]["first_step"] == STEPS
+    assert runs["resumed"]["losses"] == pytest.approx(runs["replicated"]["losses"][STEPS:], rel=1e-5)
     assert all(len(parts) == 4 for _, _, parts in runs["resumed"]["arrays"])
 
 
@@ -208,7 +206,7 @@ REFUSED = {
     "a long text": ({"seq_len": 10**6}, "--seq-len must be less than the [0-9]+ tokens"),
     "a big model": (
         {"preset": "llama3-405b"},
-        "--preset llama3-405b with --strategy fsdp needs more than 755.9 GiB on each of 8 devices",
+        "--preset llama3-405b with --strategy fsdp needs more than 756.0 GiB on each of 8 devices",
     ),
     "more devices": ({"devices": 9}, "--devices 9, but JAX has 8 devices here: give at most 8"),
     "no GPU": ({"device": "cuda"}, "--device cuda, but JAX sees no GPU here"),
@@ -235,7 +233,8 @@ def refuse_all(me, folder) -> dict:
         if "checkpoint" in case:
             case = case | {"checkpoint": os.path.join(folder, case["checkpoint"])}
         if name == OTHER_SHAPES:  # those of this version of the course, and of the one that saved
-            GPT_SHAPES["tiny"] = dataclasses.replace(GPT_SHAPES["tiny"], hidden=256)
+            shapes = gpt_jax.GPT_SHAPES
+            shapes["tiny"] = dataclasses.replace(shapes["tiny"], hidden=256)
         config = config_of(case | {"record": f"{folder}/refused.json"})
         try:
             gpt_jax.main(config, jax_world.load(config.devices, config.device))

@@ -53,8 +53,11 @@ def test_what_is_below_the_threshold_is_all_reduced():
     assert found["all-gather", "fsdp"] == WHOLE - NORMS
 
 
-def test_each_micro_batch_gathers_and_reduces():
+def test_each_micro_batch_gathers_the_blocks_and_reduces():
+    """The embedding and the head, which are no part of the model's loop, are gathered once."""
     one, four = (sums(traffic(TINY, 8, 1000, micro_batches=n)) for n in (1, 4))
+    outside, gathered = 2 * 4 * 256 * 128, ("all-gather", "fsdp")
+    assert four.pop(gathered) == 4 * (one.pop(gathered) - outside) + outside
     assert four == {key: 4 * size for key, size in one.items()}
 
 

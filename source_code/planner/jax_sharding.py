@@ -74,6 +74,9 @@ def traffic(
     What is gathered in forward stays for backward. Recomputed, a block gathers a second time. The gradients of what is
     whole on each device are all-reduced, and so is the loss. XLA combines neighbours: it sends the bytes planned of each
     kind in fewer collectives (see ``sums``).
+
+    Of several micro-batches each gathers the blocks. The leaves outside of these are gathered once, before all of
+    them: XLA moves out of a loop what stays the same in it.
     """
     times = Counter({("all-reduce", LOSS): micro_batches})
     for name, dims in leaves(shape).items():
@@ -81,8 +84,8 @@ def traffic(
         if dimension(name, dims, devices, threshold) is None:
             times["all-reduce", numel * itemsize] += layers * micro_batches
             continue
-        again = recompute and name.startswith(BLOCKS)
-        times["all-gather", numel * itemsize] += layers * micro_batches * (2 if again else 1)
+        gathers = micro_batches * (2 if recompute else 1) if name.startswith(BLOCKS) else 1
+        times["all-gather", numel * itemsize] += layers * gathers
         times["reduce-scatter", numel * itemsize] += layers * micro_batches
     found = [{"kind": kind, "bytes": size, "count": n} for (kind, size), n in sorted(times.items())]
     return [each | {"ranks": devices, "dimension": "fsdp"} for each in found]

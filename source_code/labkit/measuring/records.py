@@ -93,7 +93,7 @@ def report(script: str, config, me, result: dict, elapsed: float):
     """
     nodes = [me.node]
     if dist.is_initialized():  # not under JAX, where one process is the whole run
-        nodes = [None] * me.world_size
+        nodes = [None] * dist.get_world_size()
         dist.all_gather_object(nodes, me.node)
     result["time"]["elapsed"] = elapsed
     speed, memory = result.get("model_flops_utilisation"), result["memory"]

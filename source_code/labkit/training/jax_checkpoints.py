@@ -41,11 +41,19 @@ def load(path: Path, training):
     wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), _named(training))
     try:
         with _checkpointer() as checkpointer:
+            _check_shapes(checkpointer.metadata(_absolute(path) / STATE).item_metadata, wanted)
             found = checkpointer.restore(_absolute(path) / STATE, wanted)
     except Exception as error:  # of many kinds, all of which mean: it is not whole, or not of this model
         raise checkpoints.unreadable(path, error) from None
     structure = jax.tree.structure((training.params, training.state))
     training.params, training.state = jax.tree.unflatten(structure, found.values())
+
+
+def _check_shapes(saved, wanted: dict):
+    """ValueError if arrays have other shapes. Orbax finds it, too, but in the midst of reading all the others."""
+    for name, array in wanted.items():
+        if tuple(saved[name].shape) != array.shape:
+            raise ValueError(f"{name} is {tuple(saved[name].shape)} there, and {array.shape} in this model")
 
 
 def save(folder: str | Path, step: int, training, run: dict):
