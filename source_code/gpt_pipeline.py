@@ -3,6 +3,7 @@
   python gpt_pipeline.py --ranks 4 --record run.json                 1F1B: a backward as soon as there can be one
   python gpt_pipeline.py --ranks 4 --schedule gpipe                  all forwards, then all backwards
   python gpt_pipeline.py --ranks 4 --mesh pipeline=4 --accumulate 16 --recompute full
+  torchrun --nproc-per-node 8 gpt_pipeline.py --preset 1b --precision bf16 --accumulate 32
 
 --accumulate is the number of micro-batches: a step's batch flows through the stages in so many parts.
 README.md has every way to start it.

@@ -27,10 +27,10 @@ def places(arrays: dict[str, object], title: str, under: str):
         axes.set_xticks([])
         axes.set_yticks([])
         axes.spines[:].set_visible(False)
-    headline(figure, title, under)
-    for text in panels[0, 0].findobj(plt.Text):
-        text.set_in_layout(text.get_text() != under)  # it is longer than its panel, which shall not grow for it
-    show(figure)
+    figure.suptitle(f"{title}\n", x=0.01, ha="left", fontweight="bold")
+    # In no panel's title: it is longer than a panel, which would grow for it
+    figure.text(0.01, 0.88, under, fontsize=11, va="top").set_in_layout(False)
+    show(figure, f"{title}. {under}")
 
 
 def _part(axes, x, y, width, height, colour: str, text: str):
