@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 from labkit.training import checkpoints
 
 STATE = "state"  # what Orbax writes within a checkpoint's folder
+FILES = "files"  # in run.json: their sizes
 
 
 def find(config, run: dict) -> Path | None:
@@ -23,8 +24,26 @@ def find(config, run: dict) -> Path | None:
     """
     if path := checkpoints.to_resume(config):
         checkpoints.compare(path, run)
+        _check_files(path)
         checkpoints.check_left(step_of(path), config.max_steps)
     return path
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    """{file that Orbax has written: bytes}"""
+    files = sorted(file for file in (path / STATE).rglob("*") if file.is_file())
+    return {str(file.relative_to(path)): file.stat().st_size for file in files}
+
+
+def _check_files(path: Path):
+    """UserError if a file is missing or cut short. Orbax finds it, too: with a traceback from each of its threads."""
+    if not (path / checkpoints.RUN).exists():
+        return
+    there = _sizes(path)
+    for file, size in json.loads((path / checkpoints.RUN).read_text()).get(FILES, {}).items():
+        if there.get(file) != size:
+            found = f"of {there[file]} bytes" if file in there else "missing"
+            raise checkpoints.unreadable(path, ValueError(f"{file} is {found}, and was of {size}"))
 
 
 def step_of(path: Path | None) -> int:
@@ -50,7 +69,9 @@ def load(path: Path, training):
 
 
 def _check_shapes(saved, wanted: dict):
-    """ValueError if arrays have other shapes. Orbax finds it, too, but in the midst of reading all the others."""
+    """ValueError if there are no arrays, or of other shapes. Orbax finds it, too, but in the midst of reading all the others."""
+    if saved is None:
+        raise ValueError(f"there is no {STATE} of Orbax's in it")
     for name, array in wanted.items():
         if tuple(saved[name].shape) != array.shape:
             raise ValueError(f"{name} is {tuple(saved[name].shape)} there, and {array.shape} in this model")
@@ -63,7 +84,7 @@ def save(folder: str | Path, step: int, training, run: dict):
     shutil.rmtree(partial, ignore_errors=True)  # left by a run that was ended while it saved
     with _checkpointer() as checkpointer:
         checkpointer.save(partial / STATE, _named(training))
-    (partial / checkpoints.RUN).write_text(json.dumps(run, indent=1) + "\n")
+    (partial / checkpoints.RUN).write_text(json.dumps(run | {FILES: _sizes(partial)}, indent=1) + "\n")
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
 
