@@ -24,6 +24,7 @@ from notebooks import PATHS, read
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "source_code"
 LABS = ("hello.py", "mnist_fsdp.py", "gpt_fsdp.py", "gpt_zero.py", "gpt_pipeline.py")
+ONE_PROCESS = ("rank_zero.py", "gpt_jax.py")  # labs whose own text says nothing of launching
 LAUNCH = re.compile(r"(cd source_code && )?(srun|sbatch|salloc|torchrun)\b")
 
 
@@ -148,13 +149,13 @@ def test_a_line_starts_what_it_says(where, line, slurm, checkout):
     assert calls and len(calls) == calls[0].tasks
     for each in calls:
         script, *words = each.script()
-        assert script in (*LABS, "rank_zero.py")
+        assert script in (*LABS, *ONE_PROCESS)
         options_of = options.Start if script == "hello.py" else importlib.import_module(script[:-3]).Config
         config = options.parse(options_of, "", words)
         if each.job:
             there = sum(other.ranks_on_node() for other in calls if other.node == each.node)
             if each.tasks == 1 and each.program == "python":
-                there = 1 if script == "rank_zero.py" else 4  # it starts one on each of its four GPUs
+                there = 1 if script == "rank_zero.py" else 4  # it starts one on each of its four GPUs, or drives all
             # All its node's GPUs, one for each rank, and not only its own; and as many CPUs
             assert config.device == "cpu" or len(each.gpus) == there
             assert each.cpus >= there

@@ -9,7 +9,7 @@ TONES = ("#F2F2F2", "#DADADA", "#C2C2C2", "#AAAAAA", "#8E8E8E", "#717171", "#545
 
 def places(arrays: dict[str, object], title: str, under: str):
     """Where arrays of two dimensions lie, a panel each: {name: a jax.Array}. As its ``addressable_shards`` say."""
-    figure, panels = plt.subplots(1, len(arrays), figsize=(10, 2.9), squeeze=False, layout="constrained")
+    figure, panels = plt.subplots(1, len(arrays), figsize=(10, 2.7), squeeze=False, layout="compressed")
     for axes, (name, array) in zip(panels[0], arrays.items(), strict=True):
         rows, columns = array.shape
         shards = sorted(array.addressable_shards, key=lambda shard: shard.device.id)
@@ -27,9 +27,10 @@ def places(arrays: dict[str, object], title: str, under: str):
         axes.set_xticks([])
         axes.set_yticks([])
         axes.spines[:].set_visible(False)
-    headline(figure, title, under)
-    panels[0, 0].title.set_in_layout(False)  # it is longer than its panel, which shall not grow for it
-    show(figure)
+    figure.suptitle(f"{title}\n", x=0.01, ha="left", fontweight="bold")
+    # In no panel's title: it is longer than a panel, which would grow for it
+    figure.text(0.01, 0.88, under, fontsize=11, va="top").set_in_layout(False)
+    show(figure, f"{title}. {under}")
 
 
 def _part(axes, x, y, width, height, colour: str, text: str):
