@@ -100,6 +100,7 @@ def losses_of(me, ways: list[tuple[Way, str]]) -> list[list[float]]:
 def losses_under_jax(me, runs: list[tuple[Way, int, str]]) -> list[list[float]]:
     """The same of each (way, devices, precision), in one process."""
     os.environ.pop(progress.VARIABLE, None)
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiling is most of these short runs
     jax_world.load(max(RANKS), "cpu")  # JAX makes its devices once; smaller runs take some of them
     found = []
     for way, count, precision in runs:

@@ -219,7 +219,7 @@ REFUSED = {
     "nothing left": ({"resume": True}, "nothing left to train: the checkpoint is at step 20 of 20"),
     "a damaged one": (
         {"resume": True, "max_steps": 30, "checkpoint": "damaged"},
-        "damaged.* is damaged .*: give --fall-back",
+        r"damaged.* is damaged \(state/d/\w+ has 0 bytes instead of [0-9,]+\): give --fall-back",
     ),
     OTHER_SHAPES: ({"resume": True, "max_steps": 30}, "ckpt/step-000020 is of another model: "),
 }

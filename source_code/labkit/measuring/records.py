@@ -9,7 +9,8 @@ A record is a dict with these keys (sizes in bytes, times in seconds):
   batch_size   images, or sequences of a micro-batch, on each rank
   units        how many groups of parameters are gathered together (FSDP)
   first_step   how many steps an earlier run had made
-  memory       see ``meters.Meter.summary``
+  memory       see ``meters.Meter.summary``; under JAX with "compiled", what the compiler plans (``hlo.memory``)
+  compile_seconds              how long XLA took to compile a step (JAX, whose devices are the ranks here)
   time         {"step": {"median", "p10", "p90", "steps"}, "samples_per_second", "elapsed"}
   traffic      [{"kind", "count", "bytes", "dimension"}, …] of one step: bytes is the size of the whole tensor; dimension
                that of the mesh along which the ranks lie that take part, where the parameters know of one (FSDP2, tensor

@@ -110,7 +110,9 @@ def run(main, config):
         refuse_several(dict(os.environ))
         main(config, load(config.devices, config.device, config.precision))
     except UserError as error:
-        options.leave(str(error))
+        with contextlib.suppress(SystemExit):
+            options.leave(str(error))
+        os._exit(2)  # at once: the threads of a read that failed would each end in a traceback
     except KeyboardInterrupt:
         sys.exit(130)
 
