@@ -28,15 +28,15 @@ SEQUENCES, LENGTH = 8, 16  # in a step, of all ranks together; tokens of each
 # The largest relative difference of a loss. fp32's catches a forgotten weight decay (7e-5), which 1e-4 would not.
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
 RANKS = (2, 4)
-
-
-JAX = "gpt_jax"
+JAX = "gpt_jax"  # one process, with devices in the place of ranks
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to share the training. lab: the script, which has a Config and a ``prepare`` (gpt_jax.py: a ``train``); options: of that
-    Config."""
+    """One way to share the training.
+
+    lab: the script, which has a Config and a ``prepare``, gpt_jax.py a ``train``. options: of its Config.
+    """
 
     name: str
     lab: str
@@ -67,7 +67,6 @@ WAYS = [
         Way(f"pipeline, {schedule}", "gpt_pipeline", {"schedule": schedule, "accumulate": 4})
         for schedule in ("gpipe", "1f1b")
     ),
-    # One process, with devices in the place of ranks
     *(Way(f"JAX, {strategy}", JAX, {"strategy": strategy}) for strategy in ("replicated", "fsdp", "fsdp-explicit")),
 ]
 
