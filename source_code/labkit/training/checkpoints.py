@@ -179,8 +179,10 @@ def load(path: Path, model, optimizer, run: dict | None = None) -> int:
     model_state, optimizer_state = get_state_dict(model, optimizer)
     check_shapes(path, found, {f"model.{name}": tensor for name, tensor in model_state.items()})
     state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
+    reader = dcp_reading.Reader(path)
     try:
-        dcp.load(state, storage_reader=dcp_reading.Reader(path), planner=dcp_reading.Planner())
+        reader.read_metadata()  # DCP does it too, but PyTorch 2.11's keeps to itself why it could not
+        dcp.load(state, storage_reader=reader, planner=dcp_reading.Planner())
     except (Exception, dcp.CheckpointException) as error:  # DCP's own is no Exception; it wraps what went wrong
         raise unreadable(path, error) from None
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
