@@ -133,6 +133,7 @@ def test_what_is_not_sharded_recomputed_or_multiplied_out_is_noticed():
                    ("all-gather", "reduce-scatter", "all-reduce")]  # fmt: skip
     assert failed(lines) == [
         "the recipe: bytes all-gathered in a step",
+        "left alone: bytes all-gathered in a step",
         "fsdp: kept between two steps",
         "arrays above the threshold of which a device has not an eighth",
         *collectives,
