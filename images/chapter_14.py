@@ -38,7 +38,7 @@ def fsdp_in_jax():
         14,
         colour=SOFT,
     )
-    column(d, LEFT, "PyTorch", "a script that each of four processes runs\nfully_shard(block)",
+    column(d, LEFT, "PyTorch", "a script that each of eight processes runs\nfully_shard(block)",
            "Each process sees its own share of every parameter.", "hooks call collectives\nwhile the step runs",
            "To know what was sent, you watch a step:\nthat is what this course's meters do.", True)  # fmt: skip
     column(d, RIGHT, "JAX", 'one process, one program about whole arrays\nweight lies in parts along "fsdp"',
