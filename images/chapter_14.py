@@ -31,8 +31,14 @@ def column(d: Drawing, x, title, you, note, between, below, known):
 def fsdp_in_jax():
     d = Drawing(1000, 530, "FSDP by a wrapper in PyTorch, and by a compiler in JAX")
     d.text(20, 36, "The same step, told twice", 20, bold=True)
-    d.text(20, 60, "Below the arrows: what each of four GPUs runs for one part of the model.", 14, colour=SOFT)
-    column(d, LEFT, "PyTorch", "a script that each of four processes runs\nfully_shard(block)",
+    d.text(
+        20,
+        60,
+        "Below the arrows: four of the eight ranks or devices, and what each runs for one part of the model.",
+        14,
+        colour=SOFT,
+    )
+    column(d, LEFT, "PyTorch", "a script that each of eight processes runs\nfully_shard(block)",
            "Each process sees its own share of every parameter.", "hooks call collectives\nwhile the step runs",
            "To know what was sent, you watch a step:\nthat is what this course's meters do.", True)  # fmt: skip
     column(d, RIGHT, "JAX", 'one process, one program about whole arrays\nweight lies in parts along "fsdp"',

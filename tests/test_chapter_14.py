@@ -3,6 +3,7 @@
 import importlib.metadata
 import re
 import sys
+from math import prod
 
 import pytest
 from forked import by_value, forked
@@ -26,6 +27,16 @@ def own_rows_alone(shards, x):
     return x
 
 
+def all_first(shards, x):
+    import jax
+    import jax.numpy as jnp
+
+    weights = [jax.lax.all_gather(shard, "fsdp", axis=0, tiled=True) for shard in shards]
+    for weight in weights:
+        x = jnp.tanh(x @ weight)
+    return x
+
+
 def without_tanh(shards, x):
     import jax
 
@@ -46,6 +57,7 @@ def whole_batch(shards, x):
     ("forward", "said"),
     [
         (all_at_once, "all layers are whole at once"),
+        (all_first, "outside of the loop"),
         (own_rows_alone, "nothing is gathered"),
         (without_tanh, "the result is not that of the whole layers"),
         (whole_batch, "the shape of x"),
@@ -68,6 +80,13 @@ def first_that_divides(shape, devices, threshold):
     return tuple("fsdp" if d == cut else None for d in range(len(shape)))
 
 
+def something_always(shape, devices, threshold):
+    """The mistake of cutting the largest where the devices divide none."""
+    dims = [d for d, size in enumerate(shape) if size % devices == 0] or [shape.index(max(shape))]
+    cut = max(dims, key=lambda d: shape[d])
+    return tuple("fsdp" if d == cut and prod(shape) >= threshold else None for d in range(len(shape)))
+
+
 def without_threshold(shape, devices, threshold):
     dims = [d for d, size in enumerate(shape) if size % devices == 0]
     cut = max(dims, key=lambda d: shape[d])
@@ -79,6 +98,7 @@ def without_threshold(shape, devices, threshold):
     [
         (largest, "8 devices do not divide 100"),
         (first_that_divides, "the largest, of equal ones the first"),
+        (something_always, "8 devices do not divide 25"),
         (without_threshold, "fewer than the threshold"),
         (lambda shape, devices, threshold: (None,) * len(shape), "by the rule (None, 'fsdp')"),
         (lambda shape, devices, threshold: "fsdp", "for each of the 2 dimensions"),
@@ -91,7 +111,9 @@ def test_a_sharding_function_is_told_its_first_difference(spec, said, capsys):
 
 
 def failed(lines):
-    return [line.split(": measured")[0].removeprefix("FAIL  ") for line in lines if line.startswith("FAIL")]
+    return [
+        re.split(": (?:measured|planned)", line)[0].removeprefix("FAIL  ") for line in lines if line.startswith("FAIL")
+    ]
 
 
 @pytest.mark.long
@@ -104,16 +126,20 @@ def test_what_is_not_sharded_recomputed_or_multiplied_out_is_noticed():
         'SimpleNamespace(**vars(runs["fsdp-explicit"]) | {"config": gpt_jax.Config(recompute="full", **SMALL)})',
         "hlo.collectives(compiled.as_text(), dict(mesh.shape))": "hlo.collectives(compiled.as_text().replace("
         '\'known_trip_count":{"n":"4"\', \'known_trip_count":{"n":"1"\'), dict(mesh.shape))',
-        "apart(pytorch[:1], ": 'apart(runs["replicated"].losses[:1], ',
+        "apart(pytorch, ": 'apart(runs["replicated"].losses, ',
     }
     lines = run_broken("14", breaks, until="how many times less", skip=("lab.run(",))
     collectives = [f"{name}: {kind}" for name in ("fsdp-explicit", "explicit, recomputed") for kind in
                    ("all-gather", "reduce-scatter", "all-reduce")]  # fmt: skip
     assert failed(lines) == [
+        "the recipe: bytes all-gathered in a step",
+        "left alone: bytes all-gathered in a step",
         "fsdp: kept between two steps",
         "arrays above the threshold of which a device has not an eighth",
         *collectives,
+        "the stack, all but weights kept: gathered",
         "explicit, recomputed: temporary memory of a device",
+        "recomputed: how many times less by sharding",
         "how many times less temporary memory, recomputed",
     ]
 
@@ -145,29 +171,54 @@ def test_without_jax_its_first_cell_says_so_in_a_sentence():
     assert not imported
 
 
-def test_the_table_of_concepts_points_at_cells_that_ran():
-    """Each row's cell shows what the row's column on JAX names."""
+def sections(notebook) -> dict[str, str]:
+    """{heading: the code below it, up to the next}."""
+    found, heading = {}, ""
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            found[heading] += cell.source + "\n"
+        elif headings := re.findall(r"^##? (.+)$", cell.source, flags=re.MULTILINE):
+            heading = headings[-1]
+            found.update(dict.fromkeys(headings, ""))
+    return found
+
+
+def test_the_table_of_concepts_points_at_sections_that_ran():
+    """Each row's section shows what the row's column on JAX names."""
     notebook = read(PATH)
     (table,) = (cell.source for cell in notebook.cells if "| | PyTorch | JAX | ran in |" in cell.source)
-    rows = re.findall(r"^\| (.+) \| (.+) \| (.+) \| In\s\[(\d+)\] \|$", table, flags=re.MULTILINE)
-    assert len(rows) >= 10
-    cells = {cell.execution_count: cell for cell in code_cells(notebook)}
-    words = {  # what the row is about, in its cell
-        "devices as a grid": "jax.make_mesh",
+    rows = re.findall(r"^\| ([a-z].+) \| (.+) \| (.+) \| (.+) \|$", table, flags=re.MULTILINE)
+    code = sections(notebook)
+    words = {  # what the row is about, in the code of its section
+        "devices as a grid": 'jax.make_mesh((DEVICES,), ("fsdp",), axis_types=(AxisType.Auto,)',
         "a parameter in parts": 'NamedSharding(mesh, P("fsdp", None))',
         "what this rank has": "addressable_shards",
-        "a unit, gathered together": "strategy=strategy",
-        "all-gather before forward": "product",
+        "whole while it computes": "jax.lax.with_sharding_constraint",
+        "how much at a time": "jax.lax.scan",
+        "all-gather before forward": "jax.lax.all_gather",
         "reduce-scatter in backward": "in_the_open",
-        "reshard after forward": 'recompute="full"',
-        "activation checkpointing": 'recompute="full"',
+        "reshard after forward": "policy=but_weights",
+        "activation checkpointing": "jax.checkpoint",
         "small things stay whole": "min_size",
         "memory of a step": "hlo.memory",
-        "what is sent": "hlo.collectives",
+        "what is sent": "collectives_of",
     }
     assert {row[0] for row in rows} == set(words)
-    for about, _, _, number in rows:
-        assert words[about] in cells[int(number)].source
+    for about, _, _, heading in rows:
+        assert words[about] in code[heading]
+
+
+def test_the_page_shows_the_labs_own_lines():
+    """What stands in the text as the lab's function is that function, but for its docstring."""
+    import ast
+
+    notebook, lab = read(PATH), ast.parse((FOLDER.parent / "source_code/gpt_jax.py").read_text())
+    (shown,) = (
+        part for cell in notebook.cells for part in re.findall(r"```python\n(def .+?)```", cell.source, re.DOTALL)
+    )
+    (own,) = (each for each in lab.body if getattr(each, "name", "") == "say_whole")
+    own.body = own.body[1:]
+    assert ast.unparse(ast.parse(shown)) == ast.unparse(own)
 
 
 def test_devices_of_its_exercise_are_those_of_the_chapter():

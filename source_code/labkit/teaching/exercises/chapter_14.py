@@ -3,7 +3,7 @@
 from contextlib import suppress
 from math import prod
 
-from planner import jax_sharding
+from planner import UserError, jax_sharding
 from planner.shapes import GPT_SHAPES
 
 from labkit.measuring import hlo
@@ -17,7 +17,7 @@ LLAMA, MANY, THRESHOLD = GPT_SHAPES["llama3-8b"], 64, 2**14
 
 def _shared(me, forward):
     """What ``forward`` makes of weights of which each device has a part: None if it returns nothing, the wrong shape,
-    or (its result is right, so are the weights' gradients, the collectives of both)."""
+    or (its result is right, so are the weights' gradients, the collectives of both, how many gathers the program has)."""
     world = jax_world.load(DEVICES, "cpu")
     import jax
     import jax.numpy as jnp
@@ -56,7 +56,8 @@ def _shared(me, forward):
     compiled = jax.jit(both(parts), in_shardings=layouts).lower(weights, x).compile()
     found, gradient = compiled(*map(jax.device_put, (weights, x), layouts))
     close = [bool(jnp.allclose(a, b, atol=1e-5)) for a, b in ((found[1], right[1]), (gradient, right_gradient))]
-    return *close, hlo.collectives(compiled.as_text(), {"fsdp": DEVICES})
+    text = compiled.as_text()
+    return *close, hlo.collectives(text, {"fsdp": DEVICES}), text.count(" all-gather(")
 
 
 def judge_forward(forward) -> str:
@@ -69,13 +70,15 @@ def judge_forward(forward) -> str:
         return "not answered yet"
     if not isinstance(found[0], bool):
         return f"not quite: all devices together return {found}; {(BATCH, WIDTH)} is wanted, the shape of x"
-    result, gradients, sent = found
+    result, gradients, sent, written = found
     gathers = [each for each in sent if each["kind"] == "all-gather"]
     layer = WIDTH * WIDTH * 4
     if not gathers:
         return "not quite: nothing is gathered, and no device has a whole layer; jax.lax.all_gather(…, tiled=True)"
     if max(each["bytes"] for each in gathers) > layer:
         return "not quite: all layers are whole at once; gather a layer in the loop, where it is used"
+    if written >= LAYERS:  # what is in a loop stands there once, twice where backward gathers again
+        return "not quite: there is a gather outside of the loop over layers; put it into the body of jax.lax.scan"
     if not result:
         return "not quite: the result is not that of the whole layers: x, layer by layer, through tanh(x @ weight)"
     if not gradients:
@@ -92,6 +95,7 @@ LEAVES = [
     ((128,), 8, 1000),
     ((40, 25), 8, 1000),
     ((7, 24, 30), 8, 0),
+    ((9, 25), 8, 0),
 ]
 
 
@@ -100,7 +104,9 @@ def judge_spec(spec) -> str:
         given = spec(shape, devices, threshold)
         if unanswered(given):
             return "not answered yet"
-        cut = jax_sharding.dimension("", shape, devices, threshold)
+        cut = None
+        with suppress(UserError):  # the devices divide none: the lab refuses it, the exercise leaves it whole
+            cut = jax_sharding.dimension("", shape, devices, threshold)
         right = tuple("fsdp" if d == cut else None for d in range(len(shape)))
         about = f"an array of {shape}, {devices} devices, threshold {threshold}: {given}"
         if not isinstance(given, (tuple, list)) or set(given) - {"fsdp", None} or len(given) != len(shape):

@@ -82,7 +82,7 @@ def memory(rows: list[tuple[str, dict, float | None]], title: str, under: str, g
     axes.invert_yaxis()
     axes.set_xlim(0, 1.12 * max(totals))
     axes.set_xlabel("memory per device [MiB]")
-    marks = "solid: by the compiler's plan, outlined: predicted" + ", diamond: your guess" * bool(guesses)
+    marks = "solid: by the compiler's plan, outlined: predicted" + ", diamond: kept plus your guess" * bool(guesses)
     headline(figure, title, f"{under}\n{marks}")
     figure.legend(loc="outside lower left", ncols=4, fontsize=11)
     show(figure)
