@@ -52,22 +52,27 @@ def test_one_rank_looks_for_the_newest_checkpoint_and_all_take_it(tmp_path):
 
 
 def told_of_damage_by_each_rank(me, folder):
-    """The sentence on each rank, where only a file that rank 1 looks into is damaged."""
+    """The sentences on each rank: a file that rank 1 looks into is damaged; the manifest, which rank 0 reads, is gone."""
     model, optimizer = training()
     checkpoints.save(folder, 1, model, optimizer, {})
     path = checkpoints.latest(folder)
-    if me.rank == 0:
-        files = sorted(manifest.read(path)["files"])
-        (path / files[1]).write_bytes(b"")  # the second of them is rank 1's
-    torch.distributed.barrier()
-    with pytest.raises(UserError) as refused:
-        checkpoints.load(path, model, optimizer)
-    return str(refused.value)
+    second = path / sorted(manifest.read(path)["files"])[1]
+    said = []
+    for accident in (lambda: second.write_bytes(b""), (path / manifest.NAME).unlink):
+        torch.distributed.barrier()
+        if me.rank == 0:
+            accident()
+        torch.distributed.barrier()
+        with pytest.raises(manifest.Damaged) as refused:
+            checkpoints.load(path, model, optimizer)
+        said.append(str(refused.value))
+    return said
 
 
 def test_what_one_rank_finds_damaged_all_refuse(tmp_path):
     first, second = LAB.on_ranks(by_value(told_of_damage_by_each_rank), str(tmp_path))
-    assert first == second and "has 0 bytes instead of" in first
+    assert first == second
+    assert "has 0 bytes instead of" in first[0] and "it has no manifest.json" in first[1]
 
 
 # Whole, or not loaded

@@ -20,10 +20,13 @@ class Damaged(UserError):
     """A checkpoint is not what was written, or was not written to its end."""
 
     def __init__(self, path: Path, reason: str):
-        self.reason = reason
-        super().__init__(
-            f"the checkpoint {path} is damaged ({reason}): give --fall-back to go on from the newest whole one, "
-            "or remove it"
+        super().__init__(path, reason)  # as it came: one rank sends it to the others, where it is made again
+        self.path, self.reason = path, reason
+
+    def __str__(self):
+        return (
+            f"the checkpoint {self.path} is damaged ({self.reason}): give --fall-back to go on from the newest whole "
+            "one, or remove it"
         )
 
 
