@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pandas
 import torch
-from labkit import UserError
+from labkit import UserError, holds
 from labkit.measuring import meters, records
 from labkit.running import cells, launch, progress, ranks
 from labkit.running.options import Options, option, parse
@@ -111,8 +111,8 @@ def losses_under_jax(me, runs: list[tuple[Way, int, str]]) -> list[list[float]]:
 
 def runnable() -> list[Way]:
     """The ways that this machine can go: without DeepSpeed or JAX, the others."""
-    ways = [way for way in WAYS if way.options.get("engine") != "deepspeed" or deepspeed_zero.usable()]
-    return [way for way in ways if way.lab != JAX or jax_world.usable()]
+    ways = [way for way in WAYS if way.options.get("engine") != "deepspeed" or holds(deepspeed_zero.check)]
+    return [way for way in ways if way.lab != JAX or holds(jax_world.check)]
 
 
 def run(ways: list[Way]) -> list[dict]:

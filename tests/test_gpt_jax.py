@@ -16,7 +16,7 @@ import gpt_fsdp
 import gpt_jax
 import pytest
 from commands import script
-from labkit import UserError
+from labkit import UserError, holds
 from labkit.measuring import meters
 from labkit.running import cells, launch, options
 from labkit.running.lab import Lab
@@ -278,7 +278,7 @@ def test_jax_that_cannot_be_used(versions, sentence, monkeypatch):
         return versions[name]
 
     monkeypatch.setattr(importlib.metadata, "version", installed)
-    assert jax_world.usable() == (sentence is None)
+    assert holds(jax_world.check) == (sentence is None)
     if sentence:
         with pytest.raises(UserError, match=sentence):
             jax_world.check()

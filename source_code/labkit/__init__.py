@@ -7,3 +7,12 @@ teaching     verdicts, exercises, figures
 """
 
 from planner import UserError as UserError
+
+
+def holds(check) -> bool:
+    """Whether ``check()`` finds nothing wrong: it raises no UserError."""
+    try:
+        check()
+    except UserError:
+        return False
+    return True

@@ -27,15 +27,6 @@ def check():
         raise UserError(f"DeepSpeed {found} is installed, and {VERSION} is what is supported: {INSTEAD}")
 
 
-def usable() -> bool:
-    """Whether ``check`` finds nothing wrong."""
-    try:
-        check()
-    except UserError:
-        return False
-    return True
-
-
 def load(me):
     """The module ``deepspeed``, imported for this rank's kind of device. me: a ``ranks.Rank``."""
     os.environ["DS_ACCELERATOR"] = me.device.type  # read at import; left to itself it takes a GPU where there is one

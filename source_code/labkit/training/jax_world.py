@@ -50,15 +50,6 @@ def check():
             raise UserError(f"JAX {version} is installed, and {oldest} is the oldest that will do: run make jax")
 
 
-def usable() -> bool:
-    """Whether ``check`` finds nothing wrong."""
-    try:
-        check()
-    except UserError:
-        return False
-    return True
-
-
 @contextlib.contextmanager
 def imports(name: str) -> Iterator[None]:
     """Around the imports of JAX in a file called ``name``: if it cannot be had, a UserError; of a script, its end."""
