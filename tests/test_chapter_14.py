@@ -112,7 +112,9 @@ def test_a_sharding_function_is_told_its_first_difference(spec, said, capsys):
 
 def failed(lines):
     return [
-        re.split(": (?:measured|planned|counted)", line)[0].removeprefix("FAIL  ") for line in lines if line.startswith("FAIL")
+        re.split(": (?:measured|planned|counted)", line)[0].removeprefix("FAIL  ")
+        for line in lines
+        if line.startswith("FAIL")
     ]
 
 
