@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from labkit import UserError
 from labkit.measuring import limits, meters, records
 from labkit.measuring.trace import local
-from labkit.running import options, progress, ranks
+from labkit.running import options, progress, ranks, stopping
 from labkit.running.options import RESHARD, SHARDED, option
-from labkit.training import checkpoints, models, text
+from labkit.training import checkpoints, models, saving, text
 from labkit.training.tensor_parallel import tensor_parallel
 from planner import networks
 from planner.mesh import FORM, Mesh, arrange
@@ -269,19 +269,27 @@ def train(config, me, prepare=prepare, compute_loss=compute_loss):
 
     bar = progress.Progress(me, config.max_steps, step)
     meter = meters.Meter(model, optimizer, me.device, progress=bar, profile=config.profile, compiled=config.compile)
+    saver = saving.Saver(config, model, optimizer, run, step)
+    stop = stopping.Stop(config)
     losses, save_every = [], config.checkpoint_every or config.max_steps
     while step < config.max_steps:
-        stop = min(config.max_steps, *(step - step % every + every for every in (save_every, LOG_EVERY)))
+        end = min(config.max_steps, *(step - step % every + every for every in (save_every, LOG_EVERY)))
+        batches = training_batches(data.train, config, me, range(step, end))
         local_losses = []
-        for inputs, targets in meter.watch(training_batches(data.train, config, me, range(step, stop))):
+        for inputs, targets in meter.watch(stop.unless_asked(batches)):
             local_losses += train_one(inputs, targets)
-        step = stop
+            step += 1
+        if step % save_every == 0 or step == config.max_steps or stop.agreed:
+            saver.save(step)
+        if stop.agreed:
+            saver.finish()
+            stop.leave(me, step, config.max_steps)
+
         summed = torch.stack(local_losses).view(-1, config.accumulate).sum(1)
         dist.all_reduce(summed)  # once every LOG_EVERY steps: once a step, only to print, would slow the training
         losses += (summed / me.world_size).tolist()
         me.say(f"step {step}: loss {losses[-1]:.4f}")
-        if config.checkpoint and (step % save_every == 0 or step == config.max_steps):
-            checkpoints.save(config.checkpoint, step, model, optimizer, run, config.keep)
+    saver.finish()
     meter.finish()
     validation_loss = evaluate(model, data.validation, config, me, compute_loss)
     me.say(f"loss {losses[0]:.4f} in step {first_step + 1}, validation loss {validation_loss:.4f} after step {step}")
@@ -294,6 +302,7 @@ def train(config, me, prepare=prepare, compute_loss=compute_loss):
         "first_step": first_step,
         "losses": losses,
         "validation_loss": validation_loss,
+        "checkpoints": saver.summary(),
         **measured,
         "tokens_per_second": rate and rate * config.seq_len,
         "model_flops_utilisation": {

@@ -325,6 +325,8 @@ class Config(options.Training):
     ranks: ClassVar[None] = None
     backend: ClassVar[str] = "xla"
     profile: ClassVar[None] = None
+    async_checkpoint: ClassVar[bool] = False
+    on_failed_save: ClassVar[str] = "stop"
 
     preset: Literal[tuple(GPT_SHAPES)] = option("tiny", "size of the model", resumed=True)
     devices: int | None = option(

@@ -23,9 +23,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from labkit import UserError
 from labkit.measuring import limits, meters, records
-from labkit.running import options, progress, ranks
+from labkit.running import options, progress, ranks, stopping
 from labkit.running.options import SHARDED, option
-from labkit.training import checkpoints, datasets
+from labkit.training import checkpoints, datasets, saving
 from labkit.training.models import Net
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
@@ -166,6 +166,8 @@ def train(config, me):
 
     bar = progress.Progress(me, last_step, step)
     meter = meters.Meter(model, optimizer, me.device, progress=bar, profile=config.profile)
+    saver = saving.Saver(config, model, optimizer, run, step)
+    stop = stopping.Stop(config)
     losses = []
     while step < last_step:
         epoch, done = divmod(step, steps_per_epoch)
@@ -174,22 +176,25 @@ def train(config, me):
         model.train()
         batches = training_batches(digits, config, me, epoch, batch_size)
         local_losses = []
-        for images, labels in meter.watch(islice(batches, done, done + last_step - step)):
+        for images, labels in meter.watch(stop.unless_asked(islice(batches, done, done + last_step - step))):
             # Dropout as a function of step and rank: resumed on as many ranks, a run draws what it would have drawn.
             torch.manual_seed(config.seed + 1000 * step + me.rank)
             local_losses.append(train_step(model, optimizer, images, labels, config))
             step += 1
+        saver.save(step)
+        if stop.agreed:
+            saver.finish()
+            stop.leave(me, step, last_step)
+
         summed = torch.stack(local_losses)
         dist.all_reduce(summed)  # once an epoch: once a step, only to print, would slow the training
         losses += (summed / me.world_size).tolist()
-
-        if config.checkpoint:
-            checkpoints.save(config.checkpoint, step, model, optimizer, run, config.keep)
         correct, total, test_loss = evaluate(model, digits, config, me)
         me.say(
             f"epoch {epoch + 1}: loss {statistics.mean(losses[-len(local_losses) :]):.4f}, "
             f"test loss {test_loss:.4f}, accuracy {correct}/{total} ({correct / total:.2%})"
         )
+    saver.finish()
     meter.finish()
     return {
         "data": {"name": digits.name, "train": len(digits.train_images), "test": len(digits.test_images)},
@@ -199,6 +204,7 @@ def train(config, me):
         "losses": losses,
         "accuracy": {"correct": correct, "total": total},
         "test_loss": test_loss,
+        "checkpoints": saver.summary(),
         **meter.summary(batch_size * me.world_size),
     }
 

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from forked import by_value
 from labkit import UserError
 from labkit.running.lab import Lab
-from labkit.training import checkpoints, manifest
+from labkit.training import checkpoints, manifest, saving
 
 LAB = Lab(launcher="local", ranks=2, device="cpu")
 MUTATIONS = 48  # of every kind, spread over every file
@@ -40,7 +40,7 @@ def resumed_by_a_rank_with_a_stale_listing(me, folder):
     """Two checkpoints are saved; then rank 1 still sees only the first, as a cache of NFS may show it."""
     model, optimizer = training()
     for step in (1, 2):
-        checkpoints.save(folder, step, model, optimizer, {})
+        saving.save(folder, step, model, optimizer, {})
     if me.rank == 1:
         checkpoints.stored = lambda folder: [min(Path(folder).glob("step-*"))]
     config = SimpleNamespace(checkpoint=folder, resume=True, fall_back=False)
@@ -54,7 +54,7 @@ def test_one_rank_looks_for_the_newest_checkpoint_and_all_take_it(tmp_path):
 def told_of_damage_by_each_rank(me, folder):
     """The sentences on each rank: a file that rank 1 looks into is damaged; the manifest, which rank 0 reads, is gone."""
     model, optimizer = training()
-    checkpoints.save(folder, 1, model, optimizer, {})
+    saving.save(folder, 1, model, optimizer, {})
     path = checkpoints.latest(folder)
     second = path / sorted(manifest.read(path)["files"])[1]
     said = []
@@ -97,7 +97,7 @@ def save_twice(me, folder):
         model(torch.ones(1, 8)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        checkpoints.save(folder, step, model, optimizer, RUN)
+        saving.save(folder, step, model, optimizer, RUN)
 
 
 def mutate(path: Path, other: Path, how: str, chance: random.Random):
@@ -165,33 +165,11 @@ def test_the_newest_whole_one_is_taken_if_asked_for(two_ranks_checkpoint, tmp_pa
         checkpoints.resume(config, *training(), RUN, 9)
 
 
-def test_only_the_newest_are_kept(tmp_path, world_of_one):
-    model, optimizer = training()
-    for step in (1, 2, 3):
-        checkpoints.save(tmp_path, step, model, optimizer, RUN, keep=2)
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-000002", "step-000003"]
-
-
-def test_a_save_that_is_interrupted_costs_nothing(tmp_path, world_of_one, monkeypatch):
-    """Whenever it ends before the last step, which is a rename: the checkpoint before is the newest."""
-    model, optimizer = training()
-    checkpoints.save(tmp_path, 1, model, optimizer, RUN, keep=1)
-    for name in ("dcp.save", "manifest.digest", "manifest.write", "put_in_place"):
-        with monkeypatch.context() as patch:
-            patch.setattr(f"labkit.training.checkpoints.{name}", lambda *_, **__: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                checkpoints.save(tmp_path, 2, model, optimizer, RUN, keep=1)
-        assert checkpoints.latest(tmp_path).name == "step-000001"
-        assert checkpoints.load(checkpoints.latest(tmp_path), model, optimizer, RUN) == 1
-    checkpoints.save(tmp_path, 2, model, optimizer, RUN, keep=1)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
-
-
 # Of this run, this model, this version
 
 
 def test_another_model_and_a_later_format_are_told(tmp_path, world_of_one):
-    checkpoints.save(tmp_path, 1, *training(), RUN)
+    saving.save(tmp_path, 1, *training(), RUN)
     path = checkpoints.latest(tmp_path)
     with pytest.raises(
         UserError, match=r"is of another model: model.0.weight has the shape \[8, 8\], and here it has \[8, 5\]"
@@ -227,7 +205,7 @@ def with_digests_anew(path: Path):
 def test_metadata_that_would_run_code_is_refused(tmp_path, world_of_one):
     import pickle
 
-    checkpoints.save(tmp_path, 1, *training(), RUN)
+    saving.save(tmp_path, 1, *training(), RUN)
     path, trace = checkpoints.latest(tmp_path), tmp_path / "it ran"
     (path / ".metadata").write_bytes(pickle.dumps(Hostile(trace)))
     with_digests_anew(path)
@@ -239,7 +217,7 @@ def test_metadata_that_would_run_code_is_refused(tmp_path, world_of_one):
 def test_a_value_that_would_run_code_is_refused(tmp_path, world_of_one, monkeypatch):
     trace, save = tmp_path / "it ran", dcp.save
     monkeypatch.setattr(dcp, "save", lambda state, **about: save(state | {"step": Hostile(trace)}, **about))
-    checkpoints.save(tmp_path, 1, *training(), RUN)
+    saving.save(tmp_path, 1, *training(), RUN)
     path = checkpoints.latest(tmp_path)
     with pytest.raises(UserError, match="cannot be read .*: name another --checkpoint"):
         checkpoints.load(path, *training(), RUN)

@@ -87,6 +87,12 @@ class Training(Start):
     keep: int | None = option(
         None, "how many checkpoints to keep, the newest (default: all)", least=1, needs="checkpoint"
     )
+    async_checkpoint: bool = option(
+        False, "write checkpoints while training goes on, from a copy in the CPU's memory", needs="checkpoint"
+    )
+    on_failed_save: Literal["stop", "go-on"] = option(
+        "stop", "what becomes of training if a checkpoint cannot be written", needs="checkpoint"
+    )
     record: str | None = option(None, "write what was measured to this JSON file")
     profile: str | None = option(None, "folder for a trace of a few steps, for Perfetto or TensorBoard")
 

@@ -34,7 +34,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from labkit import UserError
-from labkit.running import gpus, progress
+from labkit.running import gpus, progress, stopping
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 RENDEZVOUS_SECONDS = 120  # how long ranks that Slurm started wait for rank 0
@@ -68,7 +68,8 @@ def run(main, config):
     """Call ``main(config, rank)`` in every rank of the run, starting the ranks where nobody has.
 
     config: has ``ranks`` (int or None), ``backend`` and ``device``; with ``strategy="single"`` one rank is enough.
-    Never returns: the process exits with 0, with 2 after a user's error, with 1 after any other.
+    Never returns: the process exits with 0, with 2 after a user's error, with 75 where it was asked to end
+    (stopping.py), with 1 after any other error.
     """
     if config.device == "cpu" or (config.backend == "gloo" and config.device == "auto"):
         gpus.hide()
@@ -143,12 +144,14 @@ def start_here(count: int, device: str, main, config):
         join=False,
         start_method="fork" if fork else "spawn",
     )
+    if getattr(config, "checkpoint", None):
+        stopping.pass_on(ranks.pids())
     try:
         while not ranks.join():  # it ends the others when one fails
             pass
     except torch.multiprocessing.ProcessExitedException as failure:
-        if failure.exit_code == 2:
-            sys.exit(2)  # the rank has said what is wrong
+        if failure.exit_code in (2, stopping.TRY_AGAIN):
+            sys.exit(failure.exit_code)  # the rank has said what is wrong, or that it was asked to end
         how = (
             f"was killed by {failure.signal_name}"
             if failure.signal_name
@@ -344,6 +347,8 @@ def _failing_tidily():
         yield
     except UserError as error:
         leave(str(error))
+    except stopping.Stopped:
+        _end(stopping.TRY_AGAIN)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:

@@ -1,19 +1,13 @@
-"""Save a training run and go on with it: atomic, sharded, and independent of the number of ranks.
+"""Find the checkpoint to go on from and read it, whatever number of ranks wrote it. Writing it: saving.py.
 
-A checkpoint is a folder ``step-000123`` written by torch.distributed.checkpoint (DCP), with a manifest: its files and
-their checksums, and what must be the same when it is resumed. It is made under another name and renamed when every
-rank has finished and the manifest is on the disk, so that a run that is ended while it saves never costs the
-checkpoint before. What differs from its manifest is never loaded.
+What differs from its manifest is never loaded.
 """
 
 import dataclasses
-import os
-import platform
 import re
 import shutil
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -80,14 +74,17 @@ def to_resume(config) -> list[Path]:
     return found
 
 
-def on_one(function):
-    """What ``function()`` returns on rank 0, on every rank; a UserError likewise. So that all ranks take the same."""
+def on_one(function, group=None):
+    """What ``function()`` returns on rank 0, on every rank; a UserError likewise. So that all ranks take the same.
+
+    group: whose messages to use (default: the run's).
+    """
     try:
         result = [function() if _rank() == 0 else None]
     except UserError as error:
         result = [error]
     if dist.is_initialized():
-        dist.broadcast_object_list(result)
+        dist.broadcast_object_list(result, group=group)
     if isinstance(result[0], UserError):
         raise result[0]
     return result[0]
@@ -105,58 +102,16 @@ def _prepare(folder: str | Path):
         probe = folder / f".writable-{_rank()}"
         probe.touch()
         probe.unlink()
+        for unfinished in folder.glob("step-*.*") if _rank() == 0 else ():  # left by a run that was ended there
+            shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as error:
         raise UserError(
             f"checkpoints cannot be written to {folder} ({error.strerror}): name another --checkpoint"
         ) from None
 
 
-def save(folder: str | Path, step: int, model, optimizer, run: dict | None = None, keep: int | None = None):
-    """Write the state after ``step`` steps. Collective: every rank calls it, each writes what it holds.
-
-    keep: how many checkpoints are left there, the newest. None: all.
-    """
-    partial = Path(folder) / f"{name_of(step)}.partial"
-    if dist.get_rank() == 0:  # left by a run that was ended while it saved
-        shutil.rmtree(partial, ignore_errors=True)
-    dist.barrier()
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state, "step": step}, checkpoint_id=partial)
-    files = {path.name: manifest.digest(path) for path in partial.glob(f"__{dist.get_rank()}_*")}  # this rank's
-    every = [None] * dist.get_world_size()
-    dist.all_gather_object(every, files)
-    if dist.get_rank() == 0:
-        files = {name: digest for each in every for name, digest in each.items()}
-        files[dcp_reading.METADATA] = manifest.digest(partial / dcp_reading.METADATA)
-        versions = {"torch": torch.__version__, "python": platform.python_version()}
-        about = {"run": run or {}, "ranks": len(every), "versions": versions, "shapes": dcp_reading.shapes(partial)}
-        manifest.write(partial, files, **about)
-        put_in_place(partial, keep)
-    dist.barrier()
-
-
 def name_of(step: int) -> str:
     return f"step-{step:06d}"
-
-
-def put_in_place(partial: Path, keep: int | None):
-    """Give a checkpoint its name, now that it is whole; remove all but the ``keep`` newest. No collective."""
-    final = partial.with_suffix("")
-    shutil.rmtree(final, ignore_errors=True)  # a damaged one, that the run did without
-    partial.rename(final)
-    _to_disk(final.parent)
-    for old in stored(final.parent)[keep:] if keep else ():
-        old.rename(removed := old.with_suffix(".removed"))  # at once: half of one shall not be taken for a whole one
-        shutil.rmtree(removed, ignore_errors=True)
-
-
-def _to_disk(folder: Path):
-    """Have the names in a folder written to the disk: a rename may otherwise be lost with the node's power."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def stored(folder: str | Path) -> list[Path]:
@@ -224,5 +179,11 @@ def checked(path: Path, run: dict) -> dict:
 
 def unreadable(path: Path, error: BaseException) -> UserError:
     """What is said of a checkpoint that is what was written, and raised this when it was read."""
-    reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
-    return UserError(f"the checkpoint {path} cannot be read ({reason}): name another --checkpoint")
+    return UserError(f"the checkpoint {path} cannot be read ({reason(error)}): name another --checkpoint")
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong, in a line. DCP's exception has that of the first rank to fail within it."""
+    if isinstance(error, dcp.CheckpointException):
+        error, _ = next(iter(error.failures.values()))
+    return getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[-1]

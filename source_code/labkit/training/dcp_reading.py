@@ -8,9 +8,11 @@ Private PyTorch used here, and only here: the classes that DCP's metadata is mad
 """
 
 import pickle
+import warnings
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 
 METADATA = ".metadata"
@@ -56,6 +58,23 @@ class Planner(DefaultLoadPlanner):
         torch.load(value, weights_only=True)
         value.seek(0)
         super().load_bytes(read_item, value)
+
+
+def tensors(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
+    """{name: tensor} of all tensors of a checkpoint whose names begin so, whole, on the CPU. No collective.
+
+    Errors are those that DCP raises; whether the files are what was written is not looked at (``manifest``).
+    """
+    reader = Reader(folder)
+    entries = reader.read_metadata().state_dict_metadata.items()
+    found = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries
+        if name.startswith(prefix) and hasattr(entry, "size")
+    }
+    with warnings.catch_warnings(action="ignore"):  # that no other process takes part, which is the intent
+        dcp.load(found, storage_reader=reader, planner=Planner(), no_dist=True)
+    return found
 
 
 def shapes(folder: Path) -> dict[str, list[int]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import orbax.checkpoint as ocp
 
-from labkit.training import checkpoints, jax_world, manifest
+from labkit.training import checkpoints, jax_world, manifest, saving
 
 STATE = "state"  # what Orbax writes within a checkpoint's folder
 
@@ -47,7 +47,7 @@ def load(path: Path, training):
 
 
 def save(folder: str | Path, step: int, training, run: dict, keep: int | None = None):
-    """Write the state after ``step`` steps: ``checkpoints.save``."""
+    """Write the state after ``step`` steps: ``saving.save``."""
     partial = _absolute(folder) / f"{checkpoints.name_of(step)}.partial"
     shutil.rmtree(partial, ignore_errors=True)  # left by a run that was ended while it saved
     named = _named(training)
@@ -58,7 +58,7 @@ def save(folder: str | Path, step: int, training, run: dict, keep: int | None = 
     shapes = {name: list(array.shape) for name, array in named.items()}
     versions, devices = jax_world.versions(), len(training.mesh.devices.flat)
     manifest.write(partial, files, run=run, ranks=devices, versions=versions, shapes=shapes)
-    checkpoints.put_in_place(partial, keep)
+    saving.put_in_place(partial, keep)
 
 
 def _named(training) -> dict:

@@ -1,0 +1,81 @@
+"""End a run in good order when it is asked to: every rank after the same step, with its state saved.
+
+Slurm warns a job before its time is up or it is preempted, with the signal that ``sbatch --signal`` names; submitit
+asks for SIGUSR2; torchrun, other schedulers and people send SIGTERM. The warning may reach the ranks one by one, in
+different steps, or only some of them: they vote.
+"""
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+TRY_AGAIN = 75  # the exit code: EX_TEMPFAIL of sysexits.h. The job templates in slurm/ requeue a job that ends so
+
+
+class Stopped(Exception):
+    """This run was asked to end, and has saved where it is."""
+
+
+class Stop:
+    """Whether the run has been asked to end. Every rank makes one.
+
+    config.checkpoint: a folder, or None: then there is nowhere to save, and a signal ends the run at once.
+    """
+
+    def __init__(self, config):
+        self.enabled = bool(config.checkpoint)
+        self.asked = 0  # the signal that has reached this rank
+        self.agreed = None  # the name of the signal for which all ranks end
+        self.vote = None
+        if self.enabled:
+            # Messages of its own, in the CPU's memory: a GPU need not be waited for.
+            self.group = dist.new_group(backend="gloo")
+            for number in SIGNALS:
+                signal.signal(number, self._ask)
+
+    def _ask(self, number, frame):
+        self.asked = number
+
+    def unless_asked(self, batches: Iterable) -> Iterator:
+        """The batches, as long as the ranks have not agreed to end. Collective."""
+        for batch in batches:
+            if self.enabled and self._vote():
+                return
+            yield batch
+
+    def _vote(self) -> bool:
+        """Whether a rank had been asked when this was last called; and have the next votes counted meanwhile.
+
+        The count goes on during the step, so that it costs next to nothing; the run ends a step later for it.
+        """
+        if self.vote:
+            self.vote.wait()
+            if number := int(self.votes):
+                self.agreed = signal.Signals(number).name
+                return True
+        self.votes = torch.tensor(self.asked)
+        self.vote = dist.all_reduce(self.votes, dist.ReduceOp.MAX, self.group, async_op=True)
+        return False
+
+    def leave(self, me, step: int, last_step: int):
+        """End this rank, once the state after ``step`` is saved. me: a ``ranks.Rank``."""
+        me.say(f"asked to end ({self.agreed}): saved at step {step} of {last_step}; --resume goes on from there")
+        dist.barrier(self.group)  # nobody's end shall be the others' lost contact
+        raise Stopped
+
+
+def pass_on(processes: list[int]):
+    """Hand the signals that this process gets to the ranks that it has started."""
+
+    def pass_on(number, frame):
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
+
+    for number in SIGNALS:
+        signal.signal(number, pass_on)

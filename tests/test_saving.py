@@ -1,0 +1,301 @@
+"""How checkpoints are written: whole or not at all, meanwhile, on a full disk, by a run that is asked to end; the export."""
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from commands import script
+from forked import by_value, forked
+from labkit import UserError
+from labkit.running import launch, progress, stopping, warm
+from labkit.running.lab import Lab
+from labkit.training import checkpoints, dcp_reading, manifest, saving
+
+LAB = Lab(launcher="local", ranks=2, device="cpu")
+RUN = {"--seed": 1}
+MNIST = ["mnist_fsdp.py", "--data", "mnist-5k", "--ranks", 2, "--batch-size", 50, "--max-steps", 80]  # an epoch has 40
+GPT = ["gpt_fsdp.py", "--ranks", 2, "--batch-size", 4, "--seq-len", 64, "--checkpoint-every", 5, "--max-steps", 30]
+
+
+def training():
+    """(model, optimizer) after a step, so that there is a state to save."""
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def saver(folder, model, optimizer, **given):
+    usual = {"keep": None, "async_checkpoint": False, "on_failed_save": "stop"}
+    return saving.Saver(SimpleNamespace(checkpoint=folder, **usual | given), model, optimizer, RUN, 0)
+
+
+def names(folder) -> list[str]:
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def same(one: Path, other: Path) -> bool:
+    """Whether two checkpoints hold the same names and the same bits."""
+    a, b = dcp_reading.tensors(one), dcp_reading.tensors(other)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# Whole or not at all
+
+
+def test_only_the_newest_are_kept(tmp_path, world_of_one):
+    model, optimizer = training()
+    for step in (1, 2, 3):
+        saving.save(tmp_path, step, model, optimizer, RUN, keep=2)
+    assert names(tmp_path) == ["step-000002", "step-000003"]
+
+
+def test_a_save_that_is_interrupted_costs_nothing(tmp_path, world_of_one, monkeypatch):
+    """Whenever it ends before the last step, which is a rename: the checkpoint before is the newest."""
+    model, optimizer = training()
+    saving.save(tmp_path, 1, model, optimizer, RUN, keep=1)
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    for name in ("dcp.save", "manifest.digest", "manifest.write", "put_in_place"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"labkit.training.saving.{name}", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                saving.save(tmp_path, 2, model, optimizer, RUN, keep=1)
+        assert checkpoints.latest(tmp_path).name == "step-000001"
+        assert checkpoints.load(checkpoints.latest(tmp_path), model, optimizer, RUN) == 1
+    saving.save(tmp_path, 2, model, optimizer, RUN, keep=1)
+    assert names(tmp_path) == ["step-000002"]
+
+
+def test_what_an_ended_run_left_half_written_is_cleared(tmp_path):
+    (tmp_path / "step-000002.partial").mkdir()
+    (tmp_path / "step-000001.removed").mkdir()
+    (tmp_path / "mine.txt").touch()
+    assert checkpoints.to_resume(SimpleNamespace(checkpoint=tmp_path, resume=True)) == []
+    assert names(tmp_path) == ["mine.txt"]
+
+
+# No room
+
+
+def save_without_room(folder, on_failed_save):
+    """What is said of the second save, which no file may take; and which checkpoints there are afterwards."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model, optimizer = training()
+    tried = saver(folder, model, optimizer, on_failed_save=on_failed_save)
+    tried.save(1)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))  # bytes a file may have
+    try:
+        tried.save(2)
+        said = None
+    except UserError as error:
+        said = str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    tried.save(3)
+    found = names(folder)
+    manifest.read(folder / "step-000001")
+    dist.destroy_process_group()
+    return said, found, checkpoints.checked(folder / "step-000001", RUN)["ranks"]
+
+
+@pytest.mark.parametrize("on_failed_save", ["stop", "go-on"])
+def test_without_room_the_one_before_is_intact(tmp_path, on_failed_save):
+    said, found, ranks = forked(save_without_room, tmp_path, on_failed_save)
+    assert found == ["step-000001", "step-000003"] and ranks == 1
+    if on_failed_save == "go-on":
+        assert said is None
+    else:
+        assert said.startswith("step-000002 could not be saved to") and "(File too large)" in said
+        assert "older checkpoints are as they were" in said
+
+
+@pytest.fixture
+def small_disk(tmp_path, require_all):
+    """A file system of 8 MB. Only root can make one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", folder], capture_output=True, text=True)
+    if made.returncode:
+        if require_all and os.geteuid() == 0:
+            pytest.fail(made.stderr)
+        pytest.skip("no file system can be made here")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.parametrize("mode", ["at once", "meanwhile"])
+def test_a_full_disk_ends_the_run_or_not_as_the_option_says(small_disk, mode):
+    words = [*GPT, "--checkpoint", small_disk, *(["--async-checkpoint"] if mode == "meanwhile" else [])]
+    words += ["--optimizer", "sgd", "--max-steps", 15]  # 3.4 MB each: there is room for two
+    stopped = script(*words)
+    assert stopped.returncode == 2, stopped.stderr
+    (sentence,) = stopped.stderr.splitlines()
+    assert "step-000015 could not be saved to" in sentence and "No space left on device" in sentence
+    assert names(small_disk) == ["step-000005", "step-000010"]
+    for path in checkpoints.stored(small_disk):
+        assert manifest.difference(path, manifest.read(path)["files"]) is None
+
+    goes_on = script(*words, "--resume", "--max-steps", 20, "--on-failed-save", "go-on")
+    assert goes_on.returncode == 0, goes_on.stderr
+    assert "step-000015 could not be saved" in goes_on.stdout and "; training goes on" in goes_on.stdout
+    assert "after step 20" in goes_on.stdout
+    assert names(small_disk) == ["step-000005", "step-000010"]
+
+
+# Meanwhile
+
+
+def saved_meanwhile(me, folder):
+    """Training changes the weights before the writing has begun: what is written is what was there."""
+    model, optimizer = training()
+    torch.distributed.fsdp.fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    begin, write = threading.Event(), saving.write
+
+    def waits(*given):
+        begin.wait(60)
+        write(*given)
+
+    saving.write = waits
+    background = saver(folder, model, optimizer, async_checkpoint=True)
+    before = [p.full_tensor().clone() for p in model.parameters()]
+    background.save(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    there = checkpoints.latest(folder)
+    begin.set()
+    background.finish()
+    read = dcp_reading.tensors(checkpoints.latest(folder), "model.")
+    return there, [torch.equal(a, b) for a, b in zip(before, read.values(), strict=True)], background.summary()
+
+
+def test_what_is_saved_meanwhile_is_the_state_of_its_step(tmp_path):
+    for there, equal, summary in LAB.on_ranks(by_value(saved_meanwhile), str(tmp_path)):
+        assert there is None  # training went on before anything was written
+        assert equal == [True, True]
+        assert summary["asynchronous"] and summary["saves"] == 1 and summary["stall"] > 0
+
+
+@pytest.mark.parametrize("lab", [MNIST, GPT], ids=["mnist", "gpt"])
+def test_both_ways_write_the_same(lab, tmp_path):
+    for way, words in {"sync": [], "async": ["--async-checkpoint"]}.items():
+        run = script(*lab, "--checkpoint", tmp_path / way, *words)
+        assert run.returncode == 0, run.stderr
+    assert names(tmp_path / "sync") == names(tmp_path / "async")
+    for path in checkpoints.stored(tmp_path / "sync"):
+        assert same(path, tmp_path / "async" / path.name)
+
+
+# Asked to end
+
+
+def asked(words, at: int, number: int, whom: str, tmp_path) -> subprocess.CompletedProcess:
+    """Run a lab; in its ``at``-th step send a signal to the process that was started, or to its last rank only."""
+    mark = tmp_path / "progress"
+    command = [sys.executable, "-u", *map(str, words)]
+    with open(tmp_path / "out", "w+") as out, open(tmp_path / "err", "w+") as err:
+        process = warm.start(command, launch.SOURCE, os.environ | {progress.VARIABLE: str(mark)}, out, err)
+        try:
+            while process.poll() is None:
+                if (where := progress.read(mark)) and where[0] >= at:
+                    os.kill(process.pid if whom == "launcher" else children(process.pid)[-1], number)
+                    break
+            process.wait(60)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        out.seek(0), err.seek(0)
+        return subprocess.CompletedProcess(command, process.returncode, out.read(), err.read())
+
+
+def children(process: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+@pytest.mark.skipif(not warm.possible(), reason="forks, which Linux can")
+@pytest.mark.parametrize(
+    ("lab", "number", "whom"),
+    [(MNIST, signal.SIGUSR1, "rank"), (GPT, signal.SIGTERM, "launcher"), (GPT, signal.SIGUSR2, "rank")],
+    ids=["mnist, USR1 to a rank", "gpt, TERM to all", "gpt, USR2 to a rank"],
+)
+def test_a_run_that_is_asked_to_end_saves_and_comes_back_to_the_same_weights(lab, number, whom, tmp_path):
+    whole = script(*lab, "--checkpoint", tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    words = [*lab, "--checkpoint", tmp_path / "asked", "--resume"]
+    ended = asked(words, at := 20 if lab == MNIST else 6, number, whom, tmp_path)
+    assert ended.returncode == stopping.TRY_AGAIN, ended.stdout + ended.stderr
+    assert ended.stderr == ""
+    saved = int(checkpoints.latest(tmp_path / "asked").name.removeprefix("step-"))
+    assert at <= saved and f"asked to end ({signal.Signals(number).name}): saved at step {saved} of" in ended.stdout
+    again = script(*words)
+    assert again.returncode == 0, again.stderr
+    assert f"resumed at step {saved} of" in again.stdout
+    assert same(checkpoints.latest(tmp_path / "whole"), checkpoints.latest(tmp_path / "asked"))
+
+
+def votes(me, asked_in):
+    """In which step each rank ends, if only rank 1 is asked, in that step."""
+    stop = stopping.Stop(SimpleNamespace(checkpoint="somewhere"))
+    for step, _ in enumerate(stop.unless_asked(range(9))):
+        if me.rank == 1 and step == asked_in:
+            os.kill(os.getpid(), signal.SIGUSR1)
+    return step, stop.agreed
+
+
+def test_ranks_agree_on_the_step(tmp_path):
+    assert LAB.on_ranks(by_value(votes), 3) == [(4, "SIGUSR1"), (4, "SIGUSR1")]
+
+
+# Taken out
+
+
+def test_the_export_is_read_without_the_course(tmp_path):
+    run = script(*GPT, "--checkpoint", tmp_path / "c", "--max-steps", 2)
+    assert run.returncode == 0, run.stderr
+    made = script("export.py", tmp_path / "c", tmp_path / "model.safetensors")
+    assert made.returncode == 0, made.stderr
+    code = f"""
+import safetensors.torch, sys
+tensors = safetensors.torch.load_file({str(tmp_path / "model.safetensors")!r})
+assert not any(name.startswith("labkit") for name in sys.modules)
+print(len(tensors), sum(t.numel() for t in tensors.values()), sum(t.double().sum().item() for t in tensors.values()))
+"""
+    read = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    count, numbers, total = read.stdout.split()
+    trained = dcp_reading.tensors(checkpoints.latest(tmp_path / "c"), "model.")
+    assert (int(count), int(numbers)) == (len(trained), sum(t.numel() for t in trained.values()))
+    assert float(total) == sum(t.double().sum().item() for t in trained.values())
+
+
+def test_what_cannot_be_exported_is_told_and_leaves_no_file(tmp_path, world_of_one, monkeypatch):
+    import export
+
+    with pytest.raises(UserError, match="no checkpoint in .*: name a folder that a run was given as --checkpoint"):
+        export.export(tmp_path, tmp_path / "out")
+    saving.save(tmp_path, 1, *training(), RUN)
+    with pytest.raises(UserError, match="is a folder.*name another file"):
+        export.export(tmp_path, tmp_path)
+    monkeypatch.setattr(export, "save_file", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    with pytest.raises(UserError, match="full"):
+        export.export(tmp_path, tmp_path / "out")
+    path = checkpoints.latest(tmp_path)
+    (path / "__0_0.distcp").write_bytes(b"")
+    with pytest.raises(UserError, match="has 0 bytes instead of"):
+        export.export(path, tmp_path / "out")
+    assert names(tmp_path) == ["step-000001"]
