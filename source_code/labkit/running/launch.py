@@ -381,28 +381,37 @@ class Job:
 
 
 def submit(script: str, *, ranks: int, nodes: int = 1, cluster: Cluster | None = None, **script_options) -> Job:
-    """Queue a lab script as a batch job through submitit: what ``run`` starts with srun, whatever the launcher."""
+    """Queue a lab script as a batch job through submitit: what ``run`` starts with srun, whatever the launcher.
+
+    With ``checkpoint=…, resume=True`` it goes back to the queue when its time is up or it is preempted, and on from
+    its checkpoint, until it is done.
+    """
     import submitit  # only where there is Slurm
+
+    from labkit.running import resumable
 
     cluster = replace(cluster or Cluster(), launcher="slurm")
     cluster.uses_slurm()
+    resumes = script_options.get("resume", False)
+    if resumes and not cluster.time:
+        raise UserError("a job that is to come back needs to know when its time is up: set FSDP_LABS_TIME, in minutes")
     path = new_record(script)
     words, ranks = script_words(script, ranks, path, script_options)
     request = cluster.request(ranks, nodes, script_options.get("device", "auto"), tasks_of(script, nodes))
     mark = path.with_suffix(".progress")
     # A folder a job: another cluster, or this one installed anew, gives the same numbers to other jobs.
-    executor = submitit.SlurmExecutor(folder=records.made(path.with_suffix(".job")))
+    executor = submitit.SlurmExecutor(folder=records.made(path.with_suffix(".job")), max_num_timeout=resumable.LIVES)
     executor.update_parameters(
         job_name=Path(script).stem,
         setup=[f"export {progress.VARIABLE}={shlex.quote(str(mark))}", f"cd {shlex.quote(str(SOURCE))}"],
         srun_args=[END_TOGETHER],
         nodes=request.pop("nodes"),
         ntasks_per_node=request.pop("ntasks-per-node"),
+        time=resumable.minutes(request.pop("time", None)),  # none: not what submitit asks for unasked, five minutes
         additional_parameters=request,
-        time=None,  # not what submitit asks for unasked, a limit of five minutes
         wckey=None,
     )
-    command = submitit.helpers.CommandFunction([sys.executable, "-u", *words], verbose=False)
+    command = resumable.Command([sys.executable, "-u", *words], resumes)
     try:
         with slurm.only_the_environment():
             handle = executor.submit(command)

@@ -74,6 +74,7 @@ def run(main, config):
     if config.device == "cpu" or (config.backend == "gloo" and config.device == "auto"):
         gpus.hide()
     with _failing_tidily():
+        stopping.listen(config)
         progress.report()
         if place := placement(dict(os.environ)):
             be_rank(place, main, config)
@@ -164,6 +165,7 @@ def start_here(count: int, device: str, main, config):
 def _as_local_rank(rank: int, count: int, ports, job: str, main, config):
     """What each process that ``start_here`` makes does."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every rank: end, without a traceback from each
+    stopping.listen(config)  # (a rank that was forked does already)
     with _failing_tidily():
         rendezvous(rank, count, "127.0.0.1", ports, job)
         be_rank((rank, rank, count), main, config)

@@ -13,52 +13,63 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed as dist
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, *WARNINGS)
 TRY_AGAIN = 75  # the exit code: EX_TEMPFAIL of sysexits.h. The job templates in slurm/ requeue a job that ends so
+
+
+_asked = 0  # the signal that has reached this process
 
 
 class Stopped(Exception):
     """This run was asked to end, and has saved where it is."""
 
 
-class Stop:
-    """Whether the run has been asked to end. Every rank makes one.
+def listen(config):
+    """From now on, note the signals instead of ending by them. As soon as possible: Slurm may warn a job that begins.
 
-    config.checkpoint: a folder, or None: then there is nowhere to save, and a signal ends the run at once.
+    config.checkpoint: a folder, or None: then there is nowhere to save. SIGTERM ends the run at once, and to what is
+    only a warning it pays no heed.
     """
+    saves = getattr(config, "checkpoint", None)
+    signal.signal(signal.SIGTERM, _note if saves else signal.SIG_DFL)
+    for number in WARNINGS:
+        signal.signal(number, _note if saves else signal.SIG_IGN)
+
+
+def _note(number, frame):
+    global _asked
+    _asked = number
+
+
+class Stop:
+    """Whether the run has been asked to end. Every rank makes one. config: see ``listen``."""
 
     def __init__(self, config):
-        self.enabled = bool(config.checkpoint)
-        self.asked = 0  # the signal that has reached this rank
         self.agreed = None  # the name of the signal for which all ranks end
-        self.vote = None
-        if self.enabled:
-            # Messages of its own, in the CPU's memory: a GPU need not be waited for.
-            self.group = dist.new_group(backend="gloo")
-            for number in SIGNALS:
-                signal.signal(number, self._ask)
-
-    def _ask(self, number, frame):
-        self.asked = number
+        self.vote = self.votes = None
+        # Messages of its own, in the CPU's memory: a GPU need not be waited for.
+        self.group = dist.new_group(backend="gloo") if config.checkpoint else None
+        listen(config)
 
     def unless_asked(self, batches: Iterable) -> Iterator:
         """The batches, as long as the ranks have not agreed to end. Collective."""
         for batch in batches:
-            if self.enabled and self._vote():
+            if self.group and self._voted():
                 return
             yield batch
 
-    def _vote(self) -> bool:
-        """Whether a rank had been asked when this was last called; and have the next votes counted meanwhile.
+    def _voted(self) -> bool:
+        """Whether a rank had been asked when this was last called. The next votes are counted meanwhile.
 
-        The count goes on during the step, so that it costs next to nothing; the run ends a step later for it.
+        That goes on during the step, so that it costs next to nothing; the run ends a step later for it.
         """
         if self.vote:
             self.vote.wait()
             if number := int(self.votes):
                 self.agreed = signal.Signals(number).name
                 return True
-        self.votes = torch.tensor(self.asked)
+        self.votes = torch.tensor(_asked)
         self.vote = dist.all_reduce(self.votes, dist.ReduceOp.MAX, self.group, async_op=True)
         return False
 
@@ -70,12 +81,14 @@ class Stop:
 
 
 def pass_on(processes: list[int]):
-    """Hand the signals that this process gets to the ranks that it has started."""
+    """Hand the signals that this process gets, or has got already, to the ranks that it has started."""
 
-    def pass_on(number, frame):
+    def pass_on(number, frame=None):
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, number)
 
     for number in SIGNALS:
         signal.signal(number, pass_on)
+    if _asked:
+        pass_on(_asked)

@@ -1,0 +1,68 @@
+"""A lab's run as submitit queues it: one that was asked to end goes back to the queue, and on from its checkpoint.
+
+submitit has Slurm warn the job with SIGUSR2. In the job's first task it then calls ``checkpoint()``, keeps what that
+returns for the job's next life, and requeues it.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+
+from submitit.core.utils import DelayedSubmission, FailedJobError
+
+from labkit import UserError
+from labkit.running import stopping
+
+LIVES = 10**6  # how often submitit may requeue a job (unasked: three times); its training ends it
+
+
+class Command:
+    """Runs a command in each task of the job. resumes: whether, started again, it goes on where it was."""
+
+    def __init__(self, words: list[str], resumes: bool):
+        self.words, self.resumes = words, resumes
+        self.process = None
+
+    def __call__(self):
+        self.process = subprocess.Popen(self.words).pid
+        code = self._wait()
+        if code == stopping.TRY_AGAIN and self.resumes:
+            if os.environ["SLURM_PROCID"] == "0":  # where only the command was asked to end, so is submitit now
+                os.kill(os.getpid(), signal.SIGUSR2)
+            while True:  # the job ends this task when it goes back to the queue
+                signal.pause()
+        if code:
+            raise FailedJobError(f"exit code {code}")
+
+    def checkpoint(self) -> DelayedSubmission | None:
+        """Called in submitit's signal handler: what is to be run in the job's next life, once the command has saved."""
+        if not self.resumes:
+            return None
+        with contextlib.suppress(ProcessLookupError):  # Slurm may have warned submitit only
+            os.kill(self.process, signal.SIGUSR2)
+        self._wait()
+        return DelayedSubmission(Command(self.words, self.resumes))
+
+    def _wait(self) -> int:
+        """The command's exit code. No lock is held meanwhile, and it can be asked again: the handler may come between."""
+        ended = os.waitid(os.P_PID, self.process, os.WEXITED | os.WNOWAIT)
+        return ended.si_status if ended.si_code == os.CLD_EXITED else 128 + ended.si_status
+
+
+def minutes(limit: str | None) -> int | None:
+    """A time limit as Slurm writes it (``90``, ``1:30:00``, ``2-12``, ``30:00``), in whole minutes. UserError."""
+    if limit is None:
+        return None
+    days, dash, rest = limit.rpartition("-")
+    try:
+        parts = [int(part) for part in rest.split(":")]
+        if dash:  # days-hours[:minutes[:seconds]]
+            hours, mins, seconds = (parts + [0, 0])[:3]
+        elif len(parts) < 3:  # minutes[:seconds]
+            hours, mins, seconds = 0, *(parts + [0])[:2]
+        else:
+            hours, mins, seconds = parts
+        return int(days or 0) * 1440 + hours * 60 + mins + (seconds > 0)
+    except ValueError:
+        raise UserError(f"FSDP_LABS_TIME is {limit!r}: give minutes, or hours:minutes:seconds") from None

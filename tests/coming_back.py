@@ -1,0 +1,54 @@
+"""A lab that comes back: in its first life it waits, after a few steps, for what ends it; then it goes on as always.
+
+  python coming_back.py LAB MARK WHAT WORDS…
+
+LAB: mnist_fsdp or gpt_fsdp. MARK: a file that rank 0 makes when it has come so far. WHAT: "asked", it waits for a
+signal; "killed", its last rank kills itself. WORDS: the lab's own.
+"""
+
+import importlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parents[1] / "source_code"
+STEPS = 3  # before it waits
+SECONDS = 120  # after which it goes on unasked
+
+
+def first_life() -> bool:
+    return {os.environ.get(name, "0") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")} == {"0"}
+
+
+def interrupted(train_step, mark: Path, what: str):
+    """train_step, that is interrupted in the first life."""
+    import torch.distributed as dist
+    from labkit.running import stopping
+
+    steps = iter(range(10**9))
+
+    def step(*given):
+        if next(steps) == STEPS and first_life():
+            if what == "killed" and dist.get_rank() == dist.get_world_size() - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if what == "asked" and dist.get_rank() == 0:
+                mark.touch()
+                deadline = time.monotonic() + SECONDS
+                while not stopping._asked and time.monotonic() < deadline:
+                    time.sleep(0.01)
+        return train_step(*given)
+
+    return step
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(SOURCE))
+    name, mark, what = sys.argv[1:4]
+    sys.argv = [f"{name}.py", *sys.argv[4:]]
+    from labkit.running import options, ranks
+
+    lab = importlib.import_module(name)
+    lab.train_step = interrupted(lab.train_step, Path(mark), what)
+    ranks.run(lab.main, options.parse(lab.Config, lab.__doc__))

@@ -1,0 +1,215 @@
+"""Jobs that come back: their time is up, they are preempted, a node fails, a rank dies; the weights are those of a run
+that nobody interrupted."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from commands import call, script
+from labkit import UserError
+from labkit.running import launch, resumable
+from labkit.training import checkpoints, dcp_reading
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "source_code"
+LAB = Path(__file__).with_name("coming_back.py")
+MNIST = ["--data", "mnist-5k", "--batch-size", 20, "--max-steps", 12, "--device", "cpu"]
+GPT = ["--batch-size", 2, "--seq-len", 32, "--max-steps", 12, "--checkpoint-every", 2, "--device", "cpu"]
+SECONDS = 150  # for a job to come back and to end
+
+
+def same(one: Path, other: Path) -> bool:
+    """Whether the newest checkpoints in two folders are of the same step and hold the same bits."""
+    one, other = checkpoints.latest(one), checkpoints.latest(other)
+    a, b = dcp_reading.tensors(one), dcp_reading.tensors(other)
+    return one.name == other.name and a.keys() == b.keys() and all((a[name] == b[name]).all() for name in a)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """{lab: folder of the last checkpoint}, of two ranks."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    for lab, words in {"mnist_fsdp": MNIST, "gpt_fsdp": GPT}.items():
+        run = script(f"{lab}.py", *words, "--ranks", 2, "--checkpoint", folder / lab)
+        assert run.returncode == 0, run.stderr
+    return folder
+
+
+def wait_for(happened, what: str, job: str = "", env=None):
+    deadline = time.monotonic() + SECONDS
+    while not happened():
+        if time.monotonic() > deadline:
+            queue = call("scontrol", "show", "job", job, env=env).stdout if job else ""
+            pytest.fail(f"no {what} after {SECONDS} s\n{queue}")
+        time.sleep(0.1)
+
+
+def state(job: str, env) -> str:
+    return call("squeue", "-h", "--states=all", "-j", job, "-o", "%T", env=env).stdout.strip()
+
+
+def queue(template: str, lab: str, words: list, folder: Path, env, *sbatch) -> str:
+    """Submit a template, two ranks, whose mnist_fsdp.py is ``coming_back.py`` with that lab; return the job."""
+    source = folder / "source_code"
+    (source / "slurm").mkdir(parents=True)
+    shutil.copy(SOURCE / "slurm" / f"{template}.sbatch", source / "slurm")
+    (source / "mnist_fsdp.py").write_text(
+        f"import runpy, sys\nsys.argv[1:1] = [{lab!r}, {str(folder / 'waits')!r}, 'asked']\n"
+        f"runpy.run_path({str(LAB)!r}, run_name='__main__')\n"
+    )
+    words = [*words, "--checkpoint", folder / "c", "--resume"]
+    submitted = call(
+        "sbatch", "--parsable", f"--output={folder}/out", *sbatch, f"slurm/{template}.sbatch", *words, env=env, cwd=source
+    )  # fmt: skip
+    assert submitted.returncode == 0, submitted.stderr
+    return submitted.stdout.strip()
+
+
+def ended(job: str, folder: Path, env):
+    wait_for(lambda: state(job, env) not in ("RUNNING", "PENDING", "COMPLETING"), "end of the job", job, env)
+    output = (folder / "out").read_text()
+    assert state(job, env) == "COMPLETED", output
+    return output
+
+
+# ---- on the practice cluster
+
+
+def test_preempted_jobs_go_on(slurm, uninterrupted, tmp_path):
+    """Two of templates and one of submitit, sent away by one job."""
+    folders = one, two, three = [tmp_path / name for name in ("one node", "two", "submitit")]
+    jobs = [
+        queue("one_node", "mnist_fsdp", MNIST, one, slurm, "--gres=gpu:2"),
+        queue("two_nodes_srun", "gpt_fsdp", GPT, two, slurm, "--ntasks-per-node=1", "--gres=gpu:1"),
+    ]
+    with submitted(three, slurm, limit="20") as process:
+        for folder in folders:
+            wait_for((folder / "waits").exists, "training", jobs[0], slurm)
+        preempt(slurm)
+        first_step, said = result(process)
+    for job, folder in zip(jobs, (one, two), strict=True):
+        output = ended(job, folder, slurm)
+        assert "asked to end (SIGUSR1): saved at step" in output and "resumed at step" in output
+    assert first_step > 3 and "asked to end (SIGUSR2): saved at step" in said and "resumed at step" in said
+    assert same(uninterrupted / "mnist_fsdp", one / "c")
+    assert same(uninterrupted / "gpt_fsdp", two / "c")
+    assert same(uninterrupted / "gpt_fsdp", three / "c")
+
+
+def preempt(env):
+    """Have a job of a higher priority take all nodes for a moment."""
+    urgent = [
+        "sbatch",
+        "-p",
+        "urgent",
+        "--nodes=2",
+        "--exclusive",
+        "--gres=gpu:4",
+        "--output=/dev/null",
+        "--wrap",
+        "true",
+    ]
+    assert call(*urgent, env=env, cwd="/").returncode == 0
+
+
+SUBMIT = """
+import sys
+from labkit.running import launch
+lab, checkpoint, limit = sys.argv[1:]
+words = dict(batch_size=2, seq_len=32, max_steps=12, checkpoint_every=2, device="cpu", resume=True)
+job = launch.submit(lab, ranks=2, cluster=launch.Cluster(time=limit), checkpoint=checkpoint, **words)
+record = job.wait(lambda *_: None)
+print(job.handle.stdout())
+print(record["first_step"])
+"""
+
+
+@contextlib.contextmanager
+def submitted(folder: Path, env, limit: str):
+    """A process that submits the GPT lab through submitit, as a notebook does, and waits for it."""
+    folder.mkdir()
+    lab = folder / "gpt_fsdp.py"
+    lab.write_text(
+        f"import runpy, sys\nsys.argv[1:1] = ['gpt_fsdp', {str(folder / 'waits')!r}, 'asked']\n"
+        f"runpy.run_path({str(LAB)!r}, run_name='__main__')\n"
+    )
+    command = ["python", "-c", SUBMIT, lab, folder / "c", limit]
+    env = env | {"FSDP_LABS_RUNS": str(folder / "runs")}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=env, cwd=SOURCE, **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def result(process) -> tuple[int, str]:
+    """(the step from which the job went on in its last life, all that it said)."""
+    out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, out + err
+    said, _, first_step = out.rstrip().rpartition("\n")
+    return int(first_step), said
+
+
+def test_time_is_up_for_a_job_of_a_template_and_for_one_of_submitit(slurm, uninterrupted, tmp_path):
+    """Both at once, as Slurm's shortest time limit is a minute. Slurm looks every half minute, and warns so much earlier
+    if it must: with submitit's 90 seconds as soon as it looks, which may be before training has begun."""
+    one, two = tmp_path / "template", tmp_path / "submitit"
+    job = queue("one_node", "mnist_fsdp", MNIST, one, slurm, "--gres=gpu:2", "--time=1", "--signal=USR1@15")
+    with submitted(two, slurm, limit="1") as process:
+        _, said = result(process)
+    assert "Requeued job" in said and same(uninterrupted / "gpt_fsdp", two / "c")
+    output = ended(job, one, slurm)
+    assert "asked to end (SIGUSR1): saved at step" in output and "resumed at step" in output
+    assert same(uninterrupted / "mnist_fsdp", one / "c")
+
+
+def test_a_job_whose_node_fails_goes_on(slurm, uninterrupted, tmp_path):
+    job = queue("one_node", "gpt_fsdp", GPT, tmp_path, slurm, "--gres=gpu:2", "--nodelist=127.0.0.2")
+    wait_for((tmp_path / "waits").exists, "training", job, slurm)
+    node = ["scontrol", "update", "nodename=127.0.0.2"]
+    assert call(*node, "state=down", "reason=drill", env=slurm).returncode == 0
+    assert call(*node, "state=resume", env=slurm).returncode == 0
+    assert "resumed at step 2 of 12" in ended(job, tmp_path, slurm)
+    assert same(uninterrupted / "gpt_fsdp", tmp_path / "c")
+
+
+# ---- torchrun
+
+
+@pytest.mark.parametrize("lab", ["mnist_fsdp", "gpt_fsdp"])
+def test_torchrun_starts_anew_when_a_rank_is_killed(lab, uninterrupted, tmp_path):
+    words = {"mnist_fsdp": MNIST, "gpt_fsdp": GPT}[lab]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    words = [*torchrun, LAB, lab, tmp_path / "mark", "killed", *words, "--checkpoint", tmp_path / "c", "--resume"]
+    run = call(*words, env=os.environ, cwd=SOURCE, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count(" of 12\n") >= 2, run.stdout  # two starts
+    assert same(uninterrupted / lab, tmp_path / "c")
+
+
+# ---- what can be said wrong
+
+
+@pytest.mark.parametrize(
+    ("limit", "minutes"),
+    [(None, None), ("90", 90), ("30:00", 30), ("1:30:00", 90), ("0:00:30", 1), ("2-12", 3600), ("1-0:30", 1470)],
+)
+def test_time_limits_as_slurm_writes_them(limit, minutes):
+    assert resumable.minutes(limit) == minutes
+
+
+def test_a_time_limit_that_is_none_is_told(monkeypatch):
+    with pytest.raises(UserError, match="FSDP_LABS_TIME is 'soon': give minutes"):
+        resumable.minutes("soon")
+
+
+def test_a_job_that_is_to_come_back_needs_a_time_limit(monkeypatch):
+    monkeypatch.setattr(launch.Cluster, "uses_slurm", lambda self: True)
+    with pytest.raises(UserError, match="set FSDP_LABS_TIME, in minutes"):
+        launch.submit("gpt_fsdp.py", ranks=2, cluster=launch.Cluster(time=None), checkpoint="c", resume=True)
