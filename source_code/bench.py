@@ -1,15 +1,17 @@
-"""Measure the course's two claims about speed as ratios, each pair of runs side by side.
+"""Measure the course's claims about speed as ratios, each pair of runs side by side.
 
   python bench.py                          (or: make bench)
 
 1. The data set in memory against the usual per-sample loader with two workers a rank: samples/s and accuracy.
 2. What FSDP costs where it cannot help: FSDP2 in one unit on one rank against the plain loop, step time.
+3. For how long saving a checkpoint holds up training: while it goes on (--async-checkpoint) against at once.
 
 The two runs of a pair follow each other at once, and a ratio is taken pair by pair, so that a machine that
 slows down or speeds up meanwhile does not decide. Printed: the median ratio and the lowest and highest.
 """
 
 import statistics
+import tempfile
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,9 +32,9 @@ class Bench(Options):
     pairs: int = option(3, "how many pairs of runs for each ratio", least=1)
 
 
-def run(data, **options) -> dict:
+def run(lab, **options) -> dict:
     cluster = launch.Cluster(launcher="local")
-    return launch.run("mnist_fsdp.py", cluster=cluster, quiet=True, on_progress=lambda *_: None, data=data, **options)
+    return launch.run(lab, cluster=cluster, quiet=True, on_progress=lambda *_: None, **options)
 
 
 def spread(ratios: list[float]) -> str:
@@ -45,7 +47,9 @@ def loaders(data: str, pairs: int):
     common["device"] = "cpu" if machine.gpus_here() < 2 else "cuda"
     ratios, accuracies = [], []
     for _ in tqdm(range(pairs), desc="loaders", leave=False):
-        memory, usual = (run(data, loader=loader, **common) for loader in ("memory", "torchvision"))
+        memory, usual = (
+            run("mnist_fsdp.py", data=data, loader=loader, **common) for loader in ("memory", "torchvision")
+        )
         ratios.append(memory["time"]["samples_per_second"] / usual["time"]["samples_per_second"])
         accuracies.append([r["accuracy"]["correct"] / r["accuracy"]["total"] for r in (memory, usual)])
     print(plots.caption(memory))
@@ -58,11 +62,28 @@ def fsdp_on_one_rank(data: str, pairs: int):
     common = {"batch_size": 64, "max_steps": 60}
     ratios = []
     for _ in tqdm(range(pairs), desc="one rank", leave=False):
-        plain = run(data, strategy="single", **common)
-        sharded = run(data, strategy="fsdp2", ranks=1, **common)
+        plain = run("mnist_fsdp.py", data=data, strategy="single", **common)
+        sharded = run("mnist_fsdp.py", data=data, strategy="fsdp2", ranks=1, **common)
         ratios.append(sharded["time"]["step"]["median"] / plain["time"]["step"]["median"])
     print(plots.caption(sharded))
     print(f"step time, FSDP2 on one rank over the plain loop: {spread(ratios)}")
+
+
+def saving(pairs: int):
+    """Seconds that training stands still for a save with --async-checkpoint over those without."""
+    common = {"preset": "small", "ranks": 2, "batch_size": 1, "seq_len": 64, "max_steps": 12, "checkpoint_every": 4}
+    common["device"] = "cpu" if machine.gpus_here() < 2 else "cuda"
+    ratios = []
+    for _ in tqdm(range(pairs), desc="saving", leave=False):
+        stalls = []
+        for meanwhile in (True, False):
+            with tempfile.TemporaryDirectory() as folder:
+                record = run("gpt_fsdp.py", checkpoint=folder, keep=1, async_checkpoint=meanwhile, **common)
+            stalls.append(record["checkpoints"]["stall"])
+        ratios.append(stalls[0] / stalls[1])
+    print(plots.caption(record))
+    print(f"a save at once holds up training for {stalls[1]:.2f} s (the last run's median)")
+    print(f"how long a save holds up training, meanwhile over at once: {spread(ratios)}")
 
 
 def main():
@@ -71,6 +92,7 @@ def main():
         data = datasets.prepare(config.data)
         fsdp_on_one_rank(data, config.pairs)
         loaders(data, config.pairs)
+        saving(config.pairs)
     except UserError as error:
         ranks.leave(str(error))
 
