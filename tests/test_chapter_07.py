@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from forked import by_value
 from labkit.teaching.exercises import check
 
 from notebooks import run_broken
@@ -32,6 +33,16 @@ BREAKS = {
         "against the moment of the call",
         ("lab.run(", "preempted", "sizes(", "metadata", "def apart", "resumed", "def state_dicts", "state_dicts,"),
         ["parameters read back, against the moment of the call"],
+    ),
+    "each rank decides for itself": (
+        {
+            "for step in stop.unless_asked(range(1, 10)):": "for step in range(1, 10):\n        if stopping._asked: break",
+            'cause = "each rank decides': 'cause = "as planned',
+        },
+        "steps between the warning",
+        ("lab.run(", "preempted", "sizes(", "metadata", "apart(", "resumed", "state_dicts", "extra", "on_disk")
+        + ("save_both_ways", "from_call"),
+        ["different steps after which ranks end", "steps between the warning and the end"],
     ),
 }
 
@@ -74,3 +85,40 @@ WRONG = {
 @pytest.mark.parametrize("message", WRONG)
 def test_wrong_readers_are_told_why(message, capsys):
     assert message in judged("07.2", WRONG[message], capsys)
+
+
+def own(warned):
+    return warned
+
+
+def never(warned):
+    reduced(warned, torch.distributed.ReduceOp.MAX)
+    return False
+
+
+def everyone(warned):
+    return reduced(warned, torch.distributed.ReduceOp.MIN)
+
+
+def anyone(warned):
+    return reduced(warned, torch.distributed.ReduceOp.MAX)
+
+
+def reduced(warned, how) -> bool:
+    votes = torch.tensor(int(warned))
+    torch.distributed.all_reduce(votes, how)
+    return bool(votes)
+
+
+VOTES = {
+    own: "with rank 0 warned, rank 0 says True and rank 1 False: they part",
+    never: "with rank 0 warned, the ranks say False; one is enough",
+    everyone: "one is enough: take the maximum",
+    anyone: "right",
+    lambda warned: ...: "not answered yet",
+}
+
+
+@pytest.mark.parametrize("vote", VOTES)
+def test_votes_are_judged(vote, capsys):
+    assert VOTES[vote] in judged("07.4", by_value(vote), capsys)

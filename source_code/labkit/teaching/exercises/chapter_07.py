@@ -2,6 +2,7 @@
 
 import torch
 
+from labkit.running import cells, launch
 from labkit.teaching.exercises import Do, Predict, unanswered
 
 GIB = 2**30
@@ -48,6 +49,30 @@ def _difference(given, whole, begin, end) -> str | None:
         missing = sorted(set(range(begin, end)) - set(rows))
         return f"rows {missing} are missing; rows can lie in several pieces, and inside a piece counting begins at its first row"
     return f"you give rows {rows}; inside a piece counting begins at its first row, not at row 0 of the whole"
+
+
+WARNED = {"nobody": [], "rank 0": [0], "rank 1": [1], "both ranks": [0, 1]}
+
+
+def _votes(me, anyone):
+    """What this rank is told, for each of ``WARNED``."""
+    return [anyone(me.rank in warned) for warned in WARNED.values()]
+
+
+def judge_anyone(anyone) -> str:
+    found = cells.on_ranks(_votes, anyone, ranks=2, cluster=launch.Cluster(launcher="local"), timeout=30)
+    for (who, warned), said in zip(WARNED.items(), zip(*found, strict=True), strict=True):
+        if any(unanswered(one) for one in said):
+            return "not answered yet"
+        said = [bool(one) for one in said]
+        if said[0] != said[1]:
+            return (
+                f"not quite: with {who} warned, rank 0 says {said[0]} and rank 1 {said[1]}: they part, and hang later"
+            )
+        if said[0] != bool(warned):
+            missed = "one is enough: take the maximum" if warned else "nobody was warned"
+            return f"not quite: with {who} warned, the ranks say {said[0]}; {missed}"
+    return "right"
 
 
 EXERCISES = {
@@ -118,5 +143,26 @@ save, between = 30, 6 * 3600  # seconds
 answer = (2 * save * between) ** 0.5 / 60
 """,
         tolerance=0.03,
+    ),
+    "07.4": Do(
+        title="has anyone been warned",
+        level=2,
+        minutes=5,
+        judge=judge_anyone,
+        hint="Make a tensor of this rank's answer, as a number. Which reduction of the ranks' numbers is 1 as soon as one "
+        "of them is?",
+        solution="""
+import torch.distributed as dist
+
+
+# The maximum of zeros and ones: 1 as soon as one rank was warned, and the same number on every rank.
+def anyone(warned):
+    votes = torch.tensor(int(warned))
+    dist.all_reduce(votes, dist.ReduceOp.MAX)
+    return bool(votes)
+
+
+answer = anyone
+""",
     ),
 }
