@@ -513,7 +513,8 @@ def test_run_and_submit_ask_slurm_for_the_same(device, stand_in, monkeypatch):
     }
     expected |= {"qos": "class", "mem-per-cpu": "4G"} | ({} if device == "cpu" else {"gres": "gpu:2"})
     assert asked((stand_in / "srun.words").read_text()) == expected
-    assert asked(job.handle.paths.submission_file.read_text()) == expected
+    queued = expected | {"time": "30"}  # submitit counts in minutes
+    assert asked(job.handle.paths.submission_file.read_text()) == queued
 
 
 def test_without_a_time_slurms_own_limit_holds(stand_in):
