@@ -8,9 +8,11 @@ Private PyTorch used here, and only here: the classes that DCP's metadata is mad
 """
 
 import pickle
+import warnings
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 
 METADATA = ".metadata"
@@ -62,3 +64,17 @@ def shapes(folder: Path) -> dict[str, list[int]]:
     """{name: shape} of all tensors of a checkpoint, as its metadata has them."""
     found = Reader(folder).read_metadata().state_dict_metadata
     return {name: list(entry.size) for name, entry in found.items() if hasattr(entry, "size")}
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """{name: tensor} of all tensors of a checkpoint, each whole, on the CPU, in this process alone.
+
+    Raises what DCP raises of a checkpoint that it cannot read.
+    """
+    reader = Reader(folder)
+    found = reader.read_metadata().state_dict_metadata
+    state = {n: torch.empty(e.size, dtype=e.properties.dtype) for n, e in found.items() if hasattr(e, "size")}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*load in a single process")  # which is meant
+        dcp.load(state, storage_reader=reader, planner=Planner(), no_dist=True)
+    return state
