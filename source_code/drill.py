@@ -61,6 +61,7 @@ class Watch:
         self.folder, self.note, self.last = folder, note, last
         self.events = self.steps = 0
         self.spans = [("starting", 0)]
+        self.whole = set()  # checkpoints that have been whole at the end of a save
         self.begin, self.advance = progress.Progress.__init__.__code__, progress.Progress.advance.__code__
         # Each a span of its own, or the moments in which much can go wrong would be lost among thousands of others
         self.save = [each.__code__ for each in (checkpoints.save, manifest.write, checkpoints.put_in_place)]
@@ -70,7 +71,10 @@ class Watch:
         self.events += 1
         code = frame.f_code
         if id(code) in self.saving and event in ("call", "return"):
-            self.spans.append((self.phase_after(code, event), self.events))
+            phase = self.phase_after(code, event)
+            self.spans.append((phase, self.events))
+            if phase != "saving":
+                self.whole |= self.whole_now()
         elif event == "call" and code is self.begin:
             self.spans.append(("training", self.events))
         elif event == "call" and code is self.advance:
@@ -83,9 +87,12 @@ class Watch:
             return "saving"
         return "training" if self.steps < STEPS else "after the last save"
 
+    def whole_now(self) -> set[str]:
+        return {path.name for path in checkpoints.stored(self.folder) if why_not_whole(path) is None}
+
     def end(self, frame):
         """Write down what the drill must know of this moment, and be killed."""
-        whole = [path.name for path in checkpoints.stored(self.folder) if why_not_whole(path) is None]
+        whole = sorted(self.whole | self.whole_now())
         while not Path(frame.f_code.co_filename).is_relative_to(launch.SOURCE):  # where it is in the course's own code
             frame = frame.f_back
         where = f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}"
@@ -139,7 +146,7 @@ def why_not_whole(path: Path) -> str | None:
     try:
         return manifest.difference(path, manifest.read(path)["files"])
     except UserError as error:
-        return str(error)
+        return getattr(error, "reason", str(error))
 
 
 def fingerprint(path: Path) -> str:
