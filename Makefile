@@ -25,7 +25,7 @@ pip     = $(1)/bin/python -m pip install --quiet --disable-pip-version-check
 install = { $(call pip,$(1)) uv && $(1)/bin/uv pip install --quiet --python $(1)/bin/python $(2); } || \
           { echo "uv cannot install here, so pip does: two minutes"; $(call pip,$(1)) $(2); }
 
-.PHONY: run check test test-cluster test-lowest lab learner notebooks gpu bench deepspeed jax constraints slurm slurm-down help
+.PHONY: run check test test-cluster test-lowest lab learner notebooks gpu bench drill deepspeed jax constraints slurm slurm-down help
 
 run: $(READY)           ## climb the ladder on this machine: eight runs, a table and a picture
 	cd source_code && ../$(BIN)/python ladder.py $(LADDER)
@@ -76,6 +76,9 @@ gpu:                    ## what only GPUs can show, in parts of 8 minutes (PART=
 
 bench: $(READY)         ## measure ratios: data loaders, and what FSDP costs on one rank
 	cd source_code && ../$(BIN)/python bench.py
+
+drill: $(READY)         ## kill a rank at a random moment, saving included, resume, and compare bit by bit: 60 times
+	cd source_code && ../$(BIN)/python drill.py
 
 deepspeed: $(READY)     ## install DeepSpeed, for gpt_zero.py --engine deepspeed and notebook 13: 20 MB; nothing is compiled
 	@$(call install,$(VENV),$(DEEPSPEED) -c constraints.txt)

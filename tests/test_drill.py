@@ -1,0 +1,122 @@
+"""The fault drill: a run of which a rank is killed goes on as if nothing had happened; and the drill sees what is not so."""
+
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import drill
+import pytest
+from forked import by_value
+from labkit.running import launch
+from labkit.training import checkpoints, manifest, saving
+
+pytestmark = pytest.mark.long
+TRIALS, SAMPLE = 15, 1  # of each configuration: in CI, and elsewhere
+
+
+@pytest.fixture(scope="module")
+def trials(require_all):
+    return TRIALS if require_all else SAMPLE
+
+
+@pytest.fixture(scope="module")
+def rows(trials):
+    return drill.run(trials, seed=1)
+
+
+@pytest.mark.parametrize("name", drill.CONFIGURATIONS)
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(name, rows, trials):
+    mine = [row for row in rows if row["configuration"] == name]
+    assert len(mine) == trials
+    assert [row for row in mine if row["failures"]] == []
+    assert all(0 <= row["redone"] <= drill.EVERY and row["lost"] == 0 for row in mine)
+
+
+def test_many_are_killed_while_saving(rows):
+    phases = Counter(row["phase"] for row in rows)
+    assert phases["saving"] >= len(rows) / 4, phases
+    assert not list(launch.RUNS.glob(".drill-*"))
+
+
+# It can fail
+
+
+def forget_the_optimizers_state():
+    load = checkpoints.load
+
+    def and_forget(path, model, optimizer, *about):
+        step = load(path, model, optimizer, *about)
+        optimizer.state.clear()
+        return step
+
+    checkpoints.load = and_forget
+
+
+def go_on_a_step_too_late():
+    load = checkpoints.load
+    checkpoints.load = lambda *about: load(*about) + 1
+
+
+def name_it_before_it_is_whole():
+    write, put_in_place = manifest.write, saving.put_in_place
+
+    def write_into_what_has_its_name(folder: Path, *files, **about):
+        write(folder.rename(folder.with_suffix("")), *files, **about)
+
+    def put_back_in_place(partial: Path, keep):
+        put_in_place(partial.with_suffix("").rename(partial), keep)
+
+    manifest.write, saving.put_in_place = write_into_what_has_its_name, put_back_in_place
+
+
+def make_room_before_it_is_whole():
+    write = manifest.write
+
+    def after_making_room(folder: Path, *files, **about):
+        for old in checkpoints.stored(folder.parent):
+            shutil.rmtree(old)
+        write(folder, *files, **about)
+
+    manifest.write = after_making_room
+
+
+BROKEN = {
+    forget_the_optimizers_state: "step-000006 has other weights than the undisturbed run's",
+    go_on_a_step_too_late: "step-000006 has other weights than the undisturbed run's",
+    name_it_before_it_is_whole: "step-000004 is not whole: manifest.json is not what this course writes",
+    make_room_before_it_is_whole: "step-000002 was whole and is lost",
+}
+
+
+def on_broken_code(me, break_it, function, *arguments):
+    break_it()
+    return function(me, *arguments)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return drill.undisturbed("GPT, DDP")
+
+
+@pytest.fixture
+def killed(expected, monkeypatch):
+    """A function: the row of a trial in which rank 0 is killed as it writes the second checkpoint's manifest."""
+    spans = expected.events[0]["saving"]
+    manifest_of_the_second = spans[len(spans) * drill.EVERY // drill.STEPS :][1]
+    middle = manifest_of_the_second[len(manifest_of_the_second) // 2]
+    monkeypatch.setattr(drill, "moment", lambda *_: (0, middle))
+    return lambda: drill.trial("GPT, DDP", 0, 1, expected)
+
+
+@pytest.mark.parametrize("break_it", BROKEN, ids=lambda function: function.__name__)
+def test_the_drill_sees_what_is_broken(break_it, killed, monkeypatch):
+    attempt = drill.attempt
+    monkeypatch.setattr(drill, "attempt", lambda *call: attempt(by_value(on_broken_code), break_it, *call))
+    row = killed()
+    assert any(BROKEN[break_it] in failure for failure in row["failures"]), row
+
+
+def test_and_sees_nothing_in_the_code_as_it_is(killed):
+    row = killed()
+    assert (row["where"], row["whole"], row["redone"]) == ("manifest.write", ["step-000002"], 2)
+    assert row["failures"] == []
