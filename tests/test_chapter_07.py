@@ -34,15 +34,17 @@ BREAKS = {
         ("lab.run(", "preempted", "sizes(", "metadata", "def apart", "resumed", "def state_dicts", "state_dicts,"),
         ["parameters read back, against the moment of the call"],
     ),
-    "each rank decides for itself": (
+    "a warning comes a step later, and nothing is loaded": (
         {
-            "for step in stop.unless_asked(range(1, 10)):": "for step in range(1, 10):\n        if stopping._asked: break",
-            'cause = "each rank decides': 'cause = "as planned',
+            "step == warn_in": "step == warn_in + 1",
+            "dcp.load(found, checkpoint_id=where)": 'found["step"] = 12',
+            'whole["data"]["name"]': '"mnist-5k"',
+            'whole["losses"][first - 1 :]': "after[1:] + after[:1]",
         },
-        "steps between the warning",
-        ("lab.run(", "preempted", "sizes(", "metadata", "apart(", "resumed", "state_dicts", "extra", "on_disk")
+        "gone on with two ranks",
+        ("lab.run(", "preempted", "sizes(", "metadata", "apart(", "resumed", "state_dicts(", "extra", "on_disk")
         + ("save_both_ways", "from_call"),
-        ["different steps after which ranks end", "steps between the warning and the end"],
+        ["the first rank ends after step", "the last rank ends after step", "gone on with two ranks: losses apart by"],
     ),
 }
 

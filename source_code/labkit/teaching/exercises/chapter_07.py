@@ -155,7 +155,8 @@ answer = (2 * save * between) ** 0.5 / 60
 import torch.distributed as dist
 
 
-# The maximum of zeros and ones: 1 as soon as one rank was warned, and the same number on every rank.
+# The maximum of zeros and ones: 1 as soon as one rank was warned, and the same number on every rank. Under NCCL the
+# tensor must lie on this rank's GPU: torch.tensor(int(warned), device="cuda").
 def anyone(warned):
     votes = torch.tensor(int(warned))
     dist.all_reduce(votes, dist.ReduceOp.MAX)
