@@ -118,7 +118,7 @@ def save(folder: str | Path, step: int, model, optimizer, run: dict | None = Non
     """
     partial = Path(folder) / f"{name_of(step)}.partial"
     if dist.get_rank() == 0:  # left by a run that was ended while it saved
-        shutil.rmtree(partial, ignore_errors=True)
+        _clear(partial)
     dist.barrier()
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": model_state, "optimizer": optimizer_state, "step": step}, checkpoint_id=partial)
@@ -142,12 +142,21 @@ def name_of(step: int) -> str:
 def put_in_place(partial: Path, keep: int | None):
     """Give a checkpoint its name, now that it is whole; remove all but the ``keep`` newest. No collective."""
     final = partial.with_suffix("")
-    shutil.rmtree(final, ignore_errors=True)  # a damaged one, that the run did without
+    _clear(final)  # a damaged one, that the run did without
     partial.rename(final)
     _to_disk(final.parent)
     for old in stored(final.parent)[keep:] if keep else ():
-        old.rename(removed := old.with_suffix(".removed"))  # at once: half of one shall not be taken for a whole one
-        shutil.rmtree(removed, ignore_errors=True)
+        _clear(removed := old.with_suffix(".removed"))
+        old.rename(removed)  # at once: half of one shall not be taken for a whole one
+        _clear(removed)
+
+
+def _clear(path: Path):
+    """Remove a checkpoint, or whatever else has the name of one; of a link the link, not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _to_disk(folder: Path):
