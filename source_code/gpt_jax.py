@@ -330,7 +330,10 @@ class Config(options.Training):
 
     preset: Literal[tuple(GPT_SHAPES)] = option("tiny", "size of the model", resumed=True)
     devices: int | None = option(
-        None, "how many; on the CPU, virtual ones that share it (default: every GPU, or 8 on the CPU)", least=1
+        None,
+        "how many; on the CPU, virtual ones that share it (default: every GPU, or 8 on the CPU)",
+        least=1,
+        at_most=1024,
     )
     strategy: Literal["replicated", *CUT] = option("fsdp", "how the devices share")
     mesh: str | None = option(

@@ -161,7 +161,7 @@ class Config(options.Training):
     schedule: Literal[tuple(SCHEDULES)] = option("1f1b", "order in which a stage computes the micro-batches")
     max_steps: int = option(20, "steps to train, those of the run being resumed included", least=1)
     batch_size: int = option(2, "sequences in a micro-batch", least=1)
-    accumulate: int = option(8, "micro-batches in a step", least=1)
+    accumulate: int = option(8, "micro-batches in a step", least=1, at_most=10_000)
     seq_len: int = option(128, "tokens in a sequence", least=1, resumed=True)
     precision: Literal["fp32", "bf16", "fp64"] = option("fp32", "number format of the computation")
     recompute: Literal["none", "full", "selective"] = option(

@@ -287,7 +287,7 @@ def place(config) -> Path:
 def run_part(name: str, config) -> list[dict]:
     """Run what is not done yet of a part, while its time lasts. Returns the rows of all that is done."""
     path, deadline = place(config) / "rows" / f"{name}.json", time.monotonic() + SECONDS
-    rows = json.loads(path.read_text()) if path.exists() and not config.again else []
+    rows = earlier(path) if path.exists() and not config.again else []
     done, failed = ({each["step"] for each in rows if (each["what"] == FAILS) is bad} for bad in (False, True))
     steps = [step for step in PARTS[name](config) if step.name not in done]
     steps.sort(key=lambda step: step.name in failed)
@@ -302,9 +302,21 @@ def run_part(name: str, config) -> list[dict]:
         except UserError as error:  # a failed run is one, too: the others are worth having all the same
             found = [row(FAILS, holds=False, note=str(error)[-2000:])]
         rows = [each for each in rows if each["step"] != step.name] + [about(name, step, each) for each in found]
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(rows, indent=1) + "\n")
+        records.write(path, rows)
     return rows
+
+
+def earlier(path: Path) -> list[dict]:
+    """The rows of what is done already. UserError: they are none."""
+    try:
+        rows = json.loads(path.read_text())
+        if isinstance(rows, list) and all(
+            {"step", "what", "holds", "measured", "expected", "off", "note"} <= row.keys() for row in rows
+        ):
+            return rows
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
+        pass
+    raise UserError(f"{path} is not what gpu_hour.py writes: remove it, or give --again")
 
 
 def about(part: str, step, found: dict) -> dict:

@@ -175,8 +175,10 @@ def tables(runs: list[dict]) -> str:
 
 
 def read(folder: Path) -> list[dict]:
-    """The runs of a ladder climbed earlier, from its records."""
+    """The runs of a ladder climbed earlier, from its records. UserError: they are not one of each rung."""
     loaded = [records.load(path) for path in sorted(folder.glob("*.json"))]
+    if len(loaded) != len(RUNGS):
+        raise UserError(f"{folder} holds {len(loaded)} records, and a ladder has {len(RUNGS)}: climb it again")
     return [
         {"label": label, "record": record, "predicted": predicted_peak(record)}
         for (label, _), record in zip(RUNGS, loaded, strict=True)

@@ -24,7 +24,6 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
-import math
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal
@@ -39,6 +38,7 @@ from planner.shapes import GPT_SHAPES
 
 STRATEGIES = ("single", "ddp", "zero1", *(f"deepspeed-{stage}" for stage in range(4)), "fsdp1", "fsdp2")
 SIMULATED = ("single", "fsdp1", "fsdp2")
+SLOWEST, FASTEST = 1e-6, 1e6  # GB/s of a link
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Options(Base):
     """What to plan. The command line is made from these fields."""
 
     model: str = option("llama3-8b", f"{', '.join(GPT_SHAPES)}, or FILE.py:function")
-    ranks: int = option(8, "how many ranks train", least=1)
+    ranks: int = option(8, "how many ranks train", least=1, at_most=1_000_000)
     node_size: int = option(8, "ranks on a node", least=1)
     strategy: Literal[STRATEGIES] = option("fsdp2", "how the ranks share: zero1 is PyTorch's ZeroRedundancyOptimizer")
     mesh: str | None = option(
@@ -64,14 +64,14 @@ class Options(Base):
     )
     batch: int = option(1, "sequences in a micro-batch on each rank", least=1)
     seq: int = option(8192, "tokens in a sequence", least=1)
-    accumulate: int = option(1, "micro-batches in a step", least=1)
+    accumulate: int = option(1, "micro-batches in a step", least=1, at_most=10_000)
     precision: Literal["fp32", "bf16", "fp64"] = option("bf16", "number format of the computation")
     recompute: Literal["none", "full", "selective"] = option("full", "what backward computes again, in each block")
     optimizer: Literal[tuple(predict.STATES)] = option("adamw", "optimizer; adamw is PyTorch's foreach implementation")
     device: Literal["cuda", "cpu"] = option("cuda", "whose kernels: they keep different tensors for backward")
-    gpu_memory: float = option(80.0, "GiB that a rank may use", above=0)
-    flops: float = option(989e12, "operations a second a rank does at best (default: H100's data sheet, bf16)", above=0)
-    efficiency: float = option(0.4, "share of these that training attains", above=0, at_most=1)
+    gpu_memory: float = option(80.0, "GiB that a rank may use", above=0, at_most=1e9)
+    flops: float = option(989e12, "operations a second a rank does at best (default: H100's data sheet, bf16)", least=1)
+    efficiency: float = option(0.4, "share of these that training attains", least=1e-6, at_most=1)
     link: str = option("nvlink", f"within a node: {', '.join(cost.LINKS)}, or GB/s a rank")
     network: str = option("infiniband", f"between nodes: {', '.join(cost.NETWORKS)}, or GB/s a node")
     sweep: bool = option(False, "list every strategy that fits, the fastest first")
@@ -190,8 +190,10 @@ def link_of(text: str, known: dict, latency: float, name: str) -> cost.Link:
         bandwidth = float(text)
     except ValueError:
         bandwidth = 0.0
-    if not 0 < bandwidth < math.inf:
-        raise UserError(f"{name} is {', '.join(known)}, or a number of GB/s above 0, not {text!r}")
+    if not SLOWEST <= bandwidth <= FASTEST:
+        raise UserError(
+            f"{name} is {', '.join(known)}, or a number of GB/s between {SLOWEST:g} and {FASTEST:g}, not {text!r}"
+        )
     return cost.Link(bandwidth * 1e9, latency, f"{name} {text} GB/s")
 
 

@@ -29,7 +29,7 @@ GIB = 2**30
 class Config(gpt_fsdp.Config):
     """gpt_fsdp.py's options, of which some need the other ranks."""
 
-    ranks: int = option(8, "size of the world", least=2)
+    ranks: int = option(8, "size of the world", least=2, at_most=16_384)
     max_steps: int = option(12, "steps to train: the first 7 watch memory, the others are timed", least=3)
 
     def __post_init__(self):

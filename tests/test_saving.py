@@ -82,9 +82,9 @@ def test_a_save_that_is_interrupted_costs_nothing(tmp_path, world_of_one, monkey
 def test_what_an_ended_run_left_half_written_is_cleared(tmp_path):
     (tmp_path / "step-000002.partial").mkdir()
     (tmp_path / "step-000001.removed").mkdir()
-    (tmp_path / "mine.txt").touch()
+    (tmp_path / "step-notes.txt").touch()
     assert checkpoints.to_resume(SimpleNamespace(checkpoint=tmp_path, resume=True)) == []
-    assert names(tmp_path) == ["mine.txt"]
+    assert names(tmp_path) == ["step-notes.txt"]
 
 
 # No room

@@ -164,8 +164,17 @@ def load(path: str | Path) -> dict:
         schema = record["schema"]
     except OSError as error:
         raise UserError(f"no record at {path} ({error.strerror}): run the lab first") from None
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{path} is not a record of a run: delete it and run the lab again") from None
-    if schema != SCHEMA:
+    except (ValueError, KeyError, TypeError, RecursionError):
+        record = schema = None
+    if type(schema) is int and schema != SCHEMA:
         raise UserError(f"{path} has layout {schema}, this version reads {SCHEMA}: run the lab again")
+    if type(schema) is not int or not _is_of_a_run(record):
+        raise UserError(f"{path} is not a record of a run: delete it and run the lab again")
     return record
+
+
+def _is_of_a_run(record: dict) -> bool:
+    """Whether a record says what was run, as ``new`` does, and on a number of ranks that there may be."""
+    ranks = record.get("ranks")
+    known = isinstance(record.get("script"), str) and isinstance(record.get("config"), dict)
+    return known and type(ranks) is int and 1 <= ranks <= 10**6

@@ -24,7 +24,8 @@ from typing import Literal
 from labkit import UserError
 
 SHARDED = ("fsdp1", "fsdp2")
-RESHARD = (r"true|false|[2-9]|[1-9]\d+", "true, false or a number from 2 on")
+LARGEST = {int: 10**9, float: 1e18}  # of any number: a larger one is a slip, whose products would fit no 64 bits
+RESHARD = (r"true|false|[2-9]|[1-9]\d{1,8}", "true, false or a number from 2 on")
 
 
 def option(default, help: str, *, least=None, above=None, at_most=None, form=None, only=(), needs=None, resumed=False):
@@ -107,8 +108,15 @@ def _rules(field, *names) -> dict:
 
 
 def _check_value(name: str, value, least, above, at_most, form):
+    if isinstance(value, str) and not value.strip():  # of a variable that is not set: nothing would be kept, silently
+        raise UserError(f"{name} is empty: give it a value, or leave it out")
+    if isinstance(value, str) and not value.isprintable():
+        raise UserError(f"{name} must be one line of text, not {value!r}")
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{name} must be a finite number, but is {value}")
+    if type(value) in LARGEST and abs(value) > LARGEST[type(value)]:
+        most = LARGEST[type(value)]
+        raise UserError(f"{name} must lie between {-most:,} and {most:,}")
     if least is not None and value < least:
         raise UserError(f"{name} must be at least {least}, but is {value}")
     if above is not None and not value > above:
@@ -155,8 +163,11 @@ def parse(options_class, description: str, argv: list[str] | None = None):
         shown = "" if field.default is None else f" (default: {field.default})"
         text = field.metadata["help"].replace("%", "%%") + shown
         parser.add_argument(flag(field.name), default=field.default, help=text, **_argument(field))
+    given = vars(parser.parse_args(argv))
+    for name in (name for name, value in given.items() if isinstance(value, list)):  # as argparse reads "--ranks=--"
+        parser.error(f"argument {flag(name)}: expected one value")
     try:
-        return options_class(**vars(parser.parse_args(argv)))
+        return options_class(**given)
     except UserError as error:
         leave(str(error))
 

@@ -102,8 +102,10 @@ def _prepare(folder: str | Path):
         probe = folder / f".writable-{_rank()}"
         probe.touch()
         probe.unlink()
-        for unfinished in folder.glob("step-*.*") if _rank() == 0 else ():  # left by a run that was ended there
-            shutil.rmtree(unfinished, ignore_errors=True)
+        if _rank() == 0:
+            for path in folder.glob("step-*"):  # left by a run that was ended there
+                if re.fullmatch(r"step-\d+\.(partial|removed)", path.name):
+                    clear(path)
     except OSError as error:
         raise UserError(
             f"checkpoints cannot be written to {folder} ({error.strerror}): name another --checkpoint"
@@ -112,6 +114,14 @@ def _prepare(folder: str | Path):
 
 def name_of(step: int) -> str:
     return f"step-{step:06d}"
+
+
+def clear(path: Path):
+    """Remove a checkpoint, or whatever else has the name of one; of a link the link, not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def stored(folder: str | Path) -> list[Path]:

@@ -67,7 +67,18 @@ def read(folder: Path) -> dict:
         raise UserError(
             f"the checkpoint {folder} has format {version}, and this version knows {FORMAT}: update the course"
         )
+    if not _has_its_parts(found):
+        raise Damaged(folder, f"{NAME} is not what this course writes")
     return found
+
+
+def _has_its_parts(found: dict) -> bool:
+    """Whether a manifest says what the course reads in it. One made elsewhere may have a right checksum over nonsense."""
+    files, maps = found.get("files"), ("files", "run", "shapes")
+    return all(isinstance(found.get(part), dict) for part in maps) and all(
+        name.isprintable() and isinstance(each, dict) and isinstance(each.get("bytes"), int)
+        for name, each in files.items()
+    )
 
 
 def _checksum(content: dict) -> str:

@@ -111,7 +111,7 @@ def write(folder: str | Path, step: int, state: dict, run: dict, keep: int | Non
     """``save`` for a state in hand. group: whose messages to use (default: the run's)."""
     partial = Path(folder) / f"{checkpoints.name_of(step)}.partial"
     if dist.get_rank() == 0:  # left by a run that was ended while it saved
-        shutil.rmtree(partial, ignore_errors=True)
+        checkpoints.clear(partial)
     dist.barrier(group)
     try:
         dcp.save(state, checkpoint_id=partial, process_group=group)
@@ -136,7 +136,7 @@ def _complete(partial: Path, every: list, run: dict, keep: int | None):
         manifest.write(partial, files, **about)
         put_in_place(partial, keep)
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        checkpoints.clear(partial)
         raise UserError(
             f"{partial.stem} could not be saved to {partial.parent} ({error.strerror}), where older checkpoints are as "
             "they were: make room, or name another --checkpoint"
@@ -146,12 +146,13 @@ def _complete(partial: Path, every: list, run: dict, keep: int | None):
 def put_in_place(partial: Path, keep: int | None):
     """Give a checkpoint its name, now that it is whole; remove all but the ``keep`` newest. No collective."""
     final = partial.with_suffix("")
-    shutil.rmtree(final, ignore_errors=True)  # a damaged one, that the run did without
+    checkpoints.clear(final)  # a damaged one, that the run did without
     partial.rename(final)
     _to_disk(final.parent)
     for old in checkpoints.stored(final.parent)[keep:] if keep else ():
-        old.rename(removed := old.with_suffix(".removed"))  # at once: half of one shall not be taken for a whole one
-        shutil.rmtree(removed, ignore_errors=True)
+        checkpoints.clear(removed := old.with_suffix(".removed"))
+        old.rename(removed)  # at once: half of one shall not be taken for a whole one
+        checkpoints.clear(removed)
 
 
 def _to_disk(folder: Path):

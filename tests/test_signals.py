@@ -1,0 +1,91 @@
+"""A run that is told to end, at any moment: no process lives on, nothing is half-written, and no traceback is shown.
+
+The moments are drawn with a seed: so many seconds after the ranks have come. What a run with --checkpoint does with
+its last step is in other tests; here, only that whatever it leaves is whole.
+"""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import drill
+import pytest
+from labkit.measuring import records
+from labkit.running import launch, progress, warm
+from labkit.training import checkpoints
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not warm.possible(), reason="macOS ends ranks in another way"),
+]
+LABS = {
+    "mnist": "mnist_fsdp.py --ranks 2 --data mnist-5k --epochs 100 --batch-size 16 --strategy ddp",
+    "mnist, with loaders": "mnist_fsdp.py --ranks 2 --data mnist-5k --epochs 100 --batch-size 16 --loader torchvision",
+    "gpt": "gpt_fsdp.py --ranks 2 --max-steps 100000 --seq-len 16 --batch-size 2 --strategy ddp",
+    "gpt, that saves": "gpt_fsdp.py --ranks 2 --max-steps 100000 --seq-len 16 --batch-size 2 --strategy ddp "
+    "--checkpoint {folder}/saved --checkpoint-every 2 --keep 3",
+}
+# To the whole group, as Ctrl-C and Slurm send it; or, as `kill` does, to the process that was started.
+SIGNALS = {"SIGINT": (signal.SIGINT, True), "SIGTERM": (signal.SIGTERM, True), "kill": (signal.SIGTERM, False)}
+SECONDS = 60  # none of these runs may live longer
+LONGEST = 2.0  # seconds of training before a signal
+
+
+def ended(words: str, folder: Path, which: str, after: float) -> tuple[int, str]:
+    """(exit code, what was said on stderr) of a run that is sent a signal."""
+    mark, (number, to_all) = folder / "progress", SIGNALS[which]
+    command = [sys.executable, "-u", *words.format(folder=folder).split(), "--record", f"{folder}/run.json"]
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = warm.start(command, launch.SOURCE, os.environ | {progress.VARIABLE: str(mark)}, out, err)
+        try:
+            until(mark.exists)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(after)
+            assert process.poll() is None, "it has ended by itself"
+            (os.killpg if to_all else os.kill)(process.pid, number)
+            code = process.wait(SECONDS)
+            until(lambda: not lives(process.pid))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        err.seek(0)
+        return code, err.read()
+
+
+def lives(group: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, 0)
+        return True
+    return False
+
+
+def until(there):
+    """Look again and again, up to a limit that only a fault reaches."""
+    deadline = time.monotonic() + SECONDS
+    while not there():
+        assert time.monotonic() < deadline, f"not within {SECONDS} s"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("which", SIGNALS)
+@pytest.mark.parametrize("lab", LABS)
+def test_a_run_that_is_told_to_end_leaves_nothing_half_done(lab, which, tmp_path):
+    after = random.Random(f"{lab} {which}").uniform(0, LONGEST)
+    code, said = ended(LABS[lab], tmp_path, which, after)
+    assert code != 0
+    if "checkpoint" not in LABS[lab]:
+        assert code in ((130, -signal.SIGINT) if which == "SIGINT" else (143, -signal.SIGTERM)), said
+    assert "Traceback" not in said
+    saved = tmp_path / "saved"
+    for path in checkpoints.stored(saved):
+        assert drill.why_not_whole(path) is None
+    if (tmp_path / "run.json").exists():
+        records.load(tmp_path / "run.json")
+    names = {path.name for path in tmp_path.iterdir()} - {"saved", "run.json", "progress"}
+    assert not names, names
