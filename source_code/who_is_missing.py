@@ -13,6 +13,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from textwrap import shorten
 
 from labkit import UserError
 from labkit.measuring import flight
@@ -33,7 +34,7 @@ def report(folder: str | Path, prefix: str = flight.FLIGHT) -> str:
     """What the dumps in a folder say, in lines. UserError if they cannot be read."""
     groups, places, told = flight.read(folder, prefix)
     silent = sorted(({rank for _, members in groups for rank in members} | set(places)) - told)
-    lines = [line for rank, place in sorted(places.items()) for line in _of_a_failure(rank, place, rank in told)]
+    lines = _of_failures(places, told)
     alone = bool(lines)
     lines += _of_silent_ranks(silent, places)
     troubles = [found for (name, members), calls in groups.items() if (found := _trouble(name, members, calls, places))]
@@ -44,10 +45,14 @@ def report(folder: str | Path, prefix: str = flight.FLIGHT) -> str:
     return "\n".join(lines or _of_no_trouble(groups, places))
 
 
-def _of_a_failure(rank: int, place: flight.Place, told: bool) -> list[str]:
-    if place.left in (None, "finished") or LOST_CONTACT.search(place.left) or (told and place.left == "Aborted"):
-        return []  # it was another rank that failed; NCCL's watchdog aborts those that wait
-    return [_row(f"rank {rank} failed by itself:", place.left, place.line).strip()]
+def _of_failures(places: dict, told: set) -> list[str]:
+    """Of ranks that did not fail because of another one."""
+    alike = defaultdict(list)
+    for rank, place in sorted(places.items()):
+        aborted = rank in told and place.left == "Aborted"  # as NCCL's watchdog does with ranks that wait
+        if place.left not in (None, "finished") and not LOST_CONTACT.search(place.left) and not aborted:
+            alike[shorten(place.left, 160, placeholder=" …"), place.line].append(rank)
+    return [_row(f"{_ranks(some)} failed:", left, line).strip() for (left, line), some in alike.items()]
 
 
 def _of_silent_ranks(silent: list, places: dict) -> list[str]:

@@ -90,7 +90,7 @@ def after(folder, case) -> str:
         (calls_another, "rank 2 and ranks 0-1, 3 differ in what they called at collective 3 ", {"calls_another": ""}),
         (has_another_shape, "rank 1 and ranks 0, 2-3 differ in the shape of the tensors at collective 3 ", {}),
         (is_killed, "rank 3 is dead", {}),
-        (raises, "rank 1 failed by itself: ValueError: no such file", {"raises": "rank 1 failed"}),
+        (raises, "rank 1 failed: ValueError: no such file", {"raises": "rank 1 failed"}),
         (holds_the_interpreter, "these were ended from outside, or are stuck", {"holds_the_interpreter": "rank 0"}),
         (agree, "no rank is missing", {}),
     ],

@@ -36,6 +36,7 @@ import torch.distributed as dist
 from labkit import UserError
 
 FLIGHT, WHERE = "flight_", "where_"
+RAISED = "raised:"  # in where_<rank>: what follows is where
 KEPT = "200"  # collectives of a rank: to write the stacks of 2,000 took 4 to 12 s
 STACK = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>\S+)')
 
@@ -66,7 +67,8 @@ def recorder(folder: str | Path, quiet: float = 60):
             print("left: finished", file=where)
         except BaseException as error:
             frames = reversed(traceback.extract_tb(error.__traceback__))  # innermost first, as faulthandler has them
-            print(*(f'File "{f.filename}", line {f.lineno} in {f.name}' for f in frames), sep="\n", file=where)
+            lines = (f'File "{f.filename}", line {f.lineno} in {f.name}' for f in frames)
+            print(RAISED, *lines, sep="\n", file=where)
             print(f"left: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}", file=where)
             raise
         finally:
@@ -190,8 +192,11 @@ def _calls(path: Path) -> dict[tuple, dict[int, Call]]:
         }
         calls = {group: {} for group in groups.values()}
         for entry in dump["entries"]:
+            name = entry["process_group"][0]
+            if name not in groups:  # with TORCH_DISTRIBUTED_DEBUG=DETAIL gloo's entries name no group
+                groups[name] = max(calls, key=lambda group: len(group[1]))
             if not entry["is_p2p"]:
-                calls[groups[entry["process_group"][0]]][int(entry["collective_seq_id"])] = _call(entry)
+                calls[groups[name]][int(entry["collective_seq_id"])] = _call(entry)
         return calls
     except Exception as error:  # whatever a damaged file leads to
         reason = str(error) if isinstance(error, pickle.UnpicklingError) else f"{type(error).__name__}: {error}"
@@ -212,8 +217,9 @@ def _call(entry: dict) -> Call:
 
 def _place(path: Path) -> Place:
     text = path.read_text(errors="replace")
+    raised = text.partition(f"\n{RAISED}\n")[2].partition("\nleft: ")[0].partition("Thread ")[0]
     *_, stacks = re.split(r"(?m)^Timeout .*$", text)  # the last ones; the main thread's comes last
-    main = re.split(r"(?m)^(?:Current t|T)hread .*$", stacks)[-1]
+    main = raised or re.split(r"(?m)^(?:Current t|T)hread .*$", stacks)[-1]
     lines = [Line(m["file"], int(m["line"]), m["function"]) for m in STACK.finditer(main)]
     left = re.search(r"(?m)^(?:left|Fatal Python error): (.*)$", text)
     return Place(text.partition("\n")[0], own(lines), left and left[1])
