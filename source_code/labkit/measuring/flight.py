@@ -60,7 +60,8 @@ def recorder(folder: str | Path, quiet: float = 60):
         faulthandler.enable(where)  # a crash
         faulthandler.register(signal.SIGTERM, file=where, chain=True)  # ended by a launcher, it says where it was
         over = threading.Event()
-        watcher = threading.Thread(target=_watch, args=(folder, rank, where, quiet, over), daemon=True)
+        written = []  # the last call of each record that the watcher has written
+        watcher = threading.Thread(target=_watch, args=(folder, rank, where, quiet, over, written), daemon=True)
         watcher.start()
         try:
             yield
@@ -77,19 +78,20 @@ def recorder(folder: str | Path, quiet: float = 60):
             faulthandler.cancel_dump_traceback_later()
             faulthandler.unregister(signal.SIGTERM)
             faulthandler.disable()
-            _dump(folder, rank)
+            if written[-1:] != [_last_call()]:
+                _dump(folder, rank)
 
 
-def _watch(folder, rank, where, quiet, over):
+def _watch(folder, rank, where, quiet, over, written):
     """Until it is over: when no collective has been called for so long, write what there is to know."""
     called = "nothing looked at yet"
     while True:
         if (now := _last_call()) != called:
-            called, dumped, since = now, False, time.monotonic()
+            called, since = now, time.monotonic()
             faulthandler.dump_traceback_later(quiet, file=where)
-        elif not dumped and time.monotonic() - since > quiet:
+        elif written[-1:] != [called] and time.monotonic() - since > quiet:
             _dump(folder, rank)
-            dumped = True
+            written.append(called)
         if over.wait(quiet / 4):
             return
 

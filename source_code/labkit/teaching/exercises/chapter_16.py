@@ -93,7 +93,7 @@ class Diagnose:
         cause, rank = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
         if unanswered(cause):
             return "not answered yet"
-        if cause not in CAUSES:
+        if not isinstance(cause, str) or cause not in CAUSES:
             return f"{cause!r} is not among the causes: {', '.join(CAUSES)}"
         if cause != self.cause:
             return f"not quite: with {cause!r}, {CAUSES[cause][1]}"
