@@ -1,8 +1,10 @@
 """Chapter 16: its diagnoses and its check judge fairly, its verdicts fail when what it claims is broken."""
 
 import pytest
+import torch
 import torch.distributed as dist
 from forked import by_value
+from labkit.measuring import limits, trace
 from labkit.teaching.exercises import check
 from labkit.teaching.exercises.chapter_16 import CAUSES, EXERCISES, Diagnose
 from labkit.teaching.symptoms import folded
@@ -106,6 +108,17 @@ def test_an_output_is_folded_to_the_programs_lines_and_the_error():
         "what():  [enforce fail at …/pair.cc:464]",
     ]
     assert folded(PRINTED, own=(), width=9, most=2).splitlines() == ["terminat…", "what():  "[:8] + "…"]
+
+
+def test_a_budget_is_kept_and_what_it_freed_can_be_used_again(world_of_one):
+    model = torch.nn.Linear(4, 4, bias=False)  # 64 bytes
+    with limits.Budget(model, torch.optim.SGD(model.parameters()), torch.device("cpu"), 64 + 400) as budget:
+        for _ in range(3):
+            some = torch.empty(100)
+            del some
+        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 0.5 KiB; 0.1 of 0.5 KiB are in use"):
+            torch.empty(128)
+    assert max(map(trace.total, budget.timeline())) == 464
 
 
 def failed(lines):

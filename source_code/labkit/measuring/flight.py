@@ -67,8 +67,10 @@ def recorder(folder: str | Path, quiet: float = 60):
             yield
             print("left: finished", file=where)
         except BaseException as error:
-            frames = reversed(traceback.extract_tb(error.__traceback__))  # innermost first, as faulthandler has them
-            lines = (f'File "{f.filename}", line {f.lineno} in {f.name}' for f in frames)
+            frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+            lines = (
+                f'File "{c.co_filename}", line {n} in {c.co_name}' for c, n in reversed(frames)
+            )  # as faulthandler's
             print(RAISED, *lines, sep="\n", file=where)
             print(f"left: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}", file=where)
             raise

@@ -71,10 +71,10 @@ class Budget(trace.StepTrace):
 
     def _change(self, number, size):
         more = size - self._size[number]
-        self._live += more
-        super()._change(number, size)
-        if more > 0 and self._live > self.limit:
-            used, limit = (self._live - more) / 1024, self.limit / 1024
+        if more > 0 and self._live + more > self.limit:
+            used, limit = self._live / 1024, self.limit / 1024
             raise torch.OutOfMemoryError(
                 f"out of memory (simulated). Tried to allocate {more / 1024:.1f} KiB; {used:.1f} of {limit:.1f} KiB are in use"
             )
+        self._live += more
+        super()._change(number, size)
