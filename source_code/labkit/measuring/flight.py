@@ -3,7 +3,7 @@
   with flight.recorder(folder, quiet=60):       on every rank, around what may hang
       train()
 
-When no rank's next collective has come for ``quiet`` seconds, and when the work ends or raises, a rank leaves two files:
+When a rank has called no collective for ``quiet`` seconds, and when its work ends or raises, it leaves two files:
 
   flight_3    what PyTorch's flight recorder has of rank 3: its last collectives, with the Python stack of each call, in
               the form of the dumps that NCCL writes when it times out (``torchfrtrace`` reads both)
@@ -46,10 +46,10 @@ STACK = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<functio
 
 @contextlib.contextmanager
 def recorder(folder: str | Path, quiet: float = 60):
-    """Record this rank's collectives while the work inside runs. quiet: seconds without a new one that mean a hang.
+    """Record this rank's collectives while the work inside runs; write them when there have been none for ``quiet`` seconds.
 
-    Enter it before the first collective. The run goes on: what ends it is the time-out of the process group. (One that is
-    shorter than ``quiet`` is no harm to ranks that it ends with an error; those that it does not reach write later.)
+    Enter it before the first collective, and choose ``quiet`` shorter than the process group's time-out, which ends a run
+    that hangs: this only writes, and the run goes on. Nothing that goes wrong in writing ends it.
     """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", KEPT)  # read at the first collective
     folder, rank = Path(folder), os.environ.get("RANK", "0")
@@ -68,10 +68,8 @@ def recorder(folder: str | Path, quiet: float = 60):
             print("left: finished", file=where)
         except BaseException as error:
             frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-            lines = (
-                f'File "{c.co_filename}", line {n} in {c.co_name}' for c, n in reversed(frames)
-            )  # as faulthandler's
-            print(RAISED, *lines, sep="\n", file=where)
+            stack = [f'File "{code.co_filename}", line {line} in {code.co_name}' for code, line in reversed(frames)]
+            print(RAISED, *stack, sep="\n", file=where)
             print(f"left: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}", file=where)
             raise
         finally:
@@ -81,7 +79,7 @@ def recorder(folder: str | Path, quiet: float = 60):
             faulthandler.unregister(signal.SIGTERM)
             faulthandler.disable()
             if written[-1:] != [_last_call()]:
-                _dump(folder, rank)
+                _dump(folder, rank, where)
 
 
 def _watch(folder, rank, where, quiet, over, written):
@@ -92,7 +90,7 @@ def _watch(folder, rank, where, quiet, over, written):
             called, since = now, time.monotonic()
             faulthandler.dump_traceback_later(quiet, file=where)
         elif written[-1:] != [called] and time.monotonic() - since > quiet:
-            _dump(folder, rank)
+            _dump(folder, rank, where)
             written.append(called)
         if over.wait(quiet / 4):
             return
@@ -108,18 +106,21 @@ def _last_call():
     return max((entry["record_id"] for entry in _trace(stacks=False).get("entries", [])), default=None)
 
 
-def _dump(folder, rank):
-    """Write flight_<rank>, whole or not at all."""
-    trace, world = _trace(stacks=True), dist.distributed_c10d._world
-    trace.setdefault("entries", [])
-    trace["pg_config"] = {
-        world.pg_names[group]: {"desc": group.group_desc, "ranks": str(sorted(world.pg_group_ranks[group]))}
-        for group in world.pg_map
-    }
-    path = folder / f"{FLIGHT}{rank}"
-    unfinished = path.with_name(f".{path.name}")
-    unfinished.write_bytes(pickle.dumps(trace))
-    unfinished.replace(path)
+def _dump(folder, rank, where):
+    """Write flight_<rank>, whole or not at all; what hinders it, into where_<rank>."""
+    try:
+        trace, world = _trace(stacks=True), dist.distributed_c10d._world
+        trace.setdefault("entries", [])
+        trace["pg_config"] = {
+            world.pg_names[group]: {"desc": group.group_desc, "ranks": str(sorted(world.pg_group_ranks[group]))}
+            for group in world.pg_map
+        }
+        path = folder / f"{FLIGHT}{rank}"
+        unfinished = path.with_name(f".{path.name}")
+        unfinished.write_bytes(pickle.dumps(trace))
+        unfinished.replace(path)
+    except Exception as error:  # a full disk, another version of PyTorch: no reason to end a training
+        print(f"no flight record: {type(error).__name__}: {error}", file=where)
 
 
 # Reading
