@@ -24,11 +24,12 @@ TRANSFORMER = [
     ("13", "ZeRO"),
     ("14", "JAX"),
     ("15", "beyond\nFSDP"),
+    ("16", "break it"),
 ]
 
 
 def course_map():
-    drawing = Drawing(1000, 460, "The map of the course: chapters 00 to 07 as stations of one line, 08 to 15 below")
+    drawing = Drawing(1000, 460, "The map of the course: chapters 00 to 07 as stations of one line, 08 to 16 below")
     left, step, rows = 125, 250, (95, 250)
     last = left + 3 * step
     # The line: along the first row, back between the rows, along the second

@@ -1,0 +1,265 @@
+"""Twelve faults as they are met on clusters. Notebook 16 runs each, and asks what is wrong before it tells.
+
+  python faults.py --fault 1 --ranks 4                    here
+  srun -p gpu -N 1 --ntasks-per-node=4 --gres=gpu:4 python faults.py --fault 1
+
+Every rank leaves in --flight what ``who_is_missing.py`` reads. Reading a fault's function is a fair way to diagnose it, if
+not the usual one: in a code base of some size one has to know first where to look.
+"""
+
+import dataclasses
+import os
+import queue
+import signal
+import threading
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from labkit.measuring import flight, limits, records
+from labkit.running import options, ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+
+
+@dataclass(frozen=True)
+class Config(options.Start):
+    fault: int = options.option(1, "which one, 1 to 12", least=1, at_most=12)
+    flight: str = options.option("flight", "folder for what the ranks leave behind")
+    timeout: float = options.option(8.0, "seconds that a collective may take (a cluster gives minutes)", above=0)
+    record: str | None = options.option(None, "write what came of it to this JSON file")
+
+
+def network() -> nn.Sequential:
+    """Three blocks and a head, 4,232 parameters: 32 numbers in, scores of 8 classes out."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(3)), nn.Linear(32, 8))
+
+
+def batch(me, step: int = 0, size: int = 16):
+    """(inputs, classes) of a step on this rank: size rows of 32 numbers, and the place of the largest of the first 8."""
+    draw = torch.Generator().manual_seed(1000 * step + me.rank)
+    inputs = torch.randn(size, 32, generator=draw, device="cpu").to(me.device)
+    return inputs, inputs[:, :8].argmax(1)
+
+
+def shard(me, model) -> nn.Module:
+    """FSDP2 with each block a unit."""
+    mesh = init_device_mesh(me.device.type, (me.world_size,))
+    for block in model[:3]:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def train_step(model, optimizer, inputs, classes) -> torch.Tensor:
+    loss = F.cross_entropy(model(inputs), classes)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def fault_1(me, config, found):
+    model = DistributedDataParallel(network().to(me.device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(6):
+        loss = train_step(model, optimizer, *batch(me, step))
+        if step == 5 and me.rank == 0:
+            print(f"accuracy {accuracy(me, model.module):.0%}", flush=True)
+        dist.all_reduce(loss)
+        me.say(f"step {step}: loss {loss.item() / me.world_size:.3f}")
+    dist.barrier()  # before the checkpoint
+
+
+def accuracy(me, model) -> float:
+    """Of all ranks' validation batches together."""
+    inputs, classes = batch(me, step=99)
+    right = (model(inputs).argmax(1) == classes).float().mean()
+    dist.all_reduce(right)
+    return right.item() / me.world_size
+
+
+def fault_2(me, config, found):
+    model = shard(me, network().to(me.device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(100):
+        loss = train_step(model, optimizer, *batch(me, step))
+        me.say(f"step {step}: loss {loss.item():.3f}")
+        if step == 3:
+            memory_of_the_node_is_full(me)
+
+
+def memory_of_the_node_is_full(me):
+    """Stands in for Linux, which then picks a process."""
+    if me.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fault_3(me, config, found):
+    model = shard(me, network().to(me.device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with limits.Budget(model, optimizer, me.device, 2**20) as budget:
+        try:
+            for step in range(3):
+                train_step(model, optimizer, *batch(me, step, size=256))
+            me.say("trained; now the validation")
+            losses = []
+            for step in range(90, 99):
+                inputs, classes = batch(me, step, size=256)
+                losses.append(F.cross_entropy(model(inputs), classes))
+            found["validation"] = torch.stack(losses).mean().item()
+        finally:
+            found["timeline"] = budget.timeline()
+
+
+def fault_4(me, config, found):
+    model = network().to(me.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model = shard(me, model)
+    found["losses"] = [train_step(model, optimizer, *batch(me)).item() for _ in range(8)]
+    me.say("losses of one batch, again and again:", *(f"{loss:.4f}" for loss in found["losses"]))
+
+
+def fault_5(me, config, found):
+    model = network().to(me.device)
+    mesh = init_device_mesh(me.device.type, (me.world_size,))
+    if memory_is_short(me):
+        for block in model[:3]:
+            fully_shard(block, mesh=mesh)
+    model = fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(4):
+        me.say(f"step {step}: loss {train_step(model, optimizer, *batch(me, step)).item():.3f}")
+
+
+def memory_is_short(me) -> bool:
+    """Stands in for a look at how much this rank's GPU has free; on one of them somebody else computes as well."""
+    return me.rank == 1
+
+
+def fault_6(me, config, found):
+    inputs, classes = batch(ranks.Rank(0, 0, 1, "", me.device, ""), size=256)  # a data set, the same on all ranks
+    classes[::4] = torch.randint(8, (64,), generator=torch.Generator().manual_seed(1)).to(
+        me.device
+    )  # some labels are wrong
+    model = shard(me, network().to(me.device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    sampler = DistributedSampler(range(256), me.world_size, me.rank, shuffle=True)
+    found |= {"losses": [], "rows": []}
+    for _ in range(6):
+        for rows in torch.tensor(list(sampler)).split(8):
+            found["losses"].append(train_step(model, optimizer, inputs[rows], classes[rows]).item())
+            found["rows"].append(rows.tolist())
+    me.say(f"6 epochs; mean loss of the last one {sum(found['losses'][-8:]) / 8:.3f}")
+
+
+def fault_7(me, config, found):
+    with torch.device("meta"):
+        model = network()
+    model = shard(me, model).to_empty(device=me.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found["losses"] = [train_step(model, optimizer, *batch(me)).item() for _ in range(4)]
+    me.say("losses:", *found["losses"])
+
+
+def fault_8(me, config, found):
+    model = shard(me, network().to(me.device))
+    path = Path(config.flight) / f"checkpoint-of-rank-{me.rank}.pt"
+    if path.exists():
+        state = torch.load(path, map_location=me.device)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.to_local().copy_(state[name])
+        me.say("resumed from", path.name)
+    else:
+        torch.save({name: parameter.to_local() for name, parameter in model.named_parameters()}, path)
+        me.say("saved", path.name)
+
+
+def fault_9(me, config, found):
+    environ = as_srun_sets_it(me)
+    rank, world_size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
+    samples = list(range(256))[rank::world_size]
+    print(f"rank {rank} of {world_size}: {len(samples)} samples per epoch", flush=True)
+    found["samples"] = len(samples)
+
+
+def as_srun_sets_it(me) -> dict:
+    """The variables of a task of srun, which knows nothing of PyTorch."""
+    return {"SLURM_PROCID": str(me.rank), "SLURM_NTASKS": str(me.world_size), "SLURM_LOCALID": str(me.local_rank)}
+
+
+def fault_10(me, config, found):
+    visible = 1  # --gpus-per-task=1: Slurm shows each task one GPU
+    set_device(me.local_rank, visible)
+    me.say("all ranks have a GPU")
+
+
+def set_device(index: int, visible: int):
+    """Stands in for torch.cuda.set_device, so that it fails on the CPU as it does where so many GPUs are visible."""
+    if index >= visible:
+        raise RuntimeError("CUDA error: invalid device ordinal")
+
+
+def fault_11(me, config, found):
+    model = shard(me, network().to(me.device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loaded = queue.Queue(maxsize=2)
+    threading.Thread(target=load, args=(me, loaded), daemon=True).start()
+    for step in range(8):
+        inputs, classes = next_batch(loaded)
+        me.say(f"step {step}: loss {train_step(model, optimizer, inputs, classes).item():.3f}")
+
+
+def load(me, loaded):
+    """A thread that reads ahead."""
+    for step in range(8):
+        try:
+            loaded.put(decoded(me, step))
+        except ValueError:
+            return
+
+
+def decoded(me, step):
+    if (me.rank, step) == (3, 5):
+        raise ValueError("a damaged file")
+    return batch(me, step)
+
+
+def next_batch(loaded):
+    return loaded.get()
+
+
+def fault_12(me, config, found):
+    model = DistributedDataParallel(network().to(me.device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    mine = range(me.rank, 30, me.world_size)  # this rank's batches of thirty
+    for step, number in enumerate(mine):
+        me.say(f"step {step}: loss {train_step(model, optimizer, *batch(me, number)).item():.3f}")
+    dist.barrier()
+
+
+FAULTS = [fault_1, fault_2, fault_3, fault_4, fault_5, fault_6, fault_7, fault_8, fault_9, fault_10, fault_11, fault_12]
+
+
+def main(config, me):
+    found = {}
+    try:
+        with flight.recorder(config.flight, quiet=config.timeout / 3):
+            device = me.device if me.device.type == "cuda" else None
+            dist.init_process_group(me.backend, timeout=timedelta(seconds=config.timeout), device_id=device)
+            FAULTS[config.fault - 1](me, config, found)
+    finally:
+        if config.record and me.rank == 0:
+            about = records.new(__file__, dataclasses.asdict(config), me, [me.node])
+            records.write(config.record, about | {"found": found})
+
+
+if __name__ == "__main__":
+    ranks.run(main, options.parse(Config, __doc__))

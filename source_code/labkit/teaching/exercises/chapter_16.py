@@ -1,0 +1,274 @@
+"""Exercises of chapter 16, break it: diagnoses, and a check to write."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from labkit.running import cells, launch
+from labkit.teaching.exercises import Do, Predict, unanswered
+
+WORLD = 3
+
+CAUSES = {  # a word for it: (what it is, what one would see)
+    "damaged data": (
+        "a file cannot be read",
+        "one rank raises an error while it reads, and its traceback names the file",
+    ),
+    "fewer batches": (
+        "a rank has fewer batches than the others, and leaves the loop",
+        "the run hangs at the end of an epoch, the missing rank past its loop",
+    ),
+    "killed": (
+        "a process was ended from outside",
+        "a process is gone without a traceback, and the launcher names a signal",
+    ),
+    "kept graph": (
+        "what forward made is kept alive after its use",
+        "memory rises with each batch, and it is activations that rise",
+    ),
+    "learning rate": (
+        "it is too low or too high",
+        "the loss creeps or explodes, but it is never the same to the last digit",
+    ),
+    "lone collective": (
+        "some ranks call a collective that the others do not call",
+        "ranks wait in different collectives, from different lines of the program",
+    ),
+    "no first values": (
+        "parameters were given memory, but no values",
+        "the very first loss makes no sense: 0, NaN, or another one in each run",
+    ),
+    "old parameters": (
+        "the optimizer steps tensors that the model no longer uses",
+        "the loss of a batch stays the same to the last digit",
+    ),
+    "same order": (
+        "each epoch deals the same samples to the same ranks, in the same order",
+        "training goes on, and each epoch repeats the pattern of the one before",
+    ),
+    "slow network": ("the ranks wait for bytes", "all ranks are in the same collective, and steps take long but end"),
+    "stuck outside": (
+        "a rank waits for something that is no collective",
+        "one rank did not arrive, and is still there, in a line that calls no collective",
+    ),
+    "units differ": (
+        "ranks wrap the model into different units",
+        "the same collective, called from the same line, with another size on some rank",
+    ),
+    "world of one": (
+        "the ranks have not met: each is a run of its own",
+        "every process says that it is rank 0, and takes all of the data",
+    ),
+    "wrong device": (
+        "a rank asks for a device that it does not see",
+        "an error at the start, from all ranks but the first of each node",
+    ),
+    "wrong pieces": (
+        "a rank reads what was cut for another number of ranks",
+        "loading fails, or fills part of a tensor: sizes differ by the ratio of the numbers of ranks",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Diagnose:
+    """An exercise whose answer is one of ``CAUSES``; or a cause and a rank, if ``rank`` is a number.
+
+    An answer is "killed", or ("killed", 2). whose: why it is that rank, told to who has named another.
+    """
+
+    title: str
+    level: int
+    minutes: int
+    cause: str
+    hint: str
+    solution: str
+    rank: int | None = None
+    whose: str = ""
+
+    def judge(self, given) -> str:
+        cause, rank = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+        if unanswered(cause):
+            return "not answered yet"
+        if not isinstance(cause, str) or cause not in CAUSES:
+            return f"{cause!r} is not among the causes: {', '.join(CAUSES)}"
+        if cause != self.cause:
+            return f"not quite: with {cause!r}, {CAUSES[cause][1]}"
+        if self.rank is None or rank == self.rank:
+            return "right"
+        if rank is None:
+            return f"the cause is right; on which rank? Write {cause!r}, and its number"
+        return f"the cause is right, but not on rank {rank!r}: {self.whose}"
+
+
+def units(model) -> list[tuple]:
+    """[(name, shape)] of all parameters, as FSDP2 has cut them, and by which module."""
+    return [
+        (name, tuple(p.shape), hasattr(model.get_submodule(name.rpartition(".")[0]), "set_reshard_after_forward"))
+        for name, p in model.named_parameters()
+    ]
+
+
+def _asked(me, agree):
+    """What ``agree`` says where all ranks have the same units, where rank 1 has others, and whether the model was left alone."""
+    told = []
+    for odd in (False, True):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        mesh = init_device_mesh("cpu", (me.world_size,))
+        if odd and me.rank == 1:
+            fully_shard(model[0], mesh=mesh)
+        told.append(agree(units(fully_shard(model, mesh=mesh)), me))
+        dist.barrier()
+    return told
+
+
+def judge_agreement(agree) -> str:
+    try:
+        told = cells.on_ranks(_asked, agree, ranks=WORLD, cluster=launch.Cluster(launcher="local"), timeout=30)
+    except launch.RunFailed as error:
+        if "not finished" in str(error):
+            return "not quite: it hangs. Does every rank call the same collectives?"
+        raise
+    if any(unanswered(answer) for answers in told for answer in answers):
+        answered = [rank for rank, answers in enumerate(told) if not any(map(unanswered, answers))]
+        return (
+            f"not quite: rank {answered[0]} alone knows; all must, to stop together" if answered else "not answered yet"
+        )
+    for rank, (alike, odd) in enumerate(told):
+        if alike is not True:
+            return f"not quite: all ranks had the same units, and rank {rank} says {alike!r}; True is wanted"
+        if odd is not False:
+            return f"not quite: rank 1 had other units, and rank {rank} says {odd!r}; False is wanted, on every rank"
+    return "right"
+
+
+EXERCISES = {
+    "16.1": Diagnose(
+        title="an accuracy of 161 %, then a hang",
+        level=2,
+        minutes=5,
+        cause="lone collective",
+        rank=0,
+        whose="which rank's last line is in another function than the others'?",
+        hint="The report has two parts. In the second, one rank comes from another line. Under which `if` is that called?",
+        solution='answer = "lone collective", 0  # accuracy() all-reduces, and stands under `if me.rank == 0`',
+    ),
+    "16.2": Diagnose(
+        title="gone without a traceback",
+        level=1,
+        minutes=2,
+        cause="killed",
+        rank=2,
+        whose="the launcher names it",
+        hint="Python had no time to print anything. Who can end a process like that?",
+        solution='answer = "killed", 2  # SIGKILL cannot be caught: under Slurm often exit code 137 = 128 + 9, or OUT_OF_MEMORY',
+    ),
+    "16.3": Diagnose(
+        title="out of memory, but not in training",
+        level=2,
+        minutes=4,
+        cause="kept graph",
+        hint="Which category rises from batch to batch, and does not fall? What would backward have done with it?",
+        solution='answer = "kept graph"  # nobody calls backward, and `losses` holds on to all that backward would need',
+    ),
+    "16.4": Diagnose(
+        title="a loss that does not move",
+        level=1,
+        minutes=3,
+        cause="old parameters",
+        hint="To the last digit. Were the parameters changed at all? Compare `optimizer.param_groups` with the model.",
+        solution='answer = "old parameters"  # fully_shard put others in their place, after the optimizer had taken these',
+    ),
+    "16.5": Diagnose(
+        title="data of a size that nobody expected",
+        level=2,
+        minutes=5,
+        cause="units differ",
+        rank=1,
+        whose="which rank's size is another than that of the rest?",
+        hint="66 numbers per rank, or 858: 4 × 66 = 264 are the head's, 4 × 858 = 3,432 the whole network's.",
+        solution='answer = "units differ", 1  # it wraps each block; for the others all is one unit',
+    ),
+    "16.6": Diagnose(
+        title="a loss with a pattern",
+        level=2,
+        minutes=4,
+        cause="same order",
+        hint="Lay the epochs over each other. What is the same in all of them?",
+        solution='answer = "same order"  # the sampler shuffles by seed + epoch, and nobody tells it the epoch',
+    ),
+    "16.7": Diagnose(
+        title="wrong from the first loss on",
+        level=1,
+        minutes=3,
+        cause="no first values",
+        hint="Before the first step nothing has been trained. What is the loss of 8 classes then? (ln 8 = 2.08)",
+        solution='answer = "no first values"  # to_empty gives memory; what was in it before is what the parameters are',
+    ),
+    "16.8": Diagnose(
+        title="a resume that fails",
+        level=1,
+        minutes=2,
+        cause="wrong pieces",
+        hint="16 rows are wanted, and the file has 8. How many ranks saved, and how many load?",
+        solution='answer = "wrong pieces"  # each file is a quarter, and half is wanted',
+    ),
+    "16.9": Diagnose(
+        title="four times the same line",
+        level=1,
+        minutes=2,
+        cause="world of one",
+        hint="Read one line aloud: which rank, of how many?",
+        solution='answer = "world of one"  # WORLD_SIZE is not what srun sets, and the default hid it',
+    ),
+    "16.10": Predict(
+        title="invalid device ordinals",
+        level=2,
+        minutes=3,
+        answer=6,
+        unit="ranks",
+        slips={
+            "that counts all but rank 0; each node has a rank whose local rank is 0": 7,
+            "that is one node's": 3,
+            "a rank with LOCAL_RANK 0 finds device 0": 8,
+        },
+        hint="Which values of LOCAL_RANK are a device's number where one device is visible?",
+        solution="answer = 2 * (4 - 1)  # on each node all but the one whose LOCAL_RANK is 0",
+    ),
+    "16.11": Diagnose(
+        title="the first mystery",
+        level=3,
+        minutes=8,
+        cause="stuck outside",
+        rank=3,
+        whose="who did not arrive?",
+        hint="It hangs: so ask who is missing, and in which line of the program that rank is.",
+        solution='answer = "stuck outside", 3  # it waits at queue.get() for a batch; the thread that loads them has ended',
+    ),
+    "16.12": Diagnose(
+        title="the second mystery",
+        level=3,
+        minutes=8,
+        cause="fewer batches",
+        hint="Compare the lines of the program. Which ranks are past the loop?",
+        solution='answer = "fewer batches"  # 30 batches for 4 ranks: two ranks have 8 and two have 7',
+    ),
+    "16.13": Do(
+        title="do all ranks have the same units?",
+        level=2,
+        minutes=8,
+        judge=judge_agreement,
+        hint="`dist.all_gather_object(everybodys, units)` fills a list with one entry per rank, on every rank.",
+        solution="""
+import torch.distributed as dist
+
+def answer(units, me):
+    everybodys = [None] * me.world_size
+    dist.all_gather_object(everybodys, units)  # every rank calls it, whatever it has
+    return all(other == units for other in everybodys)
+""",
+    ),
+}

@@ -1,0 +1,17 @@
+"""What a run printed, folded to what matters: the program's own lines, and the error. For a page, not for a search."""
+
+import re
+
+OWN = re.compile(r'  File ".*?/?(?P<file>\w+\.py)", line (?P<line>\d+), in (?P<function>.*)')
+
+
+def folded(printed: str, own: tuple[str, ...], width: int = 108, most: int = 14) -> str:
+    """The last lines of an output, at most so many of so many characters; of a traceback only frames in the files ``own``."""
+    lines, frames = [], printed.splitlines()
+    for line, below in zip(frames, [*frames[1:], ""], strict=True):
+        frame = OWN.match(line)
+        if frame and frame["file"] in own:
+            lines.append(f"  {frame['file']}:{frame['line']} in {frame['function']}:  {below.strip()}")
+        elif line.startswith("  what():") or (line.strip() and not line.startswith(("  ", "starting ", "Traceback "))):
+            lines.append(re.sub(r"(?<![\w.…])/[\w./-]+/", "…/", line.strip()))
+    return "\n".join(line if len(line) <= width else line[: width - 1] + "…" for line in lines[-most:])

@@ -1,0 +1,200 @@
+"""Whoever the others wait for is named, with the line it is at; from gloo's records, and from dumps as NCCL writes them."""
+
+import os
+import pickle
+import re
+import signal
+import time
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import who_is_missing
+from commands import script
+from forked import by_value
+from labkit.measuring import flight
+from labkit.running import cells, launch
+
+HERE = launch.Cluster(launcher="local")
+QUIET = 1.0  # seconds
+
+
+def shared(me, folder, of_this_rank):
+    """Two all-reduces, then what this test has for the rank, on a group with a short time-out."""
+    with flight.recorder(folder, quiet=QUIET):
+        group = dist.new_group(timeout=timedelta(seconds=4))
+        for _ in range(2):
+            dist.all_reduce(torch.ones(4), group=group)
+        of_this_rank(me, group)
+
+
+def skips(me, group):
+    if me.rank == 2:
+        asleep()
+    dist.all_reduce(torch.ones(4), group=group)
+
+
+def asleep():
+    time.sleep(60)
+
+
+def calls_another(me, group):
+    if me.rank == 2:
+        dist.all_gather_into_tensor(torch.ones(16), torch.ones(4), group=group)
+    dist.all_reduce(torch.ones(4), group=group)
+
+
+def has_another_shape(me, group):
+    dist.all_reduce(torch.ones(3 if me.rank == 1 else 4), group=group)
+
+
+def is_killed(me, group):
+    if me.rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(4), group=group)
+
+
+def raises(me, group):
+    if me.rank == 1:
+        raise ValueError("no such file")
+    dist.all_reduce(torch.ones(4), group=group)
+
+
+def holds_the_interpreter(me, group):
+    if me.rank == 0:
+        re.match(r"(a+)+b", "a" * 40)  # for ever, and no other thread of this rank can run
+    dist.all_reduce(torch.ones(4), group=group)
+
+
+def agree(me, group):
+    dist.all_reduce(torch.ones(4), group=group)
+
+
+def after(folder, case) -> str:
+    """What is said of a run of four ranks in which ``case`` happens. It has 30 s in all."""
+    by_value(shared)
+    try:
+        cells.on_ranks(shared, str(folder), case, ranks=4, cluster=HERE, timeout=30)
+    except launch.RunFailed:
+        assert case is not agree
+    return who_is_missing.report(folder)
+
+
+@pytest.mark.parametrize(
+    ("case", "first", "places"),
+    [
+        (skips, "rank 2 did not arrive at collective 3 ", {"skips": "ranks 0-1, 3 called", "asleep": "rank 2 is at"}),
+        (calls_another, "rank 2 and ranks 0-1, 3 differ in what they called at collective 3 ", {"calls_another": ""}),
+        (has_another_shape, "rank 1 and ranks 0, 2-3 differ in the shape of the tensors at collective 3 ", {}),
+        (is_killed, "rank 3 is dead", {}),
+        (raises, "rank 1 failed: ValueError: no such file", {"raises": "rank 1 failed"}),
+        (holds_the_interpreter, "these were ended from outside, or are stuck", {"holds_the_interpreter": "rank 0"}),
+        (agree, "no rank is missing", {}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_the_one_that_is_missing_is_named_with_its_line(case, first, places, tmp_path):
+    said = after(tmp_path, case)
+    assert said.startswith(first), said
+    for function, who in places.items():
+        lines = said.splitlines()
+        assert any(f" in {function}" in below and who in line for line, below in pairwise(lines)), said
+
+
+# Dumps in the form that NCCL's have: https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
+
+
+def entry(number, kind="all_reduce", shape=(8,), state="completed", dtype="Float", line=7) -> dict:
+    return {
+        "record_id": number, "pg_id": 0, "process_group": ("0", "default_pg"), "collective_seq_id": number,
+        "p2p_seq_id": 0, "op_id": number, "profiling_name": f"nccl:{kind}", "time_created_ns": 10**18 + number,
+        "input_sizes": [list(shape)], "input_dtypes": [dtype], "output_sizes": [list(shape)], "output_dtypes": [dtype],
+        "state": state, "time_discovered_started_ns": None, "time_discovered_completed_ns": None, "retired": False,
+        "timeout_ms": 600000, "is_p2p": False,
+        "frames": [{"name": "all_reduce", "filename": "/x/site-packages/torch/distributed/c.py", "line": 1},
+                   {"name": "train", "filename": "/home/me/train.py", "line": line}],
+    }  # fmt: skip
+
+
+def dumped(folder: Path, of_ranks: list[list[dict]], prefix="nccl_trace_rank_", world=None) -> str:
+    ranks = list(range(world or len(of_ranks)))
+    for rank, entries in enumerate(of_ranks):
+        config = {"0": {"name": "0", "desc": "default_pg", "ranks": str(ranks)}}
+        dump = {"version": "2.10", "pg_config": config, "nccl_version": "2.27.5", "pg_status": {}, "entries": entries}
+        (folder / f"{prefix}{rank}").write_bytes(pickle.dumps(dump))
+    return who_is_missing.report(folder, prefix)
+
+
+def test_a_dump_of_nccl_names_who_did_not_arrive_and_its_last_line(tmp_path):
+    waiting = [entry(4), entry(5), entry(6, state="started")]
+    said = dumped(tmp_path, [waiting, waiting, [entry(4), entry(5, line=99)]])
+    assert said.startswith("rank 2 did not arrive at collective 6 of group default_pg (ranks 0-2)")
+    assert "train.py:7 in train" in said and "number 5, all_reduce of [8] Float\n      train.py:99" in said
+
+
+def test_differences_in_completed_collectives_and_between_uneven_sizes_are_no_hang(tmp_path):
+    even = [entry(1), entry(2, "all_to_all", state="started")]
+    uneven = [entry(1, shape=(3,)), entry(2, "all_to_all", (5,), "started")]
+    assert dumped(tmp_path, [even, uneven]).startswith("no rank is missing")
+
+
+def test_types_that_differ_are_named(tmp_path):
+    said = dumped(tmp_path, [[entry(1, state="started", dtype=name)] for name in ("Float", "Float", "BFloat16")])
+    assert said.startswith("rank 2 and ranks 0-1 differ in the type of the numbers at collective 1")
+
+
+def test_ranks_that_keep_different_stretches_are_compared_where_they_overlap(tmp_path):
+    assert dumped(tmp_path, [[entry(n) for n in range(s, 9)] for s in (1, 5, 3)]).startswith("no rank is missing")
+
+
+def test_a_rank_without_a_dump_is_told(tmp_path):
+    said = dumped(tmp_path, [[entry(1, state="started")]] * 2, world=3)
+    assert said.startswith("rank 2 is dead, or has not begun, or writes elsewhere")
+    assert "ranks 0-1 called all_reduce" in said
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.system, ("touch caught",)
+
+
+def spoilt(how: str, folder: Path):
+    dumped(folder, [[entry(1)]] * 2, "flight_")
+    path = folder / "flight_1"
+    whole = path.read_bytes()
+    match how:
+        case "cut":
+            path.write_bytes(whole[: len(whole) // 2])
+        case "empty":
+            path.write_bytes(b"")
+        case "hostile":
+            path.write_bytes(pickle.dumps({"entries": [Hostile()], "pg_config": {}}))
+        case "another thing":
+            path.write_bytes(pickle.dumps([1, 2]))
+        case "another run's":
+            path.rename(folder / "flight_7")
+        case "no dump":
+            for dump in folder.iterdir():
+                dump.unlink()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("cut", "flight_1 is no flight record, or damaged"),
+        ("empty", "flight_1 is no flight record, or damaged"),
+        ("hostile", "it names posix.system, and a flight record names nothing"),
+        ("another thing", "flight_1 is no flight record, or damaged"),
+        ("another run's", "flight_7 is of a run without a rank 7: remove the dumps of other runs"),
+        ("no dump", "there is no flight_<rank> in"),
+    ],
+)
+def test_a_damaged_or_hostile_dump_is_one_sentence(how, said, tmp_path):
+    spoilt(how, tmp_path)
+    run = script("who_is_missing.py", "--folder", tmp_path)
+    assert run.returncode == 2 and run.stdout == ""
+    assert len(run.stderr.splitlines()) == 1 and said in run.stderr, run.stderr
+    assert not list(Path(launch.SOURCE).glob("caught"))
