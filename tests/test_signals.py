@@ -81,7 +81,8 @@ def test_a_run_that_is_told_to_end_leaves_nothing_half_done(lab, which, tmp_path
     assert code != 0
     if "checkpoint" not in LABS[lab]:
         assert code in ((130, -signal.SIGINT) if which == "SIGINT" else (143, -signal.SIGTERM)), said
-    assert "Traceback" not in said
+    # A thread of Python's own, between a rank and its loaders, may tell that one of them was gone first.
+    assert "Traceback" not in said or ("loaders" in lab and "resource_sharer.py" in said and "labkit" not in said), said
     saved = tmp_path / "saved"
     for path in checkpoints.stored(saved):
         assert drill.why_not_whole(path) is None
