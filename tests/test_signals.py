@@ -1,7 +1,7 @@
 """A run that is told to end, at any moment: no process lives on, nothing is half-written, and no traceback is shown.
 
-The moments are drawn with a seed: so many seconds after the ranks have come, or after the first step. What a run with --checkpoint does with
-its last step is in other tests; here, only that whatever it leaves is whole.
+The moments are drawn with a seed: so many seconds after the ranks have come, or after the first step. What a run with
+--checkpoint does with its last step is in other tests; here, only that whatever it leaves is whole.
 """
 
 import contextlib
