@@ -243,6 +243,14 @@ def test_what_has_a_checkpoints_name_and_is_none_costs_no_checkpoint(what, name,
         assert (tmp_path / "elsewhere" / "mine").exists()
 
 
+def test_what_a_run_that_was_killed_as_it_removed_has_left_goes_with_the_next_save(tmp_path, world_of_one):
+    (tmp_path / "step-000001.removed").mkdir()
+    (tmp_path / "step-000001.removed" / "__0_0.distcp").touch()
+    model, optimizer = training()
+    checkpoints.save(tmp_path, 5, model, optimizer, RUN)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]
+
+
 # Manifests that are whole and say nonsense
 
 NONSENSE = {

@@ -148,6 +148,7 @@ def put_in_place(partial: Path, keep: int | None):
     for old in stored(final.parent)[keep:] if keep else ():
         _clear(removed := old.with_suffix(".removed"))
         old.rename(removed)  # at once: half of one shall not be taken for a whole one
+    for removed in final.parent.glob("step-*.removed"):  # also what a run that was ended here has left
         _clear(removed)
 
 
