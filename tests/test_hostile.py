@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import io
 import json
+import os
 import random
 import sys
 from types import SimpleNamespace
@@ -148,6 +149,28 @@ def test_what_is_no_folder_is_told_before_training(where, tmp_path):
     with pytest.raises(UserError, match="checkpoints cannot be written to .*: name another --checkpoint"):
         checkpoints.to_resume(SimpleNamespace(checkpoint=str(path), resume=False))
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.fixture
+def read_only(tmp_path):
+    """A folder with a checkpoint in it, for somebody who may not write there; root may write everywhere, so not as root."""
+    folder = tmp_path / "theirs"
+    (folder / "step-000001").mkdir(parents=True)
+    folder.chmod(0o555)
+    me = os.geteuid()
+    if me == 0:
+        os.seteuid(65534)
+    yield folder
+    os.seteuid(me)
+    folder.chmod(0o755)
+
+
+def test_a_folder_that_may_only_be_read(read_only):
+    config = SimpleNamespace(checkpoint=str(read_only), resume=True)
+    with pytest.raises(UserError, match=r"cannot be written to .* \(Permission denied\): name another --checkpoint"):
+        checkpoints.to_resume(config)
+    with pytest.raises(UserError, match=r"cannot be written to .* \(Permission denied\): name another --record"):
+        records.check_writable(read_only / "run.json")
 
 
 def with_spaces(folder):
