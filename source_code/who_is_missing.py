@@ -85,7 +85,8 @@ def _trouble(name: str, members: tuple, calls: dict, places: dict) -> tuple[int,
         absent = sorted(set(calls) - set(arrived))
         alike = _alike(arrived)
         done = all(call.state == "completed" for call in arrived.values())
-        if (absent or len(alike) > 1) and not done:
+        mixed = len({call.kind for call in arrived.values()}) > 1  # wrong even if it went on, as NCCL sometimes can
+        if mixed or (not done and (absent or len(alike) > 1)):
             title = f"collective {number} of group {name} (ranks {_list(members)})"
             said = _told(title, alike, absent, calls, places)
             before = {rank: of[number - 1] for rank, of in calls.items() if number - 1 in of}

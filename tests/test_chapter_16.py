@@ -94,6 +94,7 @@ Traceback (most recent call last):
     model(x)
     ^^^^^^^^
 RuntimeError: no room in /home/me/data/part-1
+slurmstepd-n1: error: *** STEP 1.0 CANCELLED
 terminate called
   what():  [enforce fail at /pytorch/gloo/pair.cc:464]"""
 

@@ -141,6 +141,13 @@ def test_differences_in_completed_collectives_and_between_uneven_sizes_are_no_ha
     assert dumped(tmp_path, [even, uneven]).startswith("no rank is missing")
 
 
+def test_kinds_that_differ_are_named_even_if_nccl_went_on(tmp_path):
+    """Its barrier is an all-reduce of one number: it goes on with somebody's all-reduce, and hangs later."""
+    others = [entry(1), entry(2, "all_reduce_barrier", shape=())]
+    said = dumped(tmp_path, [[entry(1), entry(2), entry(3, "all_reduce_barrier", (), "started")], others, others])
+    assert said.startswith("rank 0 and ranks 1-2 differ in what they called at collective 2")
+
+
 def test_types_that_differ_are_named(tmp_path):
     said = dumped(tmp_path, [[entry(1, state="started", dtype=name)] for name in ("Float", "Float", "BFloat16")])
     assert said.startswith("rank 2 and ranks 0-1 differ in the type of the numbers at collective 1")

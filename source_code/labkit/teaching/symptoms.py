@@ -2,6 +2,7 @@
 
 import re
 
+NOISE = ("  ", "starting ", "Traceback ", "srun: launch", "srun: Force", "slurmstepd-")
 OWN = re.compile(r'  File ".*?/?(?P<file>\w+\.py)", line (?P<line>\d+), in (?P<function>.*)')
 
 
@@ -12,6 +13,6 @@ def folded(printed: str, own: tuple[str, ...], width: int = 108, most: int = 14)
         frame = OWN.match(line)
         if frame and frame["file"] in own:
             lines.append(f"  {frame['file']}:{frame['line']} in {frame['function']}:  {below.strip()}")
-        elif line.startswith("  what():") or (line.strip() and not line.startswith(("  ", "starting ", "Traceback "))):
+        elif line.startswith("  what():") or (line.strip() and not line.startswith(NOISE)):
             lines.append(re.sub(r"(?<![\w.…])/[\w./-]+/", "…/", line.strip()))
     return "\n".join(line if len(line) <= width else line[: width - 1] + "…" for line in lines[-most:])
