@@ -116,6 +116,8 @@ def fault_3(me, config, found):
             found["validation"] = torch.stack(losses).mean().item()
         finally:
             found["timeline"] = budget.timeline()
+            keep(me, config, found)
+            dist.barrier()  # the first rank to fail ends the others: not before this is kept
 
 
 def fault_4(me, config, found):
@@ -248,6 +250,12 @@ def fault_12(me, config, found):
 FAULTS = [fault_1, fault_2, fault_3, fault_4, fault_5, fault_6, fault_7, fault_8, fault_9, fault_10, fault_11, fault_12]
 
 
+def keep(me, config, found):
+    if config.record and me.rank == 0:
+        about = records.new(__file__, dataclasses.asdict(config), me, [me.node])
+        records.write(config.record, about | {"found": found})
+
+
 def main(config, me):
     found = {}
     try:
@@ -256,9 +264,7 @@ def main(config, me):
             dist.init_process_group(me.backend, timeout=timedelta(seconds=config.timeout), device_id=device)
             FAULTS[config.fault - 1](me, config, found)
     finally:
-        if config.record and me.rank == 0:
-            about = records.new(__file__, dataclasses.asdict(config), me, [me.node])
-            records.write(config.record, about | {"found": found})
+        keep(me, config, found)
 
 
 if __name__ == "__main__":
