@@ -180,6 +180,19 @@ def test_a_rank_of_another_node_without_a_sign_of_life_is_dead_or_stopped(tmp_pa
     assert said.startswith("rank 2 is dead or stopped: process 7 on node-2 ") and "ranks 0-1 called" in said, said
 
 
+@pytest.mark.parametrize("age", [3, -3])
+def test_a_record_says_nothing_of_what_came_after_it(age, tmp_path):
+    """Ended before the recorder saw that it had gone on, rank 1 lacks a collective in its record alone."""
+    waiting = [entry(1), entry(2, state="started")]
+    dumped(tmp_path, [waiting, [entry(1)]], flight.FLIGHT)
+    for rank in range(2):
+        stack = '  File "/home/me/train.py", line 7 in train\n'
+        (tmp_path / f"where_{rank}").write_text(f"process 7 on node\n{{}}\nCurrent thread 0x1 (most …):\n{stack}")
+        os.utime(tmp_path / f"flight_{rank}", (10**9 - age,) * 2)
+    said = who_is_missing.report(tmp_path)
+    assert ("rank 1 did not arrive at collective 2 " in said) == (age < 0), said
+
+
 def test_a_rank_that_was_ended_in_the_recorder_is_at_no_line_of_the_program(tmp_path):
     frames = [(flight.__file__, 90, "recorder"), ("/usr/lib/python3.12/contextlib.py", 158, "__exit__")]
     frames.append(("/home/me/train.py", 254, "main"))
@@ -192,20 +205,20 @@ def test_a_rank_that_was_ended_in_the_recorder_is_at_no_line_of_the_program(tmp_
     assert said.endswith(":\n  rank 0"), said
 
 
-def recorded(folder, environ: dict, of_group=None) -> list[str]:
-    """The files that a recorder leaves, in a process of its own. of_group: the rank of its process group, begun before."""
+def recorded(folder, environ: dict, of_group=None, group_is_first=True) -> list[str]:
+    """The files that a recorder leaves, in a process of its own. of_group: the rank in its process group, if it has one."""
     for name in ("RANK", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"):
         os.environ.pop(name, None)
     os.environ.update(environ)
 
-    def join():
-        dist.init_process_group("fake", store=dist.HashStore(), rank=of_group, world_size=8)
+    def join(now):
+        if now and of_group is not None:
+            dist.init_process_group("fake", store=dist.HashStore(), rank=of_group, world_size=8)
 
-    if of_group is not None:
-        join()
+    join(group_is_first)
     try:
         with flight.recorder(folder):
-            pass
+            join(not group_is_first)
     except UserError as error:
         return [str(error)]
     return sorted(path.name for path in Path(folder).iterdir())
@@ -223,9 +236,13 @@ def recorded(folder, environ: dict, of_group=None) -> list[str]:
     ],
 )
 def test_the_recorder_knows_its_rank_or_refuses(environ, of_group, left, tmp_path):
-    assert [
-        name[: len(start)] for name, start in zip(forked(recorded, tmp_path, environ, of_group), left, strict=True)
-    ] == left
+    found = forked(recorded, tmp_path, environ, of_group)
+    assert [name[: len(start)] for name, start in zip(found, left, strict=True)] == left
+
+
+def test_a_record_is_not_left_in_the_name_of_another_rank(tmp_path):
+    assert forked(recorded, tmp_path, {"RANK": "0"}, 1, False) == ["where_0"]
+    assert "the environment said rank 0, the process group 1" in (tmp_path / "where_0").read_text()
 
 
 # Dumps in the form that NCCL's have: https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
