@@ -4,12 +4,13 @@
   python who_is_missing.py --folder . --prefix nccl_trace_rank_           what NCCL has, when it timed out
 
 It names a rank that did not arrive at a collective, or that called another one, with other sizes or of another type
-(dtype) than the rest, even if it went on; a rank that is dead or stopped (kill -STOP); and the line of the program where
-each is. It needs no rank to be alive; on the node where a rank was, it looks whether its process is there.
+(dtype) than the rest, even if it went on; a rank that is dead or stopped (kill -STOP); and the line of the program
+where each is. It needs no rank to be alive; on the node where a rank was, it looks whether its process is there.
 """
 
 import linecache
 import re
+import time
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -68,16 +69,17 @@ def _lost(places: dict, told: dict) -> set:
     Where all were killed at once, as a launcher may do, the ones that were dead before show in the dates alone.
     """
     last = max((place.seen for place in places.values()), default=0)
-    some_were_told = any(  # that it is over: by a signal, or by a connection that broke
-        place.ended or place.state == "there" or LOST_CONTACT.search(place.left or "") for place in places.values()
-    )
+    over = any(place.ended or LOST_CONTACT.search(place.left or "") for place in places.values())
+    some_live = any(place.state == "there" for place in places.values())
     lost = set()
     for rank, place in places.items():
+        if place.left is not None or place.ended or place.state == "there":
+            continue
+        alone = place.state == "gone" and (over or some_live)
         early = rank in told and last - place.seen > 4 * place.beat
-        mute = rank not in told and place.line is None
-        dead = place.state == "gone" and some_were_told
-        unknown = place.left is None and not place.ended and place.state != "there"
-        if unknown and (place.state == "stopped" or early or mute or dead):
+        may_live = place.state is None and not over and time.time() - place.seen < 4 * place.beat
+        mute = rank not in told and place.line is None and not may_live
+        if place.state == "stopped" or alone or early or mute:
             lost.add(rank)
     return lost
 
@@ -111,7 +113,7 @@ def _of_a_lost_rank(rank: int, place: flight.Place) -> str:
     return f"rank {rank} is dead or stopped: {place.process} gives no sign of life; {hint}"
 
 
-def _troubles(name: str, members: tuple, calls: dict, places: dict, told: dict) -> list[tuple[int, list[str]]]:
+def _troubles(name: str, members: tuple, calls: dict, places: dict, told: dict) -> list[tuple]:
     """[(when it began, what to say)] of the collectives at which the ranks of a group part.
 
     They are the first that went on all the same, as NCCL sometimes can, and the first that did not.

@@ -163,8 +163,10 @@ def test_a_process_that_is_stopped_is_told_from_one_that_is_dead(tmp_path):
             rank.send_signal(signal.SIGSTOP)
             os.waitpid(rank.pid, os.WUNTRACED)
             assert who_is_missing.report(tmp_path).startswith(f"rank 1 is stopped: process {rank.pid} ")
-            (about,) = tmp_path.glob("where_1")
+            about = tmp_path / "where_1"  # as if it were of another node: then its date tells
             about.write_text(about.read_text().replace(Path("/proc/sys/kernel/random/boot_id").read_text()[:36], "x"))
+            assert who_is_missing.report(tmp_path).startswith(f"rank 1 is there (process {rank.pid} on ")
+            os.utime(about, (time.time() - 61,) * 2)
             assert who_is_missing.report(tmp_path).startswith(f"rank 1 is dead or stopped: process {rank.pid} ")
         finally:
             rank.kill()
@@ -206,7 +208,7 @@ def test_a_rank_that_was_ended_in_the_recorder_is_at_no_line_of_the_program(tmp_
 
 
 def recorded(folder, environ: dict, of_group=None, group_is_first=True) -> list[str]:
-    """The files that a recorder leaves, in a process of its own. of_group: the rank in its process group, if it has one."""
+    """The files that a recorder leaves, in a process of its own. of_group: its rank in its process group, if any."""
     for name in ("RANK", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"):
         os.environ.pop(name, None)
     os.environ.update(environ)

@@ -11,8 +11,8 @@ When a rank has called no collective for ``quiet`` seconds, and when its work en
               the stacks, so they come from a process that is stuck for good, and need no right to look into it
 
 When the rank calls collectives again, what it has left is removed: it was a pause. Four times in ``quiet`` seconds the
-date of where_3 is set, as a sign of life, and that of flight_3, for it still holds. ``who_is_missing.py`` compares the ranks. A process that was killed, or stopped
-(``kill -STOP``), writes nothing more: that tells it from the others.
+date of where_3 is set, as a sign of life, and that of flight_3, as long as it holds. ``who_is_missing.py`` compares the
+ranks. A process that was killed, or stopped (``kill -STOP``), writes nothing more: that tells it from the others.
 
 Private PyTorch used here, and only here: ``_dump_fr_trace`` and ``_dump_nccl_trace``, and the names and ranks of process
 groups, which gloo's dumps lack.
@@ -49,10 +49,10 @@ STACK = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<functio
 
 @contextlib.contextmanager
 def recorder(folder: str | Path, quiet: float = 60):
-    """Record this rank's collectives while the work inside runs; write them when there have been none for ``quiet`` seconds.
+    """Record this rank's collectives while the work inside runs; write them after ``quiet`` seconds without one.
 
-    Enter it before the first collective, and choose ``quiet`` shorter than the process group's time-out, which ends a run
-    that hangs: this only writes, and the run goes on. Nothing that goes wrong in writing ends it. UserError if neither
+    Enter it before the first collective, and choose ``quiet`` shorter than the process group's time-out, which ends a
+    run that hangs: this only writes, and the run goes on. Nothing that goes wrong in writing ends it. UserError if neither
     the process group nor the environment says which rank this is.
     """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", KEPT)  # read at the first collective
@@ -62,10 +62,8 @@ def recorder(folder: str | Path, quiet: float = 60):
         (folder / name).unlink(missing_ok=True)  # an earlier run's
     with open(folder / f"{WHERE}{rank}", "a", buffering=1) as where:  # to append: what is cut off leaves no hole
         print(f"process {os.getpid()} on {socket.gethostname()}", file=where)
-        print(
-            json.dumps({"pid": os.getpid(), "began": _began(os.getpid())[1], "on": _machine(), "beat": quiet / 4}),
-            file=where,
-        )
+        _, began = _state_and_start(os.getpid())
+        print(json.dumps({"pid": os.getpid(), "began": began, "on": _machine(), "beat": quiet / 4}), file=where)
         faulthandler.enable(where)  # a crash
         faulthandler.register(signal.SIGTERM, file=where, chain=True)  # ended by a launcher, it says where it was
         over, removing = threading.Event(), threading.Lock()
@@ -96,7 +94,7 @@ def recorder(folder: str | Path, quiet: float = 60):
 
 
 def _rank(environ) -> int:
-    """This process's rank: the process group's, or what torchrun or a Slurm step of several tasks says before there is one."""
+    """This process's rank: the process group's; before there is one, torchrun's, or a Slurm step's of several tasks."""
     if dist.is_initialized():
         return dist.get_rank()
     in_step = int(environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1  # elsewhere in a job, SLURM_PROCID is 0 for all
@@ -169,8 +167,8 @@ def _machine() -> list | None:
         return None
 
 
-def _began(pid: int) -> tuple[str, str] | tuple[None, None]:
-    """(state, as ps shows it, e.g. "S"; when it began, in ticks since the machine's start) of a process, if it is here."""
+def _state_and_start(pid: int) -> tuple[str, str] | tuple[None, None]:
+    """(state, as ps shows it: "S"; when it began, in ticks since the machine's start) of a process here, if any."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # a name may hold what it likes
     except OSError:
@@ -182,7 +180,7 @@ def _state(known: dict) -> str | None:
     """Of the process that wrote this of itself: "there", "stopped" or "gone"; None if it was not on this machine."""
     if not known.get("on") or known["on"] != _machine():
         return None
-    state, began = _began(known["pid"])
+    state, began = _state_and_start(known["pid"])
     if began != known["began"] or state in ("Z", "X"):
         return "gone"
     return "stopped" if state in ("T", "t") else "there"
@@ -226,7 +224,7 @@ class Place:
     ended: bool = False  # a signal has asked it to end, and it has written where it was
     state: str | None = None  # "there", "stopped" or "gone" now; None if that cannot be seen from this machine
     seen: float = 0  # seconds since 1970: its last sign of life
-    beat: float = float("inf")  # seconds between two signs of life
+    beat: float = 15  # seconds between two signs of life
 
 
 class _Restricted(pickle.Unpickler):
@@ -314,7 +312,7 @@ def _place(path: Path) -> Place:
         ended=not left and "\nCurrent thread " in stacks,  # a signal's handler is in a thread; the C thread is none
         state=_state(known),
         seen=seen,
-        beat=known.get("beat", float("inf")),
+        beat=known.get("beat", Place.beat),
     )
 
 
