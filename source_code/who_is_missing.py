@@ -3,15 +3,18 @@
   python who_is_missing.py --folder flight                                what labkit/measuring/flight.py has written
   python who_is_missing.py --folder . --prefix nccl_trace_rank_           what NCCL has, when it timed out
 
-It names a rank that did not arrive at a collective, or that called another one, with other shapes or of another type
-(dtype) than the rest; a rank that is dead; and the line of the program where each is. It needs no rank to be alive.
+It names a rank that did not arrive at a collective, or that called another one, with other sizes or of another type
+(dtype) than the rest, even if it went on; a rank that is dead or stopped (kill -STOP); and the line of the program
+where each is. It needs no rank to be alive; on the node where a rank was, it looks whether its process is there.
 """
 
 import linecache
 import re
+import time
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import zip_longest
+from math import prod
 from pathlib import Path
 from textwrap import shorten
 
@@ -33,11 +36,16 @@ class Options(options.Options):
 def report(folder: str | Path, prefix: str = flight.FLIGHT) -> str:
     """What the dumps in a folder say, in lines. UserError if they cannot be read."""
     groups, places, told = flight.read(folder, prefix)
-    silent = sorted(({rank for _, members in groups for rank in members} | set(places)) - told)
+    lost = _lost(places, told)
+    for calls in groups.values():  # what a lost rank has written may be of a pause before
+        for rank in lost & set(calls):
+            del calls[rank]
+    told = {rank: until for rank, until in told.items() if rank not in lost}
+    silent = sorted(({rank for _, members in groups for rank in members} | set(places)) - set(told))
     lines = _of_failures(places, told)
     alone = bool(lines)
-    lines += _of_silent_ranks(silent, places)
-    troubles = [found for (name, members), calls in groups.items() if (found := _trouble(name, members, calls, places))]
+    lines += _of_silent_ranks(silent, lost, places)
+    troubles = [found for group, calls in groups.items() for found in _troubles(*group, calls, places, told)]
     for _, said in sorted(troubles):  # what began first is the cause, or near it
         lines += said
     if silent and not troubles and not alone:
@@ -45,7 +53,7 @@ def report(folder: str | Path, prefix: str = flight.FLIGHT) -> str:
     return "\n".join(lines or _of_no_trouble(groups, places))
 
 
-def _of_failures(places: dict, told: set) -> list[str]:
+def _of_failures(places: dict, told: dict) -> list[str]:
     """Of ranks that did not fail because of another one."""
     alike = defaultdict(list)
     for rank, place in sorted(places.items()):
@@ -55,53 +63,112 @@ def _of_failures(places: dict, told: set) -> list[str]:
     return [_row(f"{_ranks(some)} failed:", left, line).strip() for (left, line), some in alike.items()]
 
 
-def _of_silent_ranks(silent: list, places: dict) -> list[str]:
-    """What can be known of ranks without a flight record."""
+def _lost(places: dict, told: dict) -> set:
+    """The ranks that are dead or stopped, as far as can be known.
+
+    Where all were killed at once, as a launcher may do, the ones that were dead before show in the dates alone.
+    """
+    last = max((place.seen for place in places.values()), default=0)
+    over = any(place.ended or LOST_CONTACT.search(place.left or "") for place in places.values())
+    some_live = any(place.state == "there" for place in places.values())
+    lost = set()
+    for rank, place in places.items():
+        if place.left is not None or place.ended or place.state == "there":
+            continue
+        alone = place.state == "gone" and (over or some_live)
+        early = rank in told and last - place.seen > 4 * place.beat
+        may_live = place.state is None and not over and time.time() - place.seen < 4 * place.beat
+        mute = rank not in told and place.line is None and not may_live
+        if place.state == "stopped" or alone or early or mute:
+            lost.add(rank)
+    return lost
+
+
+def _of_silent_ranks(silent: list, lost: set, places: dict) -> list[str]:
+    """What can be known of ranks without a flight record that counts."""
     said, ended = [], defaultdict(list)
     for rank in silent:
         place = places.get(rank)
         if place is None:
             said.append(f"rank {rank} is dead, or has not begun, or writes elsewhere: there is nothing of it here")
-        elif place.line:  # a C thread or a signal's handler wrote that; a record needs the interpreter
+        elif rank in lost:
+            said.append(_of_a_lost_rank(rank, place))
+            if place.line:
+                said.append(_row("it had been quiet before, at", "", place.line))
+        elif place.line or place.ended:  # a C thread or a signal's handler wrote that; a record needs the interpreter
             ended[place.line].append(rank)
         elif not place.left:
-            said.append(
-                f"rank {rank} is dead: {place.process} ended without a word; see the launcher's output, or dmesg"
-            )
+            said.append(f"rank {rank} is there ({place.process}), and has not been quiet for long: look again later")
     if ended:
         said.append("these were ended from outside, or are stuck outside of Python, and left no flight record:")
-    return said + [_row(f"{_ranks(some)}", "", line) for line, some in ended.items()]
+    return said + [_row(_ranks(some), "", line) for line, some in ended.items()]
 
 
-def _trouble(name: str, members: tuple, calls: dict, places: dict) -> tuple[int, list[str]] | None:
-    """(when it began, what to say) of the first collective at which the ranks of a group part; None if they do not.
+def _of_a_lost_rank(rank: int, place: flight.Place) -> str:
+    if place.state == "stopped":
+        return f"rank {rank} is stopped: {place.process} lives, but does nothing; kill -CONT lets it go on"
+    if place.state == "gone":
+        return f"rank {rank} is dead: {place.process} ended without a word; see the launcher's output, or dmesg"
+    hint = "ps -o stat= -p PID there says T if it is stopped, and nothing if it is dead"
+    return f"rank {rank} is dead or stopped: {place.process} gives no sign of life; {hint}"
 
+
+def _troubles(name: str, members: tuple, calls: dict, places: dict, told: dict) -> list[tuple]:
+    """[(when it began, what to say)] of the collectives at which the ranks of a group part.
+
+    They are the first that went on all the same, as NCCL sometimes can, and the first that did not.
     calls: {rank: {number: flight.Call}} of those ranks that have told.
     """
     oldest = max((min(of) for of in calls.values() if of), default=0)  # ranks keep the last ones
     numbers = sorted({number for of in calls.values() for number in of if number >= oldest})
+    found = {}  # {whether it went on: (when, what to say)}
     for number in numbers:
         arrived = {rank: of[number] for rank, of in calls.items() if number in of}
-        absent = sorted(set(calls) - set(arrived))
-        alike = _alike(arrived)
         done = all(call.state == "completed" for call in arrived.values())
-        mixed = len({call.kind for call in arrived.values()}) > 1  # wrong even if it went on, as NCCL sometimes can
-        if mixed or (not done and (absent or len(alike) > 1)):
+        created = min(call.created for call in arrived.values())
+        absent = [] if done else sorted(rank for rank in set(calls) - set(arrived) if told[rank] > created / 1e9)
+        alike = _alike(arrived)
+        if done not in found and (absent or len(alike) > 1):
             title = f"collective {number} of group {name} (ranks {_list(members)})"
             said = _told(title, alike, absent, calls, places)
-            before = {rank: of[number - 1] for rank, of in calls.items() if number - 1 in of}
-            if len({call.line for call in before.values()}) > 1:
-                said.append(f"they were apart before: number {number - 1} fits, but comes from different lines")
-                said += _called(before)
-            return min(call.created for call in arrived.values()), said
-    return None
+            if done:
+                said.append("it went on all the same, probably with wrong numbers")
+            if not found:
+                said += _apart_before(number, oldest, calls)
+            found[done] = created, said
+        if False in found:
+            break
+    return list(found.values())
+
+
+def _apart_before(number: int, oldest: int, calls: dict) -> list[str]:
+    """Of the first collective before at which calls fit that were not meant for each other.
+
+    Their lines differ, which may be right (``if rank == 0: … else: …``), and a rank has called the line of another one
+    at another time, which then is a rank ahead of or behind the others.
+    """
+    all_paths = {rank: {call.path for call in of.values()} for rank, of in calls.items()}
+    for earlier in range(oldest, number):
+        at = {rank: of[earlier] for rank, of in calls.items() if earlier in of}
+        paths = {call.path for call in at.values()}
+        if any(len(paths & all_paths[rank]) > 1 for rank in at):
+            depth = next(i for i, lines in enumerate(zip_longest(*paths)) if len(set(lines)) > 1)
+            hint = (
+                f"they were apart before: number {earlier} fits, by accident it seems, but comes from different lines"
+            )
+            return [hint, *_called(at, depth)]
+    return []
 
 
 def _alike(arrived: dict) -> list[dict]:
     """[{rank: its call}] of the ranks whose calls fit together, most ranks first."""
     same = defaultdict(dict)
     for rank, call in sorted(arrived.items()):
-        same[call.kind, call.dtypes, None if call.kind in UNEVEN else call.sizes][rank] = call
+        if call.kind in UNEVEN:  # and only one of the ranks may have a list
+            fits = frozenset(dtype for side in call.dtypes for dtype in side)
+        else:
+            fits = call.dtypes, tuple(tuple(map(prod, side)) for side in call.sizes)  # [] and [1] are one number each
+        same[call.kind, fits][rank] = call
     return sorted(same.values(), key=lambda calls: -len(calls))
 
 
@@ -126,12 +193,12 @@ def _told(title: str, alike: list, absent: list, calls: dict, places: dict) -> l
     return said
 
 
-def _called(calls: dict) -> list[str]:
-    """What ranks called, and where in the program. calls: {rank: Call}, which fit together."""
-    by_line = defaultdict(list)
+def _called(calls: dict, depth: int = 0) -> list[str]:
+    """What ranks called, and where in the program. calls: {rank: Call}, which fit together; depth: callers to show."""
+    by_lines = defaultdict(list)
     for rank, call in calls.items():
-        by_line[call.line].append(rank)
-    return [_row(f"{_ranks(some)} called", _shown(calls[some[0]]), line) for line, some in by_line.items()]
+        by_lines[call.path[: depth + 1]].append(rank)
+    return [_row(f"{_ranks(some)} called", _shown(calls[some[0]]), *lines) for lines, some in by_lines.items()]
 
 
 def _last_calls(groups: dict) -> list[str]:
@@ -165,13 +232,13 @@ def _shown(call: flight.Call) -> str:
     return f"{call.kind} of {tensors}" if tensors else call.kind
 
 
-def _row(who: str, what: str, line: flight.Line | None) -> str:
-    """Who did what, and below it the line of the program, with its text where the file is here."""
+def _row(who: str, what: str, *lines: flight.Line | None) -> str:
+    """Who did what, and below it the lines of the program, with their text where the file is here."""
     row = f"  {who} {what}".rstrip()
-    if line is None:
-        return row
-    text = linecache.getline(line.file, line.line).strip()
-    return f"{row}\n      {Path(line.file).name}:{line.line} in {line.function}" + (f":  {text}" if text else "")
+    for line in filter(None, lines):
+        text = linecache.getline(line.file, line.line).strip()
+        row += f"\n      {Path(line.file).name}:{line.line} in {line.function}" + (f":  {text}" if text else "")
+    return row
 
 
 def _ranks(some) -> str:

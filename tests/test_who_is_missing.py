@@ -4,6 +4,8 @@ import os
 import pickle
 import re
 import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from itertools import pairwise
@@ -14,7 +16,8 @@ import torch
 import torch.distributed as dist
 import who_is_missing
 from commands import script
-from forked import by_value
+from forked import by_value, forked
+from labkit import UserError
 from labkit.measuring import flight
 from labkit.running import cells, launch
 
@@ -70,7 +73,12 @@ def holds_the_interpreter(me, group):
 
 
 def agree(me, group):
+    """Also where only one rank has a list."""
     dist.all_reduce(torch.ones(4), group=group)
+    parts = [torch.ones(4) for _ in range(me.world_size)] if me.rank == 0 else None
+    dist.gather(torch.ones(4), parts, group=group)
+    dist.scatter(torch.ones(4), parts, group=group)
+    dist.all_gather_object([None] * me.world_size, "x" * me.rank, group=group)
 
 
 def after(folder, case) -> str:
@@ -104,6 +112,141 @@ def test_the_one_that_is_missing_is_named_with_its_line(case, first, places, tmp
         assert any(f" in {function}" in below and who in line for line, below in pairwise(lines)), said
 
 
+def pauses(me, folder, is_killed_at_once):
+    """Rank 2 is quiet for so long that all ranks leave what they have; it goes on, and is killed."""
+    kept = Path(folder, "flight_2")
+    with flight.recorder(folder, quiet=QUIET):
+        dist.all_reduce(torch.ones(4))
+        if me.rank == 2:
+            until(kept.exists)
+        dist.all_reduce(torch.ones(4))
+        if me.rank == 2:
+            if not is_killed_at_once:
+                until(lambda: not kept.exists())
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(4))
+
+
+def until(true):
+    end = time.monotonic() + 10
+    while not true() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("is_killed_at_once", [True, False])
+def test_a_rank_that_paused_before_it_was_killed_is_dead(is_killed_at_once, tmp_path):
+    by_value(pauses)
+    with pytest.raises(launch.RunFailed):
+        cells.on_ranks(pauses, str(tmp_path), is_killed_at_once, ranks=3, cluster=HERE, timeout=30)
+    assert is_killed_at_once or not (tmp_path / "flight_2").exists()
+    said = who_is_missing.report(tmp_path)
+    assert said.startswith("rank 2 is dead: process") and "did not arrive" not in said, said
+
+
+WAITING = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from labkit.measuring import flight
+with flight.recorder(sys.argv[2]):
+    print("in", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_process_that_is_stopped_is_told_from_one_that_is_dead(tmp_path):
+    words = [sys.executable, "-c", WAITING, launch.SOURCE, str(tmp_path)]
+    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    with subprocess.Popen(words, env=os.environ | {"RANK": "1"}, **pipes) as rank:
+        try:
+            assert rank.stdout.readline() == b"in\n"
+            assert who_is_missing.report(tmp_path).startswith(f"rank 1 is there (process {rank.pid} on ")
+            rank.send_signal(signal.SIGSTOP)
+            os.waitpid(rank.pid, os.WUNTRACED)
+            assert who_is_missing.report(tmp_path).startswith(f"rank 1 is stopped: process {rank.pid} ")
+            about = tmp_path / "where_1"  # as if it were of another node: then its date tells
+            about.write_text(about.read_text().replace(Path("/proc/sys/kernel/random/boot_id").read_text()[:36], "x"))
+            assert who_is_missing.report(tmp_path).startswith(f"rank 1 is there (process {rank.pid} on ")
+            os.utime(about, (time.time() - 61,) * 2)
+            assert who_is_missing.report(tmp_path).startswith(f"rank 1 is dead or stopped: process {rank.pid} ")
+        finally:
+            rank.kill()
+
+
+def test_a_rank_of_another_node_without_a_sign_of_life_is_dead_or_stopped(tmp_path):
+    dumped(tmp_path, [[entry(1), entry(2, state="started")]] * 2 + [[entry(1)]], flight.FLIGHT)
+    for rank, age in enumerate((0, 1, 30)):
+        where = tmp_path / f"where_{rank}"
+        where.write_text(f'process 7 on node-{rank}\n{{"beat": 1, "on": null}}\nTimeout (0:00:04)!\n')
+        os.utime(where, (10**9 - age,) * 2)
+    said = who_is_missing.report(tmp_path)
+    assert said.startswith("rank 2 is dead or stopped: process 7 on node-2 ") and "ranks 0-1 called" in said, said
+
+
+@pytest.mark.parametrize("age", [3, -3])
+def test_a_record_says_nothing_of_what_came_after_it(age, tmp_path):
+    """Ended before the recorder saw that it had gone on, rank 1 lacks a collective in its record alone."""
+    waiting = [entry(1), entry(2, state="started")]
+    dumped(tmp_path, [waiting, [entry(1)]], flight.FLIGHT)
+    for rank in range(2):
+        stack = '  File "/home/me/train.py", line 7 in train\n'
+        (tmp_path / f"where_{rank}").write_text(f"process 7 on node\n{{}}\nCurrent thread 0x1 (most …):\n{stack}")
+        os.utime(tmp_path / f"flight_{rank}", (10**9 - age,) * 2)
+    said = who_is_missing.report(tmp_path)
+    assert ("rank 1 did not arrive at collective 2 " in said) == (age < 0), said
+
+
+def test_a_rank_that_was_ended_in_the_recorder_is_at_no_line_of_the_program(tmp_path):
+    frames = [(flight.__file__, 90, "recorder"), ("/usr/lib/python3.12/contextlib.py", 158, "__exit__")]
+    frames.append(("/home/me/train.py", 254, "main"))
+    stack = "\n".join(f'  File "{file}", line {line} in {function}' for file, line, function in frames)
+    (tmp_path / "where_0").write_text(
+        f"process 7 on node-1\n{{}}\nCurrent thread 0x1 (most recent call first):\n{stack}\n"
+    )
+    said = who_is_missing.report(tmp_path)
+    assert said.startswith("these were ended from outside, or are stuck outside of Python"), said
+    assert said.endswith(":\n  rank 0"), said
+
+
+def recorded(folder, environ: dict, of_group=None, group_is_first=True) -> list[str]:
+    """The files that a recorder leaves, in a process of its own. of_group: its rank in its process group, if any."""
+    for name in ("RANK", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"):
+        os.environ.pop(name, None)
+    os.environ.update(environ)
+
+    def join(now):
+        if now and of_group is not None:
+            dist.init_process_group("fake", store=dist.HashStore(), rank=of_group, world_size=8)
+
+    join(group_is_first)
+    try:
+        with flight.recorder(folder):
+            join(not group_is_first)
+    except UserError as error:
+        return [str(error)]
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+@pytest.mark.parametrize(
+    ("environ", "of_group", "left"),
+    [
+        ({}, 3, ["flight_3", "where_3"]),
+        ({"RANK": "0"}, 3, ["flight_3", "where_3"]),
+        ({"RANK": "5"}, None, ["flight_5", "where_5"]),
+        ({"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}, None, ["flight_2", "where_2"]),
+        ({"SLURM_PROCID": "0"}, None, ["the flight recorder cannot know its rank: "]),
+        ({"RANK": "two"}, None, ["the flight recorder cannot know its rank: "]),
+    ],
+)
+def test_the_recorder_knows_its_rank_or_refuses(environ, of_group, left, tmp_path):
+    found = forked(recorded, tmp_path, environ, of_group)
+    assert [name[: len(start)] for name, start in zip(found, left, strict=True)] == left
+
+
+def test_a_record_is_not_left_in_the_name_of_another_rank(tmp_path):
+    assert forked(recorded, tmp_path, {"RANK": "0"}, 1, False) == ["where_0"]
+    assert "the environment said rank 0, the process group 1" in (tmp_path / "where_0").read_text()
+
+
 # Dumps in the form that NCCL's have: https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
 
 
@@ -135,10 +278,49 @@ def test_a_dump_of_nccl_names_who_did_not_arrive_and_its_last_line(tmp_path):
     assert "train.py:7 in train" in said and "number 5, all_reduce of [8] Float\n      train.py:99" in said
 
 
-def test_differences_in_completed_collectives_and_between_uneven_sizes_are_no_hang(tmp_path):
+def test_another_form_of_as_many_numbers_and_uneven_sizes_are_no_difference(tmp_path):
     even = [entry(1), entry(2, "all_to_all", state="started")]
-    uneven = [entry(1, shape=(3,)), entry(2, "all_to_all", (5,), "started")]
+    uneven = [entry(1, shape=(2, 4)), entry(2, "all_to_all", (5,), "started")]
     assert dumped(tmp_path, [even, uneven]).startswith("no rank is missing")
+
+
+def test_differences_that_nccl_went_on_with_are_told_and_so_is_the_hang_after_them(tmp_path):
+    others = [entry(1), entry(2), entry(3, state="started")]
+    said = dumped(tmp_path, [others, others, [entry(1), entry(2, shape=(3,))]])
+    assert said.startswith("rank 2 and ranks 0-1 differ in the shape of the tensors at collective 2 "), said
+    assert "went on all the same, probably with wrong numbers\nrank 2 did not arrive at collective 3 " in said
+
+
+@pytest.mark.parametrize("barrier", ["all_reduce_barrier", "all_reduce"])
+@pytest.mark.parametrize("deep", [False, True], ids=["another line", "another caller"])
+def test_calls_that_fitted_by_accident_long_before_are_shown(barrier, deep, tmp_path):
+    """Rank 0 reduces its accuracy alone, with the others' losses, and its losses with the others' barriers."""
+    loss, alone = (7, 99) if not deep else (7, 7)
+
+    def call(number, of):
+        if of == "barrier":
+            return entry(number, barrier, (1,), line=20)
+        called = entry(number, shape=(), line=alone if of == "accuracy" else loss)
+        called["frames"].append({"name": "main", "filename": "/home/me/train.py", "line": 40 + (of == "accuracy")})
+        return called
+
+    others = ["loss", "loss", "loss", "barrier", "barrier"]
+    mine = ["loss", "accuracy", "loss", "loss", "barrier", "barrier"]
+    of_ranks = [[call(number, of) for number, of in enumerate(some, 1)] for some in (mine, others, others)]
+    of_ranks[0][-1]["state"] = "started"
+    said = dumped(tmp_path, of_ranks)
+    assert said.count("they were apart before") == 1
+    hint = said.partition("they were apart before: number 2 fits, by accident it seems")[2].splitlines()
+    assert hint[1:3] == ["  rank 0 called all_reduce of [] Float", f"      train.py:{alone} in train"], said
+    assert ("      train.py:41 in main" in hint) == deep, said
+
+
+def test_lines_that_differ_by_design_are_no_accident(tmp_path):
+    """if rank == 0: broadcast(a) else: broadcast(b)"""
+    of_ranks = [[entry(n, "broadcast", line=line) for n in (1, 2)] + [entry(3, "all_reduce")] for line in (1, 2)]
+    of_ranks[0][-1]["state"] = "started"
+    said = dumped(tmp_path, [of_ranks[0], of_ranks[1][:-1]])
+    assert said.startswith("rank 1 did not arrive at collective 3 ") and "apart before" not in said, said
 
 
 def test_kinds_that_differ_are_named_even_if_nccl_went_on(tmp_path):

@@ -10,7 +10,9 @@ When a rank has called no collective for ``quiet`` seconds, and when its work en
   where_3     its process and node; the stacks of its threads; how it left. A C thread of Python's faulthandler writes
               the stacks, so they come from a process that is stuck for good, and need no right to look into it
 
-``who_is_missing.py`` compares the ranks. A process that is killed writes nothing more: that tells it from the others.
+When the rank calls collectives again, what it has left is removed: it was a pause. Four times in ``quiet`` seconds the
+date of where_3 is set, as a sign of life, and that of flight_3, as long as it holds. ``who_is_missing.py`` compares the
+ranks. A process that was killed, or stopped (``kill -STOP``), writes nothing more: that tells it from the others.
 
 Private PyTorch used here, and only here: ``_dump_fr_trace`` and ``_dump_nccl_trace``, and the names and ranks of process
 groups, which gloo's dumps lack.
@@ -38,6 +40,7 @@ from labkit import UserError
 FLIGHT, WHERE = "flight_", "where_"
 RAISED = "raised:"  # in where_<rank>: what follows is where
 KEPT = "200"  # collectives of a rank: to write the stacks of 2,000 took 4 to 12 s
+MAIN = re.compile(r"(?m)^(?:Current t|T)hread .*$")
 STACK = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>\S+)')
 
 
@@ -46,25 +49,34 @@ STACK = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<functio
 
 @contextlib.contextmanager
 def recorder(folder: str | Path, quiet: float = 60):
-    """Record this rank's collectives while the work inside runs; write them when there have been none for ``quiet`` seconds.
+    """Record this rank's collectives while the work inside runs; write them after ``quiet`` seconds without one.
 
-    Enter it before the first collective, and choose ``quiet`` shorter than the process group's time-out, which ends a run
-    that hangs: this only writes, and the run goes on. Nothing that goes wrong in writing ends it.
+    Enter it before the first collective, and choose ``quiet`` shorter than the process group's time-out, which ends a
+    run that hangs: this only writes, and the run goes on. Nothing that goes wrong in writing ends it. UserError if neither
+    the process group nor the environment says which rank this is.
     """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", KEPT)  # read at the first collective
-    folder, rank = Path(folder), os.environ.get("RANK", "0")
+    folder, rank = Path(folder), _rank(os.environ)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{FLIGHT}{rank}").unlink(missing_ok=True)  # an earlier run's
-    with open(folder / f"{WHERE}{rank}", "w", buffering=1) as where:
+    for name in (f"{FLIGHT}{rank}", f"{WHERE}{rank}"):
+        (folder / name).unlink(missing_ok=True)  # an earlier run's
+    with open(folder / f"{WHERE}{rank}", "a", buffering=1) as where:  # to append: what is cut off leaves no hole
         print(f"process {os.getpid()} on {socket.gethostname()}", file=where)
+        _, began = _state_and_start(os.getpid())
+        print(json.dumps({"pid": os.getpid(), "began": began, "on": _machine(), "beat": quiet / 4}), file=where)
         faulthandler.enable(where)  # a crash
         faulthandler.register(signal.SIGTERM, file=where, chain=True)  # ended by a launcher, it says where it was
-        over = threading.Event()
+        over, removing = threading.Event(), threading.Lock()
         written = []  # the last call of each record that the watcher has written
-        watcher = threading.Thread(target=_watch, args=(folder, rank, where, quiet, over, written), daemon=True)
+        about = folder, rank, where, quiet, over, removing, written
+        watcher = threading.Thread(target=_watch, args=about, daemon=True)
         watcher.start()
         try:
-            yield
+            try:
+                yield
+            finally:
+                with removing:  # what is written from here on stays
+                    over.set()
             print("left: finished", file=where)
         except BaseException as error:
             frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
@@ -73,7 +85,6 @@ def recorder(folder: str | Path, quiet: float = 60):
             print(f"left: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}", file=where)
             raise
         finally:
-            over.set()
             watcher.join()
             faulthandler.cancel_dump_traceback_later()
             faulthandler.unregister(signal.SIGTERM)
@@ -82,16 +93,36 @@ def recorder(folder: str | Path, quiet: float = 60):
                 _dump(folder, rank, where)
 
 
-def _watch(folder, rank, where, quiet, over, written):
+def _rank(environ) -> int:
+    """This process's rank: the process group's; before there is one, torchrun's, or a Slurm step's of several tasks."""
+    if dist.is_initialized():
+        return dist.get_rank()
+    in_step = int(environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1  # elsewhere in a job, SLURM_PROCID is 0 for all
+    said = environ.get("RANK") or (environ.get("SLURM_PROCID") if in_step else None)
+    if said is None or not said.isdigit():
+        raise UserError("the flight recorder cannot know its rank: enter it after init_process_group, or set RANK")
+    return int(said)
+
+
+def _watch(folder, rank, where, quiet, over, removing, written):
     """Until it is over: when no collective has been called for so long, write what there is to know."""
-    called = "nothing looked at yet"
+    called, head = "nothing looked at yet", os.fstat(where.fileno()).st_size
     while True:
         if (now := _last_call()) != called:
             called, since = now, time.monotonic()
+            faulthandler.cancel_dump_traceback_later()
+            with removing, contextlib.suppress(OSError):
+                if not over.is_set():  # what was written was of a pause, and would hide a death
+                    (folder / f"{FLIGHT}{rank}").unlink(missing_ok=True)
+                    os.ftruncate(where.fileno(), head)
             faulthandler.dump_traceback_later(quiet, file=where)
         elif written[-1:] != [called] and time.monotonic() - since > quiet:
             _dump(folder, rank, where)
             written.append(called)
+        with contextlib.suppress(OSError):
+            os.utime(where.fileno())  # a sign of life
+            if written[-1:] == [called]:
+                os.utime(folder / f"{FLIGHT}{rank}")  # nothing has been called since
         if over.wait(quiet / 4):
             return
 
@@ -109,6 +140,8 @@ def _last_call():
 def _dump(folder, rank, where):
     """Write flight_<rank>, whole or not at all; what hinders it, into where_<rank>."""
     try:
+        if dist.is_initialized() and dist.get_rank() != rank:  # do not put the blame on another rank
+            raise UserError(f"the environment said rank {rank}, the process group {dist.get_rank()}: enter it later")
         trace, world = _trace(stacks=True), dist.distributed_c10d._world
         trace.setdefault("entries", [])
         trace["pg_config"] = {
@@ -123,6 +156,36 @@ def _dump(folder, rank, where):
         print(f"no flight record: {type(error).__name__}: {error}", file=where)
 
 
+# Processes
+
+
+def _machine() -> list | None:
+    """What tells this machine, and this container's process ids, from others; None where Linux's /proc is not."""
+    try:
+        return [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+    except OSError:
+        return None
+
+
+def _state_and_start(pid: int) -> tuple[str, str] | tuple[None, None]:
+    """(state, as ps shows it: "S"; when it began, in ticks since the machine's start) of a process here, if any."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # a name may hold what it likes
+    except OSError:
+        return None, None
+    return fields[0], fields[19]
+
+
+def _state(known: dict) -> str | None:
+    """Of the process that wrote this of itself: "there", "stopped" or "gone"; None if it was not on this machine."""
+    if not known.get("on") or known["on"] != _machine():
+        return None
+    state, began = _state_and_start(known["pid"])
+    if began != known["began"] or state in ("Z", "X"):
+        return "gone"
+    return "stopped" if state in ("T", "t") else "there"
+
+
 # Reading
 
 
@@ -135,7 +198,11 @@ class Call:
     dtypes: tuple  # (of the inputs, of the outputs), as PyTorch's C++ calls them: "Float"
     state: str  # "scheduled", "started" or "completed"; gloo's stay scheduled
     created: int  # ns since 1970
-    line: "Line | None"
+    path: "tuple[Line, ...]"  # the lines of the program that led to it, the innermost first
+
+    @property
+    def line(self) -> "Line | None":
+        return self.path[0] if self.path else None
 
 
 @dataclass(frozen=True)
@@ -154,6 +221,10 @@ class Place:
     process: str  # "process 123 on node-1"
     line: Line | None  # where it is, or was when it raised
     left: str | None  # "finished", an error in words, or None: nobody knows, or it is there
+    ended: bool = False  # a signal has asked it to end, and it has written where it was
+    state: str | None = None  # "there", "stopped" or "gone" now; None if that cannot be seen from this machine
+    seen: float = 0  # seconds since 1970: its last sign of life
+    beat: float = 15  # seconds between two signs of life
 
 
 class _Restricted(pickle.Unpickler):
@@ -161,10 +232,12 @@ class _Restricted(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, and a flight record names nothing")
 
 
-def read(folder: str | Path, prefix: str = FLIGHT) -> tuple[dict, dict, set]:
-    """What a run has left: (groups, places, the ranks that have written a record).
+def read(folder: str | Path, prefix: str = FLIGHT) -> tuple[dict, dict, dict]:
+    """What a run has left: (groups, places, told).
 
     groups: {(name, ranks): {rank: {number: Call}}}; point-to-point calls are left out. places: {rank: Place}.
+    told: {rank that has written a record: until when that holds, in seconds since 1970}; a rank that was ended may have
+    gone on after its last look at it, one that left or hangs has not.
 
     A dump is a pickle, which could run what it names: here it may name nothing. UserError if there is no dump, or one
     is damaged or of another run.
@@ -180,7 +253,9 @@ def read(folder: str | Path, prefix: str = FLIGHT) -> tuple[dict, dict, set]:
             if rank not in group[1]:
                 raise UserError(f"{path} is of a run without a rank {rank}: remove the dumps of other runs")
             groups.setdefault(group, {})[rank] = calls
-    return groups, places, set(found)
+    ended = {rank for rank, place in places.items() if place.ended}
+    told = {rank: path.stat().st_mtime if rank in ended else float("inf") for rank, path in found.items()}
+    return groups, places, told
 
 
 def _calls(path: Path) -> dict[tuple, dict[int, Call]]:
@@ -216,21 +291,41 @@ def _call(entry: dict) -> Call:
         dtypes=tuple(tuple(map(str, entry.get(f"{side}_dtypes", ()))) for side in ("input", "output")),
         state=str(entry["state"]),
         created=int(entry["time_created_ns"]),
-        line=own(lines),
+        path=own(lines),
     )
 
 
 def _place(path: Path) -> Place:
-    text = path.read_text(errors="replace")
+    text, seen = path.read_text(errors="replace"), path.stat().st_mtime
+    process, known, *_ = [*text.split("\n", 2), ""]
+    try:
+        known = dict(json.loads(known))
+    except (ValueError, TypeError):  # cut off, or of something else
+        known = {}
     raised = text.partition(f"\n{RAISED}\n")[2].partition("\nleft: ")[0].partition("Thread ")[0]
     *_, stacks = re.split(r"(?m)^Timeout .*$", text)  # the last ones; the main thread's comes last
-    main = raised or re.split(r"(?m)^(?:Current t|T)hread .*$", stacks)[-1]
-    lines = [Line(m["file"], int(m["line"]), m["function"]) for m in STACK.finditer(main)]
     left = re.search(r"(?m)^(?:left|Fatal Python error): (.*)$", text)
-    return Place(text.partition("\n")[0], own(lines), left and left[1])
+    return Place(
+        process=process,
+        line=next(iter(own(_lines(raised) if raised else _outside(_lines(MAIN.split(stacks)[-1])))), None),
+        left=left and left[1],
+        ended=not left and "\nCurrent thread " in stacks,  # a signal's handler is in a thread; the C thread is none
+        state=_state(known),
+        seen=seen,
+        beat=known.get("beat", Place.beat),
+    )
 
 
-def own(lines: list[Line]) -> Line | None:
-    """The innermost line that is neither Python's nor a library's nor labkit's; else the innermost of all."""
+def _lines(stack: str) -> list[Line]:
+    return [Line(m["file"], int(m["line"]), m["function"]) for m in STACK.finditer(stack)]
+
+
+def _outside(lines: list[Line]) -> list[Line]:
+    """Nothing, if it is the recorder where the rank is: the line that has called it says nothing of the program."""
+    return [] if any(line.file.endswith("labkit/measuring/flight.py") for line in lines) else lines
+
+
+def own(lines: list[Line]) -> tuple[Line, ...]:
+    """Those that are neither Python's nor a library's nor labkit's; if there are none, the first, the innermost."""
     libraries = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/|/labkit/|/torch/|^<")
-    return next((line for line in lines if not libraries.search(line.file)), lines[0] if lines else None)
+    return tuple(line for line in lines if not libraries.search(line.file)) or tuple(lines[:1])
