@@ -186,6 +186,7 @@ OTHER_FAULTS = (
     "meet(2)",
     "memory(",
     "free",
+    "is dead",
     "meet(5",
     "own_collective(",
     "losses_5",
@@ -218,7 +219,7 @@ def test_faults_that_are_not_mended_are_noticed():
 
 BEFORE_THE_MYSTERIES = (
     *OTHER_FAULTS, "figures.", "meet(3)", "timeline", "meet(4)", "sharded_first", "shared", "meet(6)", 'found["rows"]',
-    "set_epoch", "meet(7)", "loud", "first_values", "losses_7", "near", "meet(8)", "by_dcp", "saved", "meet(9)", 'environ["',
+    "set_epoch", "meet(7)", "loud", "first_values", "losses_7", "near", "meet(8)", "by_dcp", "saved", "meet(9)", 'environ["SLURM',
     "samples", "meet(10)", "with_one", "meet(11)",
 )  # fmt: skip
 
