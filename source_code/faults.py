@@ -182,7 +182,7 @@ def leave_an_earlier_tensors_numbers(model):
         draw.seed()
         for parameter in model.parameters():
             mine = parameter.to_local().detach()
-            mine.copy_(0.3 * torch.randn(mine.shape, generator=draw, device="cpu"))
+            mine.copy_(0.4 * torch.randn(mine.shape, generator=draw, device="cpu"))
 
 
 def fault_8(me, config, found):
