@@ -1,13 +1,16 @@
 """Chapter 16: its diagnoses and its check judge fairly, its verdicts fail when what it claims is broken."""
 
+import faults
 import pytest
 import torch
 import torch.distributed as dist
 from forked import by_value
 from labkit.measuring import limits, trace
 from labkit.teaching.exercises import check
-from labkit.teaching.exercises.chapter_16 import CAUSES, EXERCISES, Diagnose
-from labkit.teaching.symptoms import folded
+from labkit.teaching.exercises.chapter_16 import CAUSES, EXERCISES, Diagnose, table, units
+from labkit.teaching.symptoms import folded, own_collective
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from notebooks import run_broken
 
@@ -19,7 +22,48 @@ def test_a_wrong_cause_is_told_what_it_would_look_like(number, capsys):
     right = DIAGNOSES[number]
     for cause, (_, looks) in CAUSES.items():
         check(number, (cause, right.rank) if right.rank is not None else cause)
-        assert capsys.readouterr().out.endswith(": right\n" if cause == right.cause else f"{looks}\n")
+        said = f"right; {right.also[cause]}" if cause in right.also else f"not quite: with {cause!r}, {looks}"
+        assert capsys.readouterr().out.endswith(f": {'right' if cause == right.cause else said}\n")
+
+
+@pytest.mark.parametrize(
+    ("number", "answer", "said"),
+    [
+        ("16.11", ("damaged data", 3), ": right; that is the root"),
+        ("16.11", "damaged data", "on which rank?"),
+        ("16.11", ("damaged data", 2), "not on rank 2"),
+        ("16.12", "lone collective", ": right; that is what the report shows; and why?"),
+        ("16.1", ("fewer batches", 0), "not quite: "),
+    ],
+)
+def test_a_cause_that_is_right_from_another_side_is_taken(number, answer, said, capsys):
+    check(number, answer)
+    assert said in capsys.readouterr().out
+
+
+def test_units_are_what_is_gathered_together_not_who_owns_a_parameter(world_of_one):
+    """Fault 5 wraps a Sequential, whose parameters a Linear inside owns."""
+    model, blocks = faults.network(), faults.network()
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(model, mesh=mesh)
+    names = [name for name, _ in model.named_parameters()]
+    assert units(model) == {"": names}
+    for block in blocks[:2]:
+        fully_shard(block, mesh=mesh)
+    fully_shard(blocks, mesh=mesh)
+    assert units(blocks) == {"0": names[:2], "1": names[2:4], "": names[4:]}
+
+
+def test_the_table_has_a_learners_row_above_ours_and_none_that_is_not_written():
+    empty = table({1: ("…", "…", "…"), 2: ()})
+    assert empty == table({}) and len(empty.splitlines()) == 2 + 12
+    lines = table({3: ("memory", "a snapshot", "…")}).splitlines()
+    assert lines[4] == "| **memory** | **a snapshot** | **…** |" and lines[5].startswith("| out of memory")
+
+
+def test_what_a_rank_was_about_to_call_is_its_own_not_the_others():
+    error = "Rank 1 is running collective: (OpType=A, TensorShape=[4, 66], …), but Rank 0 … (OpType=B, TensorShape=[8]"
+    assert own_collective(error) == "A of 4, 66 numbers" and own_collective("another error") == ""
 
 
 @pytest.mark.parametrize(
@@ -60,7 +104,7 @@ def on_rank_0_only(units, me):
 
 
 def names_only(units, me):
-    return len({str([name for name, *_ in some]) for some in gathered(units, me)}) == 1
+    return len({str(sorted(name for names in some.values() for name in names)) for some in gathered(units, me)}) == 1
 
 
 def asks_nobody(units, me):
@@ -142,10 +186,10 @@ OTHER_FAULTS = (
     "meet(2)",
     "memory(",
     "free",
+    "is dead",
     "meet(5",
-    "calls[rank]",
-    "ReduceOp",
-    "alike = ",
+    "own_collective(",
+    "losses_5",
 )
 
 
@@ -158,7 +202,7 @@ def test_faults_that_are_not_mended_are_noticed():
         ),
         "for sharded_first in (False, True)": "for sharded_first in (False, False)",
         "self.set_epoch(next(epochs))": "next(epochs)",
-        "module.reset_parameters()": "pass",
+        "mine.detach().copy_(part)": "pass",
         "    dcp.save(state": "    [p.data.mul_(2) for p in model.parameters()]\n    dcp.save(state",
     }
     lines = run_broken("16", breaks, until="samples per epoch on four ranks, mended", skip=(*OTHER_FAULTS, "figures."))
@@ -174,10 +218,27 @@ def test_faults_that_are_not_mended_are_noticed():
 
 
 BEFORE_THE_MYSTERIES = (
-    *OTHER_FAULTS, "figures.", "meet(3)", "timeline", "meet(4)", "sharded_first", "shared", "meet(6)",
-    "seen", "set_epoch", "meet(7)", "loud", "reset_parameters", "meet(8)", "by_dcp", "saved", "meet(9)", 'environ["',
-    "samples", "meet(10)", "visible", "sum(got)", "meet(11)",
+    *OTHER_FAULTS, "figures.", "meet(3)", "timeline", "meet(4)", "sharded_first", "shared", "meet(6)", 'found["rows"]',
+    "set_epoch", "meet(7)", "loud", "first_values", "losses_7", "near", "meet(8)", "by_dcp", "saved", "meet(9)", 'environ["SLURM',
+    "samples", "meet(10)", "with_one", "meet(11)",
 )  # fmt: skip
+
+
+@pytest.mark.long
+def test_shards_that_are_alike_and_devices_that_are_not_there_are_noticed():
+    breaks = {
+        "model[:3] if short else ()": "()",
+        "mine.detach().copy_(part)": "mine.to_local().detach().copy_(value.detach()[: len(mine.to_local())])",
+        "device(me.local_rank % 1, 1)": "device(me.local_rank, 1)",
+    }
+    needed = ("losses_5", "meet(7)", "loud", "first_values", "losses_7", "near", "with_one")
+    skip = tuple(text for text in BEFORE_THE_MYSTERIES if text not in needed)
+    lines = run_broken("16", breaks, until="four GPUs visible, mended", skip=skip)
+    assert failed(lines) == [
+        "ranks whose units are those of rank 0, as it was",
+        "with first values",
+        "one GPU visible, mended",
+    ], lines
 
 
 @pytest.mark.long

@@ -1,11 +1,11 @@
 """Exercises of chapter 16, break it: diagnoses, and a check to write."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from labkit.running import cells, launch
 from labkit.teaching.exercises import Do, Predict, unanswered
@@ -19,7 +19,7 @@ CAUSES = {  # a word for it: (what it is, what one would see)
     ),
     "fewer batches": (
         "a rank has fewer batches than the others, and leaves the loop",
-        "the run hangs at the end of an epoch, the missing rank past its loop",
+        "all collectives fit, line by line, until some ranks are past their loop and the others are not",
     ),
     "killed": (
         "a process was ended from outside",
@@ -31,11 +31,11 @@ CAUSES = {  # a word for it: (what it is, what one would see)
     ),
     "learning rate": (
         "it is too low or too high",
-        "the loss creeps or explodes, but it is never the same to the last digit",
+        "the first loss makes sense; those after it creep or explode, never the same to the last digit",
     ),
     "lone collective": (
         "some ranks call a collective that the others do not call",
-        "ranks wait in different collectives, from different lines of the program",
+        "every rank waits in some collective, and one line was reached by some ranks only, in the middle of a step",
     ),
     "no first values": (
         "parameters were given memory, but no values",
@@ -47,7 +47,7 @@ CAUSES = {  # a word for it: (what it is, what one would see)
     ),
     "same order": (
         "each epoch deals the same samples to the same ranks, in the same order",
-        "training goes on, and each epoch repeats the pattern of the one before",
+        "nothing fails, and two epochs deal a rank the same samples in the same order",
     ),
     "slow network": ("the ranks wait for bytes", "all ranks are in the same collective, and steps take long but end"),
     "stuck outside": (
@@ -73,11 +73,74 @@ CAUSES = {  # a word for it: (what it is, what one would see)
 }
 
 
+OURS = {  # what a page calls a fault: what one sees, the first tool, the usual cause
+    1: ("hangs, then a time-out", "`who_is_missing.py`, or `torchfrtrace`", "a collective under `if rank == 0`"),
+    2: ("a rank is gone, no traceback", "the launcher's last lines, `sacct`, `dmesg`", "the node's memory was full"),
+    3: (
+        "out of memory, later than expected",
+        "a timeline or snapshot of memory, by category",
+        "something keeps graphs: `losses.append(loss)`",
+    ),
+    4: (
+        "the loss does not move at all",
+        "compare the optimizer's tensors with the model's",
+        "the optimizer was made before `fully_shard`",
+    ),
+    5: (
+        "an abort or a hang in the first forward",
+        "`TORCH_DISTRIBUTED_DEBUG=DETAIL`",
+        "ranks wrap the model differently",
+    ),
+    6: (
+        "all is well; every epoch has the same batches",
+        "the samples' numbers, two epochs side by side",
+        "`set_epoch` forgotten",
+    ),
+    7: ("the first loss makes no sense", "ln of the number of classes", "no first values after `to_empty`"),
+    8: (
+        "a resume fails, or resumes worse",
+        "sizes in the file against sizes wanted",
+        "a file per rank, another number of ranks",
+    ),
+    9: (
+        "every line comes W times, nothing is faster",
+        "each rank's first line: rank r of W",
+        "a default for `WORLD_SIZE`",
+    ),
+    10: (
+        "`invalid device ordinal`",
+        "which ranks? what is `CUDA_VISIBLE_DEVICES`?",
+        "`LOCAL_RANK` where each task sees one GPU",
+    ),
+    11: (
+        "hangs, one rank in no collective",
+        "its stack: `where_…`, or `py-spy dump`",
+        "a loader, a lock, a file system",
+    ),
+    12: ("hangs at the end of an epoch", "`who_is_missing.py`", "fewer batches on some rank"),
+}
+
+
+def table(notes: dict[int, tuple]) -> str:
+    """Markdown: symptom, first tool, usual cause of each fault; a learner's own row, where there is one, above ours.
+
+    notes: {fault: (what one sees, the first tool, the usual cause)}; a row of "…" is none yet.
+    """
+    lines = ["| you see | look first at | most often it is |", "|---|---|---|"]
+    for fault, ours in OURS.items():
+        own = notes.get(fault, ())
+        if set(own) - {"…", ""}:
+            lines.append(f"| {' | '.join(f'**{word}**' for word in own)} |")
+        lines.append(f"| {' | '.join(ours)} |")
+    return "\n".join(lines)
+
+
 @dataclass(frozen=True)
 class Diagnose:
     """An exercise whose answer is one of ``CAUSES``; or a cause and a rank, if ``rank`` is a number.
 
     An answer is "killed", or ("killed", 2). whose: why it is that rank, told to who has named another.
+    also: {another cause that is right, seen from elsewhere: what is said to it after "right; "}.
     """
 
     title: str
@@ -88,6 +151,7 @@ class Diagnose:
     solution: str
     rank: int | None = None
     whose: str = ""
+    also: dict[str, str] = field(default_factory=dict)
 
     def judge(self, given) -> str:
         cause, rank = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
@@ -95,28 +159,35 @@ class Diagnose:
             return "not answered yet"
         if not isinstance(cause, str) or cause not in CAUSES:
             return f"{cause!r} is not among the causes: {', '.join(CAUSES)}"
-        if cause != self.cause:
+        if cause != self.cause and cause not in self.also:
             return f"not quite: with {cause!r}, {CAUSES[cause][1]}"
         if self.rank is None or rank == self.rank:
-            return "right"
+            return f"right; {self.also[cause]}" if cause in self.also else "right"
         if rank is None:
             return f"the cause is right; on which rank? Write {cause!r}, and its number"
         return f"the cause is right, but not on rank {rank!r}: {self.whose}"
 
 
-def units(model) -> list[tuple]:
-    """[(name, shape)] of all parameters, as FSDP2 has cut them, and by which module."""
-    return [
-        (name, tuple(p.shape), hasattr(model.get_submodule(name.rpartition(".")[0]), "set_reshard_after_forward"))
-        for name, p in model.named_parameters()
-    ]
+def units(model) -> dict[str, list[str]]:
+    """{name of a unit's module: names of the parameters that FSDP2 gathers with it}; "" is the whole model.
+
+    A parameter belongs to the nearest module above it that was given to ``fully_shard``, its own or another. model:
+    was given to it itself.
+    """
+    found = {}
+    for name, _ in model.named_parameters():
+        above = name.rpartition(".")[0]
+        while not isinstance(model.get_submodule(above), FSDPModule):
+            above = above.rpartition(".")[0]
+        found.setdefault(above, []).append(name)
+    return found
 
 
 def _asked(me, agree):
     """What ``agree`` says where all ranks have the same units, where rank 1 has others, and whether the model was left alone."""
     told = []
     for odd in (False, True):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
         mesh = init_device_mesh("cpu", (me.world_size,))
         if odd and me.rank == 1:
             fully_shard(model[0], mesh=mesh)
@@ -179,7 +250,7 @@ EXERCISES = {
         level=1,
         minutes=3,
         cause="old parameters",
-        hint="To the last digit. Were the parameters changed at all? Compare `optimizer.param_groups` with the model.",
+        hint="To the last digit: were the parameters changed at all? After a step of AdamW, `len(optimizer.state)` is 8; here 0.",
         solution='answer = "old parameters"  # fully_shard put others in their place, after the optimizer had taken these',
     ),
     "16.5": Diagnose(
@@ -193,11 +264,11 @@ EXERCISES = {
         solution='answer = "units differ", 1  # it wraps each block; for the others all is one unit',
     ),
     "16.6": Diagnose(
-        title="a loss with a pattern",
-        level=2,
+        title="64 of 256 samples",
+        level=1,
         minutes=4,
         cause="same order",
-        hint="Lay the epochs over each other. What is the same in all of them?",
+        hint="Lay two epochs side by side. What should a shuffled epoch have that this one has not?",
         solution='answer = "same order"  # the sampler shuffles by seed + epoch, and nobody tells it the epoch',
     ),
     "16.7": Diagnose(
@@ -206,7 +277,7 @@ EXERCISES = {
         minutes=3,
         cause="no first values",
         hint="Before the first step nothing has been trained. What is the loss of 8 classes then? (ln 8 = 2.08)",
-        solution='answer = "no first values"  # to_empty gives memory; what was in it before is what the parameters are',
+        solution='answer = "no first values"  # to_empty gives memory: the parameters are what was in it before',
     ),
     "16.8": Diagnose(
         title="a resume that fails",
@@ -224,7 +295,15 @@ EXERCISES = {
         hint="Read one line aloud: which rank, of how many?",
         solution='answer = "world of one"  # WORLD_SIZE is not what srun sets, and the default hid it',
     ),
-    "16.10": Predict(
+    "16.10": Diagnose(
+        title="an error at the start",
+        level=1,
+        minutes=2,
+        cause="wrong device",
+        hint="Each rank asks for the device with the number of its local rank. Which numbers are there?",
+        solution='answer = "wrong device"  # where one device is visible it is number 0, whatever the local rank',
+    ),
+    "16.14": Predict(
         title="invalid device ordinals",
         level=2,
         minutes=3,
@@ -245,6 +324,9 @@ EXERCISES = {
         cause="stuck outside",
         rank=3,
         whose="who did not arrive?",
+        also={
+            "damaged data": "that is the root: rank 3 waits, outside of any collective, for a batch that cannot be read"
+        },
         hint="It hangs: so ask who is missing, and in which line of the program that rank is.",
         solution='answer = "stuck outside", 3  # it waits at queue.get() for a batch; the thread that loads them has ended',
     ),
@@ -253,6 +335,9 @@ EXERCISES = {
         level=3,
         minutes=8,
         cause="fewer batches",
+        also={
+            "lone collective": "that is what the report shows; and why? two ranks ran out of batches before the others"
+        },
         hint="Compare the lines of the program. Which ranks are past the loop?",
         solution='answer = "fewer batches"  # 30 batches for 4 ranks: two ranks have 8 and two have 7',
     ),
