@@ -2,8 +2,8 @@
 
   python coming_back.py LAB MARK WHAT WORDS…
 
-LAB: mnist_fsdp or gpt_fsdp. MARK: a file that rank 0 makes when it has come so far. WHAT: "asked", it waits for a
-signal; "killed", its last rank kills itself. WORDS: the lab's own.
+LAB: mnist_fsdp or gpt_fsdp. MARK: a file that rank 0 makes when it has come so far; MARK.pid has
+its process. WHAT: "asked", it waits for a signal; "killed", its last rank kills itself. WORDS: the lab's own.
 """
 
 import importlib
@@ -34,6 +34,7 @@ def interrupted(train_step, mark: Path, what: str):
             if what == "killed" and dist.get_rank() == dist.get_world_size() - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             if what == "asked" and dist.get_rank() == 0:
+                mark.with_suffix(".pid").write_text(str(os.getpid()))
                 mark.touch()
                 deadline = time.monotonic() + SECONDS
                 while not stopping._asked and time.monotonic() < deadline:
