@@ -87,5 +87,5 @@ def test_runs_on_slurm(name, slurm):
     # On two ranks, as a class may: under Slurm each imports torch anew, and the verdicts hold for any number.
     env = slurm | {"FSDP_LABS_LAUNCHER": "slurm", "FSDP_LABS_PARTITION": "gpu", "FSDP_LABS_RANKS": "2"}
     command = (sys.executable, "-m", "pytest", "--nbval-lax", "-q", "-p", "no:cacheprovider", f"notebooks/{name}.ipynb")
-    run = call(*command, env=env, cwd=FOLDER.parent, timeout=300)
+    run = call(*command, env=env, cwd=FOLDER.parent, timeout=500)
     assert run.returncode == 0, run.stdout[-4000:]
