@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,10 @@ SCRIPT = SOURCE / "slurm" / "practice_cluster.sh"
 sys.path.insert(0, str(SOURCE))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")  # the tests are of the CPU, on every machine
+
+# Started in a shell's background, as a CI may do, Python ignores Ctrl-C, and so would all that the tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from labkit.running import warm  # noqa: E402
 
