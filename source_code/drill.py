@@ -21,12 +21,10 @@ import sys
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
-from datetime import datetime
 from importlib import import_module
 from pathlib import Path
 
 import pandas
-import torch
 import torch.distributed.checkpoint as dcp
 from labkit import UserError
 from labkit.measuring import meters, records
@@ -309,14 +307,12 @@ class Drill(Options):
 def main():
     options = parse(Drill, __doc__)
     try:
-        path = Path(options.record or launch.RUNS / f"drill-{datetime.now():%Y%m%d-%H%M%S}.json")
-        records.check_writable(path)
+        path = records.new_path("drill", options.record)
         rows = run(options.trials, options.seed)
     except UserError as error:
         ranks.leave(str(error))
     print(table(rows).to_markdown(index=False))
-    about = {"hardware": records.hardware(torch.device("cpu")), "torch": torch.__version__, "seed": options.seed}
-    records.write(path, about | {"date": f"{datetime.now():%Y-%m-%d}", "rows": rows})
+    records.write_rows(path, rows, seed=options.seed)
     failed = [row for row in rows if row["failures"]]
     for row in failed:
         print(f"\n{row['configuration']}, trial {row['trial']}, {row.get('where')}:", *row["failures"], sep="\n  ")

@@ -11,12 +11,9 @@ import contextlib
 import io
 import os
 from dataclasses import dataclass
-from datetime import datetime
 from importlib import import_module
-from pathlib import Path
 
 import pandas
-import torch
 from labkit import UserError, holds
 from labkit.measuring import meters, records
 from labkit.running import cells, launch, progress, ranks
@@ -168,14 +165,12 @@ class Equivalence(Options):
 def main():
     options = parse(Equivalence, __doc__)
     try:
-        path = Path(options.record or launch.RUNS / f"equivalence-{datetime.now():%Y%m%d-%H%M%S}.json")
-        records.check_writable(path)
+        path = records.new_path("equivalence", options.record)
         rows = run(runnable())
     except UserError as error:
         ranks.leave(str(error))
     print(table(rows).to_markdown(index=False, disable_numparse=True))
-    about = {"hardware": records.hardware(torch.device("cpu")), "torch": torch.__version__, "steps": STEPS}
-    records.write(path, about | {"date": f"{datetime.now():%Y-%m-%d}", "rows": rows})
+    records.write_rows(path, rows, steps=STEPS)
     print(f"\n{len(rows)} runs of {STEPS} steps; record: {path}")
 
 

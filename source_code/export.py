@@ -48,7 +48,7 @@ def export(checkpoint: Path, file: Path) -> dict:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a folder of them")
     parser.add_argument("file", type=Path, help="the file to write")
     given = parser.parse_args()

@@ -148,9 +148,6 @@ def memory_is_short(me) -> bool:
 
 def fault_6(me, config, found):
     inputs, classes = batch(ranks.Rank(0, 0, 1, "", me.device, ""), size=256)  # a data set, the same on all ranks
-    classes[::4] = torch.randint(8, (64,), generator=torch.Generator().manual_seed(1)).to(
-        me.device
-    )  # some labels are wrong
     model = shard(me, network().to(me.device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     sampler = DistributedSampler(range(256), me.world_size, me.rank, shuffle=True)

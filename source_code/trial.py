@@ -17,9 +17,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from importlib import import_module
-from pathlib import Path
 
 import pandas
 import torch
@@ -279,8 +277,7 @@ class Trial(Options):
 def main():
     options = parse(Trial, __doc__)
     try:
-        path = Path(options.record or launch.RUNS / f"trial-{datetime.now():%Y%m%d-%H%M%S}.json")
-        records.check_writable(path)
+        path = records.new_path("trial", options.record)
         rows = (
             [simulate(*one) for one in LLAMA]
             if options.simulated
@@ -290,8 +287,7 @@ def main():
         ranks.leave(str(error))
     shown = simulated_table(rows) if options.simulated else table(rows)
     print(shown.to_markdown(index=False, disable_numparse=True))
-    about = {"hardware": records.hardware(torch.device("cpu")), "torch": torch.__version__}
-    records.write(path, about | {"date": f"{datetime.now():%Y-%m-%d}", "rows": rows})
+    records.write_rows(path, rows)
     worst = max(abs(row["difference"]) for row in rows)
     print(f"\n{len(rows)} configurations; the largest difference of a peak is {worst:.3%}; record: {path}")
 

@@ -9,11 +9,12 @@ import sys
 import time
 from pathlib import Path
 
+import drill
 import pytest
 from commands import call, script
 from labkit import UserError
 from labkit.running import launch, resumable
-from labkit.training import checkpoints, dcp_reading
+from labkit.training import checkpoints
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "source_code"
@@ -26,8 +27,7 @@ SECONDS = 150  # for a job to come back and to end
 def same(one: Path, other: Path) -> bool:
     """Whether the newest checkpoints in two folders are of the same step and hold the same bits."""
     one, other = checkpoints.latest(one), checkpoints.latest(other)
-    a, b = dcp_reading.tensors(one), dcp_reading.tensors(other)
-    return one.name == other.name and a.keys() == b.keys() and all((a[name] == b[name]).all() for name in a)
+    return one.name == other.name and drill.fingerprint(one) == drill.fingerprint(other)
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +197,12 @@ def test_torchrun_starts_anew_when_a_rank_is_killed(lab, uninterrupted, tmp_path
 
 
 # ---- what can be said wrong
+
+
+def test_a_job_that_is_warned_before_its_command_begins_comes_back(monkeypatch):
+    again = resumable.Command(["never", "started"], resumes=True).checkpoint()
+    assert again.function.words == ["never", "started"] and again.function.resumes
+    assert resumable.Command(["never", "started"], resumes=False).checkpoint() is None
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import drill
 import pytest
 import torch
 from commands import script
@@ -18,21 +19,12 @@ from labkit import UserError
 from labkit.running import launch, progress, stopping, warm
 from labkit.running.lab import Lab
 from labkit.training import checkpoints, dcp_reading, manifest, saving
+from test_checkpoints import RUN, training
 
 LAB = Lab(launcher="local", ranks=2, device="cpu")
-RUN = {"--seed": 1}
+by_value(training)  # ranks make one, too
 MNIST = ["mnist_fsdp.py", "--data", "mnist-5k", "--ranks", 2, "--batch-size", 50, "--max-steps", 80]  # an epoch has 40
 GPT = ["gpt_fsdp.py", "--ranks", 2, "--batch-size", 4, "--seq-len", 64, "--checkpoint-every", 5, "--max-steps", 30]
-
-
-def training():
-    """(model, optimizer) after a step, so that there is a state to save."""
-    model = torch.nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model(torch.ones(1, 8)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return model, optimizer
 
 
 def saver(folder, model, optimizer, **given):
@@ -42,12 +34,6 @@ def saver(folder, model, optimizer, **given):
 
 def names(folder) -> list[str]:
     return sorted(path.name for path in Path(folder).iterdir())
-
-
-def same(one: Path, other: Path) -> bool:
-    """Whether two checkpoints hold the same names and the same bits."""
-    a, b = dcp_reading.tensors(one), dcp_reading.tensors(other)
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 # Whole or not at all
@@ -162,7 +148,7 @@ def test_a_full_disk_ends_the_run_or_not_as_the_option_says(small_disk, mode):
 
 def saved_meanwhile(me, folder):
     """Training changes the weights before the writing has begun: what is written is what was there."""
-    model, optimizer = training()
+    model, _ = training()
     torch.distributed.fsdp.fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     begin, write = threading.Event(), saving.write
@@ -182,13 +168,13 @@ def saved_meanwhile(me, folder):
     begin.set()
     background.finish()
     read = dcp_reading.tensors(checkpoints.latest(folder), "model.")
-    return there, [torch.equal(a, b) for a, b in zip(before, read.values(), strict=True)], background.summary()
+    return there, all(torch.equal(a, b) for a, b in zip(before, read.values(), strict=True)), background.summary()
 
 
 def test_what_is_saved_meanwhile_is_the_state_of_its_step(tmp_path):
     for there, equal, summary in LAB.on_ranks(by_value(saved_meanwhile), str(tmp_path)):
         assert there is None  # training went on before anything was written
-        assert equal == [True, True]
+        assert equal
         assert summary["asynchronous"] and summary["saves"] == 1 and summary["stall"] > 0
 
 
@@ -199,7 +185,7 @@ def test_both_ways_write_the_same(lab, tmp_path):
         assert run.returncode == 0, run.stderr
     assert names(tmp_path / "sync") == names(tmp_path / "async")
     for path in checkpoints.stored(tmp_path / "sync"):
-        assert same(path, tmp_path / "async" / path.name)
+        assert drill.fingerprint(path) == drill.fingerprint(tmp_path / "async" / path.name)
 
 
 # Asked to end
@@ -246,7 +232,8 @@ def test_a_run_that_is_asked_to_end_saves_and_comes_back_to_the_same_weights(lab
     again = script(*words)
     assert again.returncode == 0, again.stderr
     assert f"resumed at step {saved} of" in again.stdout
-    assert same(checkpoints.latest(tmp_path / "whole"), checkpoints.latest(tmp_path / "asked"))
+    whole, asked_to = (drill.fingerprint(checkpoints.latest(tmp_path / name)) for name in ("whole", "asked"))
+    assert whole == asked_to
 
 
 def votes(me, asked_in):
@@ -299,3 +286,9 @@ def test_what_cannot_be_exported_is_told_and_leaves_no_file(tmp_path, world_of_o
     with pytest.raises(UserError, match="has 0 bytes instead of"):
         export.export(path, tmp_path / "out")
     assert names(tmp_path) == ["step-000001"]
+
+
+def test_words_that_are_missing_are_told_in_a_sentence():
+    told = script("export.py", "somewhere")
+    assert told.returncode == 2
+    assert told.stderr == "export.py: the following arguments are required: file (see --help)\n"

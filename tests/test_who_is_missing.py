@@ -387,3 +387,10 @@ def test_a_damaged_or_hostile_dump_is_one_sentence(how, said, tmp_path):
     assert run.returncode == 2 and run.stdout == ""
     assert len(run.stderr.splitlines()) == 1 and said in run.stderr, run.stderr
     assert not list(Path(launch.SOURCE).glob("caught"))
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_before_the_work_begins(tmp_path, world_of_one):
+    (tmp_path / "flight").touch()
+    with pytest.raises(UserError, match=r"cannot be written to .*flight \(File exists\): name another folder"):
+        with flight.recorder(tmp_path / "flight"):
+            pytest.fail("it began")

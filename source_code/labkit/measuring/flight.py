@@ -53,14 +53,11 @@ def recorder(folder: str | Path, quiet: float = 60):
 
     Enter it before the first collective, and choose ``quiet`` shorter than the process group's time-out, which ends a
     run that hangs: this only writes, and the run goes on. Nothing that goes wrong in writing ends it. UserError if neither
-    the process group nor the environment says which rank this is.
+    the process group nor the environment says which rank this is, or the folder cannot be written to.
     """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", KEPT)  # read at the first collective
     folder, rank = Path(folder), _rank(os.environ)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in (f"{FLIGHT}{rank}", f"{WHERE}{rank}"):
-        (folder / name).unlink(missing_ok=True)  # an earlier run's
-    with open(folder / f"{WHERE}{rank}", "a", buffering=1) as where:  # to append: what is cut off leaves no hole
+    with _opened(folder, rank) as where:
         print(f"process {os.getpid()} on {socket.gethostname()}", file=where)
         _, began = _state_and_start(os.getpid())
         print(json.dumps({"pid": os.getpid(), "began": began, "on": _machine(), "beat": quiet / 4}), file=where)
@@ -91,6 +88,19 @@ def recorder(folder: str | Path, quiet: float = 60):
             faulthandler.disable()
             if written[-1:] != [_last_call()]:
                 _dump(folder, rank, where)
+
+
+def _opened(folder: Path, rank: int):
+    """where_<rank>, new; an earlier run's files are removed. UserError: the folder cannot be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (f"{FLIGHT}{rank}", f"{WHERE}{rank}"):
+            (folder / name).unlink(missing_ok=True)
+        return open(folder / f"{WHERE}{rank}", "a", buffering=1)  # to append: what is cut off leaves no hole
+    except OSError as error:
+        raise UserError(
+            f"flight records cannot be written to {folder} ({error.strerror}): name another folder"
+        ) from None
 
 
 def _rank(environ) -> int:

@@ -15,6 +15,8 @@ A record is a dict with these keys (sizes in bytes, times in seconds):
   traffic      [{"kind", "count", "bytes", "dimension"}, …] of one step: bytes is the size of the whole tensor; dimension
                that of the mesh along which the ranks lie that take part, where the parameters know of one (FSDP2, tensor
                parallelism), else None. Earlier records do not have it
+  checkpoints  None where nothing was saved, else {"asynchronous", "saves": how many, "stall": seconds for which each held
+               up training (median)}; what the end of the run waited for the last one is not in it
   losses       the loss of every step, averaged over the global batch
   accuracy     {"correct", "total"} on the test set (MNIST)
   test_loss    mean loss on the test set (MNIST)
@@ -146,6 +148,22 @@ def check_writable(path: str | Path, option: str = "--record"):
         raise UserError(
             f"the record cannot be written to {path} ({error.strerror or error}): name another {option}"
         ) from None
+
+
+def new_path(command: str, given: str | None) -> Path:
+    """Where the record of a command goes that makes many runs: where it was told, or among the learner's.
+
+    UserError: it cannot be written there.
+    """
+    path = Path(given or RUNS / f"{command}-{datetime.now():%Y%m%d-%H%M%S}.json")
+    check_writable(path)
+    return path
+
+
+def write_rows(path: Path, rows: list[dict], **about):
+    """Write such a record: {"hardware", "torch", …, "date", "rows"}."""
+    here = {"hardware": hardware(torch.device("cpu")), "torch": torch.__version__}
+    write(path, here | about | {"date": f"{datetime.now():%Y-%m-%d}", "rows": rows})
 
 
 def write(path: str | Path, record: dict):

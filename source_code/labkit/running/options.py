@@ -137,7 +137,7 @@ def leave(sentence: str):
     sys.exit(2)
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     def error(self, message):
         """One sentence instead of a page of usage."""
         leave(f"{message} (see --help)")
@@ -157,7 +157,7 @@ def _argument(field) -> dict:
 
 def parse(options_class, description: str, argv: list[str] | None = None):
     """Read ``options_class`` from the command line. On bad input: one sentence and exit code 2."""
-    parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     own = options_class.__annotations__
     for field in sorted(dataclasses.fields(options_class), key=lambda field: field.name not in own):
         shown = "" if field.default is None else f" (default: {field.default})"

@@ -39,9 +39,10 @@ class Command:
         """Called in submitit's signal handler: what is to be run in the job's next life, once the command has saved."""
         if not self.resumes:
             return None
-        with contextlib.suppress(ProcessLookupError):  # Slurm may have warned submitit only
-            os.kill(self.process, signal.SIGUSR2)
-        self._wait()
+        if self.process:  # else the warning came before anything had begun
+            with contextlib.suppress(ProcessLookupError):  # Slurm may have warned submitit only
+                os.kill(self.process, signal.SIGUSR2)
+            self._wait()
         return DelayedSubmission(Command(self.words, self.resumes))
 
     def _wait(self) -> int:
