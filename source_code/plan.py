@@ -1,17 +1,23 @@
 """Will it fit, and what will it cost? Plan a training run before paying for it.
 
-  python plan.py --model llama3-8b --ranks 8 --strategy fsdp2 --seq 8192 --batch 1 --precision bf16 \\
-                 --recompute full --gpu-memory 80
-  python plan.py --model llama3-70b --ranks 64 --sweep        every strategy that fits, the fastest first
+  python plan.py --model llama3-8b --ranks 8 --strategy fsdp2 --seq 8192 --batch 1 --precision bf16 --recompute full
+  python plan.py --model llama3-70b --find ranks              the least that fits; --find batch, --find seq: the most
+  python plan.py --model llama3-70b --ranks 64 --sweep        every strategy, those that fit first
+  python plan.py --config config.json --gpu a100 --ranks 16   a model of others, by Hugging Face's configuration
+  python plan.py --ranks 8 --tokens 15e9 --price 2.5          hours, GPU-hours and money
   python plan.py --model llama3-8b --ranks 8 --explain        each term of the peak with its numbers
+  python plan.py --ranks 8 --plot plan.png                    the same as a picture, and the memory of a step
   python plan.py --model tiny --ranks 4 --simulate            the real PyTorch code beside it, on tensors without memory
   python plan.py --model my_model.py:build --ranks 8          your own: see below
 
+It needs nothing but Python, --simulate, --plot and models of your own excepted. The answer is "fits", "tight" or "does
+not fit", for what PyTorch reserves and what else a process holds on a GPU (planner/gpus.py has the figures and their
+sources): tight is what fits only if the allocator reserves nothing beyond the plan.
+
 The arithmetic is planner/predict.py's. For the CPU's kernels (--device cpu) it agrees with the meters to within 1 %, as
 trial.py shows; for a GPU's with PyTorch's own code, which runs a GPU's operators on tensors without memory (--simulate),
-and not yet with a GPU. Memory is what tensors take, and what attention allocates inside its backward: not the CUDA
-context, nor buffers of the communication library, nor cuDNN's and cuBLAS's workspaces, nor what the allocator rounds up
-and reserves beyond what is in use.
+and not yet with a GPU. Times are bounds: the collectives' bytes over the links' published bandwidth, and operations over
+--efficiency of the GPU's published peak.
 
 Your own model: a function without arguments that returns (module, inputs, loss), where loss(module, *inputs) is the
 number to minimise, for the batch of one rank. Its units are the members of its ModuleLists; what these have inside,
@@ -20,25 +26,23 @@ what stays from step to step and what is sent is predicted.
 """
 
 import dataclasses
-import importlib.metadata
 import importlib.util
 import json
 import logging
 from dataclasses import dataclass
-from itertools import product
+from functools import cached_property
 from typing import Literal
 
 from labkit import UserError
 from labkit.running.options import RESHARD, SHARDED, flag, leave, option, parse
 from labkit.running.options import Options as Base
-from planner import cost, networks, pipeline, predict, report
+from planner import cost, huggingface, pipeline, predict, report
+from planner.answers import STRATEGIES, describe, find, plan_of, sweep
+from planner.gpus import GPU, GPUS
 from planner.mesh import FORM, arrange
-from planner.report import GIB
-from planner.shapes import GPT_SHAPES
+from planner.shapes import GPT_SHAPES, GPTShape
 
-STRATEGIES = ("single", "ddp", "zero1", *(f"deepspeed-{stage}" for stage in range(4)), "fsdp1", "fsdp2")
 SIMULATED = ("single", "fsdp1", "fsdp2")
-SLOWEST, FASTEST = 1e-6, 1e6  # GB/s of a link
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Options(Base):
     """What to plan. The command line is made from these fields."""
 
     model: str = option("llama3-8b", f"{', '.join(GPT_SHAPES)}, or FILE.py:function")
+    config: str | None = option(None, "instead of --model: a config.json of Hugging Face's, or its folder")
     ranks: int = option(8, "how many ranks train", least=1, at_most=1_000_000)
     node_size: int = option(8, "ranks on a node", least=1)
     strategy: Literal[STRATEGIES] = option("fsdp2", "how the ranks share: zero1 is PyTorch's ZeroRedundancyOptimizer")
@@ -69,13 +74,24 @@ class Options(Base):
     recompute: Literal["none", "full", "selective"] = option("full", "what backward computes again, in each block")
     optimizer: Literal[tuple(predict.STATES)] = option("adamw", "optimizer; adamw is PyTorch's foreach implementation")
     device: Literal["cuda", "cpu"] = option("cuda", "whose kernels: they keep different tensors for backward")
-    gpu_memory: float = option(80.0, "GiB that a rank may use", above=0, at_most=1e9)
-    flops: float = option(989e12, "operations a second a rank does at best (default: H100's data sheet, bf16)", least=1)
+    gpu: Literal[tuple(GPUS)] = option("h100", "the GPU: its memory, its peak, its link")
+    gpu_memory: float | None = option(None, "GiB that a rank may use (default: the GPU's)", above=0, at_most=1e9)
+    flops: float | None = option(
+        None, "operations a second a rank does at best (default: of the GPU's data sheet, for --precision)", least=1
+    )
     efficiency: float = option(0.4, "share of these that training attains", least=1e-6, at_most=1)
-    link: str = option("nvlink", f"within a node: {', '.join(cost.LINKS)}, or GB/s a rank")
+    link: str | None = option(None, f"within a node: {', '.join(cost.LINKS)}, or GB/s a rank (default: the GPU's)")
     network: str = option("infiniband", f"between nodes: {', '.join(cost.NETWORKS)}, or GB/s a node")
-    sweep: bool = option(False, "list every strategy that fits, the fastest first")
+    find: Literal["ranks", "batch", "seq"] | None = option(
+        None, "search for the least --ranks, or the most of the others, that fits"
+    )
+    tokens: float | None = option(None, "how many tokens to train on: says the hours", least=1)
+    price: float | None = option(None, "of a GPU for an hour, in any currency", above=0, needs="tokens")
+    sweep: bool = option(False, "list every strategy: what fits, the fastest first, then what does not")
     explain: bool = option(False, "show each term of the peak with its numbers")
+    plot: str | None = option(
+        None, "draw the memory of a step and the terms of its peak into this file (.png, .svg, .pdf)"
+    )
     simulate: bool = option(False, "run PyTorch's own code beside it, on tensors without memory")
     json: bool = option(False, "print JSON instead of tables")
 
@@ -87,6 +103,10 @@ class Options(Base):
             )
         if self.model not in GPT_SHAPES and not self.own:
             raise UserError(f"--model {self.model} is unknown: take {', '.join(GPT_SHAPES)}, or FILE.py:function")
+        if self.config:
+            self.check_config()
+        if self.precision not in self.booked.flops and not self.flops:
+            raise UserError(f"no peak is known of {self.gpu} in {self.precision}: give --flops, or another --precision")
         if self.strategy == "single" and self.ranks > 1:
             raise UserError("--strategy single is one rank: give --ranks 1")
         if self.strategy == "fsdp1" and self.reshard_after_forward.isdecimal():
@@ -101,10 +121,69 @@ class Options(Base):
             raise UserError(f"--strategy {self.strategy} cannot be simulated: take {' or '.join(SIMULATED)}")
         if self.own:
             self.check_own()
+        self.check_answers()
         if self.stages > 1 and (self.sweep or self.simulate):
             raise UserError(f"--mesh {self.mesh} is neither swept nor simulated: leave --sweep and --simulate out")
         if self.stages == 1 and self.schedule != "1f1b":
             raise UserError("--schedule is a pipeline's: give --mesh pipeline=STAGES too")
+
+    def check_config(self):
+        """UserError where another model is asked for, too, or what is not planned of models of others."""
+        if self.model != type(self).model:
+            raise UserError("--config and --model both name a model: leave one of them out")
+        if self.simulate:
+            raise UserError("--simulate runs the course's own models: leave --config or --simulate out")
+        mesh = arrange(self.ranks, self.mesh, self.reshard_after_forward) if self.mesh else None
+        if mesh and (mesh.tensor > 1 or mesh.pipeline > 1):
+            raise UserError(f"--mesh {self.mesh} is planned for the course's models alone: leave --config out")
+        if self.seq > self.longest:
+            raise UserError(f"--seq {self.seq} is longer than the {self.longest} positions that this model has learned")
+
+    def check_answers(self):
+        """UserError where two kinds of answer are asked for at once."""
+        if self.find and (self.sweep or self.simulate or self.explain or self.own or self.plot or self.tokens):
+            raise UserError(
+                "--find compares predictions: leave --sweep, --simulate, --explain, --plot and --tokens out"
+            )
+        if self.find == "ranks" and (self.mesh or self.reshard_after_forward.isdecimal() or self.strategy == "single"):
+            raise UserError(
+                "--find ranks tries any number of them: leave --mesh, --strategy single and a part to keep out"
+            )
+        if self.plot and (self.sweep or self.own or self.stages > 1 or self.json):
+            raise UserError(
+                "--plot draws the plan of one rank: leave --sweep, --json, a pipeline and your own model out"
+            )
+        if self.tokens and (self.sweep or self.own):
+            raise UserError("--tokens is for one plan: leave --sweep and your own model out")
+
+    @cached_property
+    def shape(self) -> GPTShape | None:
+        """Of the model; None if it is one's own. UserError: --config cannot be read."""
+        return huggingface.load(self.config) if self.config else GPT_SHAPES.get(self.model)
+
+    @property
+    def named(self) -> str:
+        """The model, as it was asked for."""
+        return self.config or self.model
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a sequence at most: as many as there are learned positions."""
+        return self.shape.positions or 10**9
+
+    @property
+    def booked(self) -> GPU:
+        return GPUS[self.gpu]
+
+    @property
+    def memory(self) -> float:
+        """GiB that a rank may use."""
+        return self.gpu_memory or self.booked.memory
+
+    @property
+    def peak_flops(self) -> float:
+        """Operations a second that a rank does at best."""
+        return self.flops or self.booked.flops[self.precision]
 
     @property
     def stages(self) -> int:
@@ -128,149 +207,20 @@ class Options(Base):
             raise UserError("--precision fp64 is for the course's models: your own function makes its tensors")
 
 
-def plan_of(options: Options, network: networks.Blueprint | None = None) -> predict.Plan:
-    """Of the rank, or the stage, that needs most; network: one's own, else the course's.
-
-    UserError where the options do not go together.
-    """
-    if options.stages > 1:
-        return max(stage_plans(options), key=lambda plan: predict.total(plan.peak()[1]))
-    mesh = arrange(options.ranks, options.mesh, options.reshard_after_forward)
-    if mesh.tensor > 1 and options.simulate:
-        raise UserError("products split among ranks are not simulated: leave --simulate out, or take rank_zero.py")
-    shape = GPT_SHAPES.get(options.model)
-    plan = predict.Plan(
-        network or networks.gpt(shape, options.batch, options.seq, options.recompute, tensor=mesh.tensor),
-        options.strategy,
-        options.ranks,
-        mesh.replicate,
-        options.reshard_after_forward,
-        options.precision,
-        options.optimizer,
-        options.accumulate,
-        on_gpu=options.device == "cuda",
-        torch=installed_torch(),
-    )
-    return plan.of_fullest_rank()
-
-
-def stage_plans(options: Options) -> list[predict.Plan]:
-    """The plan of each stage of a pipeline."""
-    mesh, shape = arrange(options.ranks, options.mesh), GPT_SHAPES[options.model]
-    pipeline.check(mesh, shape, options.schedule, options.accumulate)
-    return [
-        predict.of_stage(
-            shape,
-            options.batch,
-            options.seq,
-            options.recompute,
-            pipeline.Stage(mesh.pipeline, stage, options.schedule),
-            precision=options.precision,
-            optimizer=options.optimizer,
-            micro_batches=options.accumulate,
-            on_gpu=options.device == "cuda",
-            torch=installed_torch(),
-        )
-        for stage in range(mesh.pipeline)
-    ]
-
-
-def installed_torch() -> tuple[int, int]:
-    """The version of PyTorch here, which is not imported; where there is none, that which the planner assumes."""
-    try:
-        return tuple(map(int, importlib.metadata.version("torch").split(".")[:2]))
-    except importlib.metadata.PackageNotFoundError:
-        return predict.Plan.torch
-
-
-def link_of(text: str, known: dict, latency: float, name: str) -> cost.Link:
-    if text in known:
-        return known[text]
-    try:
-        bandwidth = float(text)
-    except ValueError:
-        bandwidth = 0.0
-    if not SLOWEST <= bandwidth <= FASTEST:
-        raise UserError(
-            f"{name} is {', '.join(known)}, or a number of GB/s between {SLOWEST:g} and {FASTEST:g}, not {text!r}"
-        )
-    return cost.Link(bandwidth * 1e9, latency, f"{name} {text} GB/s")
-
-
-def describe(options: Options, plan: predict.Plan) -> dict:
-    """All that is predicted of a plan, ready for JSON: bytes, and seconds."""
-    where, terms = plan.peak()
-    links = (
-        link_of(options.link, cost.LINKS, cost.LINKS["nvlink"].latency, "--link"),
-        link_of(options.network, cost.NETWORKS, cost.NETWORKS["infiniband"].latency, "--network"),
-    )
-    plans = stage_plans(options) if options.stages > 1 else [plan]
-    times = max(  # the slowest stage sets the pace of all
-        (cost.step_time(one, options.node_size, *links, options.flops * options.efficiency) for one in plans),
-        key=lambda times: times["overlapped"],
-    )
-    samples = plan.blueprint.samples * plan.micro_batches * (plan.ranks // len(plans) // plan.tensor)
-    peak = predict.total(terms)
-    return {
-        "parameters": sum(one.blueprint.numel for one in plans),
-        "stages": [predict.total(one.peak()[1]) for one in plans],
-        "persistent": {name: size for (_, name), size in plan.persistent().items()},
-        "peak": peak,
-        "where": where,
-        "rank": plan.rank,
-        "by_category": predict.by_category(terms),
-        "first_step_peak": predict.total(plan.peak(first=True)[1]),
-        "traffic": [c | cost.ring_bytes(c, plan, options.node_size) for c in plan.traffic()],
-        "seconds": times,
-        "samples_per_second": samples / times["overlapped"],
-        "room": options.gpu_memory * GIB - peak,
-    }
-
-
-def sweep(options: Options) -> list[dict]:
-    """Every strategy with every kind of recomputation: those that fit by throughput, then the others by memory."""
-    rows = []
-    for (name, changes), recompute in product(variants(options), ("none", "selective", "full")):
-        tried = dataclasses.replace(options, recompute=recompute, **changes)
-        found = describe(tried, plan_of(tried))
-        known = {key: found[key] for key in ("peak", "room", "samples_per_second")}
-        rows.append({"strategy": name, "recompute": recompute} | known)
-    return sorted(rows, key=lambda row: (row["room"] < 0, -row["samples_per_second"], -row["room"]))
-
-
-def variants(options: Options) -> list[tuple[str, dict]]:
-    """(what it is called, the options that make it) of every strategy for so many ranks."""
-    if options.ranks == 1:
-        return [("one process", {"strategy": "single"})]
-    plain = {"mesh": None, "reshard_after_forward": "true"}
-    found = [(name, plain | {"strategy": name}) for name in STRATEGIES if name != "single"]
-    found += [
-        (f"{name}, parameters kept", plain | {"strategy": name, "reshard_after_forward": "false"})
-        for name in ("fsdp1", "fsdp2")
-    ]
-    size = options.node_size
-    if options.ranks > size and options.ranks % size == 0:
-        fsdp2 = plain | {"strategy": "fsdp2"}
-        for replicas in sorted(
-            {options.ranks // size, 2} if options.ranks % (2 * size) == 0 else {options.ranks // size}
-        ):
-            mesh = f"{replicas}x{options.ranks // replicas}"
-            found.append((f"fsdp2, HSDP {mesh}", fsdp2 | {"mesh": mesh}))
-        found.append((f"fsdp2, one part in {size} kept", fsdp2 | {"reshard_after_forward": str(size)}))
-    return found
-
-
 def answer(options: Options) -> str:
     """What the command prints."""
-    if options.sweep:
-        rows = sweep(options)
-        return json.dumps(rows, indent=1) if options.json else report.sweep_text(options, rows)
+    if options.sweep or options.find:
+        found = sweep(options) if options.sweep else find(options)
+        page = report.sweep_text if options.sweep else report.find_text
+        return json.dumps(found, indent=1) if options.json else page(options, found)
     if options.own:
         return answer_on_own(options)
     plan = plan_of(options)
     found = describe(options, plan)
     if options.simulate:
         found |= simulated(options)
+    if options.plot:
+        draw(options, plan)
     if options.json:
         return json.dumps(found, indent=1)
     parts = [report.as_text(options, found)]
@@ -282,6 +232,15 @@ def answer(options: Options) -> str:
             f"{found['simulated_at']}; predicted: {report.gib(found['peak'])} ({found['peak'] / found['simulated'] - 1:+.2%})"
         )
     return "\n\n".join(parts)
+
+
+def draw(options: Options, plan: predict.Plan):
+    """Write --plot's file. UserError: there is no matplotlib, it has no such format, or the file cannot be written."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("--plot draws with matplotlib, and this Python has none: pip install matplotlib")
+    from labkit.teaching.plots import planner
+
+    planner.save(planner.step(plan, report.title(options)), options.plot)
 
 
 def answer_on_own(options: Options) -> str:

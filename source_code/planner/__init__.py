@@ -2,7 +2,8 @@
 
 It needs only the standard library, and imports nothing of this course. From the ground up:
 
-  shapes       the sizes of the course's models
+  shapes       the sizes of a model, and the course's models
+  huggingface  the sizes of other people's, from their config.json
   mesh         how ranks are arranged: a grid with named dimensions
   sizes        autograd on sizes: what is alive when
   attention    what attention keeps for backward, and makes, kernel by kernel
@@ -16,6 +17,9 @@ It needs only the standard library, and imports nothing of this course. From the
   pipeline     stages: which blocks each has, and what it computes when
   predict      a plan: its peak, what persists, its collectives
   cost         a step's time
+  gpus         what one can book: memory, peak operations; what a process needs beside its tensors
+  search       the least or the most that fits
+  answers      all of these, for what plan.py was asked
   report       what a plan says, as pages for people
 """
 

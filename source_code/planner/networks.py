@@ -145,22 +145,26 @@ def gpt(
 
     def embedding(tape, x, p):
         x = tensor_parallel.embedding(tape, x, p["embedding.weight"], tensor)
+        if shape.positions:
+            return tape.add(x, tape.rows(x, p["positions.weight"], length), "embedding, with positions")
         return positions(tape, tensor_parallel.scatter(tape, x, tensor, batch), p)
 
     def positions(tape, x, _):
         for name in ("cosines", "sines"):
-            tape.until_backward(tape.given(name, length * shape.width // shape.heads, x.itemsize))
+            tape.until_backward(tape.given(name, length * shape.in_head, x.itemsize))
         return x
 
     def call_block(tape, x, p):
         def block(x):
-            return _block(tape, x, p, Heads(batch, shape.heads // tensor, shape.kv_heads // tensor, length), tensor)
+            heads = Heads(batch, shape.heads // tensor, shape.kv_heads // tensor, length)
+            return _block(tape, x, p, heads, tensor, shape)
 
         return block(x) if recompute == "none" else tape.recomputed(block, x, selective=recompute == "selective")
 
     def head(tape, x, p):
-        x = tensor_parallel.gather(tape, tape.rms_norm(x, p["norm.weight"]), tensor, batch)
-        return tape.linear(x, p["head.weight"])
+        x = tensor_parallel.gather(tape, _norm(tape, x, p, "norm"), tensor, batch)
+        x = tape.linear(x, p["head.weight"], p.get("head.bias"))
+        return tape.softcap(x) if shape.softcap else x
 
     def make_batch(tape, times, _):
         return tape.given("tokens", tokens, INT64, times), tape.given("targets", tokens, INT64, times)
@@ -172,7 +176,9 @@ def gpt(
         )
 
     outer = {"embedding.weight": (shape.vocabulary // tensor, shape.width)}
-    last = {"norm.weight": (shape.width,), "head.weight": (shape.vocabulary // tensor, shape.width)}
+    if shape.positions:
+        outer["positions.weight"] = (shape.positions, shape.width)
+    last = _norm_parameters(shape, "norm") | _weight(shape, "head", shape.vocabulary // tensor, shape.width)
     last_stage = blocks.stop == shape.layers
     norms = frozenset(name for name in (in_block | last) if name.endswith("norm.weight"))
     return Blueprint(
@@ -190,7 +196,7 @@ def gpt(
         flops=flops_per_token(shape, length, lora, blocks),
         recomputed_flops=2
         * len(blocks)
-        * (sum(map(prod, _block_parameters(shape, lora).values())) + 2 * shape.width * length)
+        * (sum(map(prod, _block_parameters(shape, lora).values())) + 2 * shape.query_width * shape.seen(length))
         if recompute == "full"
         else 0.0,
         tied={"head.weight": "embedding.weight"} if shape.tied else {},
@@ -213,7 +219,18 @@ def flops_per_token(shape: GPTShape, length: int, lora: int | None = None, block
     trained = multiplied
     if lora:
         trained = layers * sum(prod(s) for name, s in block.items() if name.endswith((".down", ".up")))
-    return 4 * multiplied + 2 * trained + 12 * layers * shape.width * length
+    return 4 * multiplied + 2 * trained + 12 * layers * shape.query_width * shape.seen(length)
+
+
+def _weight(shape: GPTShape, name: str, outs: int, ins: int, bias: str = "") -> dict[str, tuple]:
+    """Of a product, with its bias where the shape has one: of the kind ``bias``, or of that name."""
+    found = {f"{name}.weight": (outs, ins)}
+    return found | {f"{name}.bias": (outs,)} if (bias or name) in shape.biases else found
+
+
+def _norm_parameters(shape: GPTShape, name: str, width: int | None = None) -> dict[str, tuple]:
+    found = {f"{name}.weight": (width or shape.width,)}
+    return found | {f"{name}.bias": (width or shape.width,)} if shape.norm == "layer" else found
 
 
 def _block_parameters(shape: GPTShape, lora: int | None, tensor: int = 1) -> dict[str, tuple]:
@@ -221,53 +238,78 @@ def _block_parameters(shape: GPTShape, lora: int | None, tensor: int = 1) -> dic
     width, hidden = shape.width, shape.hidden // tensor
 
     def projection(name, outs):
-        weight = {f"{name}.weight": (outs, width)}
+        found = _weight(shape, name, outs, width, "query")
         if lora and name in ("query", "value"):
-            weight |= {f"{name}.down": (lora, width), f"{name}.up": (outs, lora)}
-        return weight
+            found |= {f"{name}.down": (lora, width), f"{name}.up": (outs, lora)}
+        if shape.normed_heads and name != "value":
+            found |= {f"{name}_norm.weight": (shape.in_head,)}
+        return found
+
+    def norm(name, present=True):
+        return _norm_parameters(shape, name) if present else {}
 
     return {
-        "attention_norm.weight": (width,),
-        **projection("query", width // tensor),
+        **norm("attention_norm"),
+        **projection("query", shape.query_width // tensor),
         **projection("key", shape.kv_width // tensor),
         **projection("value", shape.kv_width // tensor),
-        "output.weight": (width, width // tensor),
-        "feed_forward_norm.weight": (width,),
-        "gate.weight": (hidden, width),
-        "up.weight": (hidden, width),
-        "down.weight": (width, hidden),
+        **_weight(shape, "output", width, shape.query_width // tensor),
+        **norm("after_attention_norm", shape.norms == 4),
+        **norm("feed_forward_norm", shape.norms > 1),
+        **(_weight(shape, "gate", hidden, width, "feed_forward") if shape.gated else {}),
+        **_weight(shape, "up", hidden, width, "feed_forward"),
+        **_weight(shape, "down", width, hidden, "feed_forward"),
+        **norm("after_feed_forward_norm", shape.norms == 4),
     }
 
 
-def _block(tape: Tape, x: SizedTensor, p: dict, heads: Heads, tensor: int) -> SizedTensor:
-    """models.py's Block, Attention and FeedForward."""
+def _block(tape: Tape, x: SizedTensor, p: dict, heads: Heads, tensor: int, shape: GPTShape) -> SizedTensor:
+    """models.py's Block, Attention and FeedForward, and what other models do in their places."""
 
-    def shared(layer, x, norm):
+    def shared(layer, x, name):
         """Of a norm's result each rank has some tokens, the layer needs them all, and its results are added up."""
-        x = tensor_parallel.gather(tape, tape.rms_norm(x, p[norm]), tensor, heads.batch)
-        return tensor_parallel.scatter(tape, layer(tape, x, p, heads), tensor, heads.batch)
+        x = tensor_parallel.gather(tape, _norm(tape, x, p, f"{name}_norm"), tensor, heads.batch)
+        x = tensor_parallel.scatter(tape, layer(tape, x, p, heads, shape), tensor, heads.batch)
+        return _norm(tape, x, p, f"after_{name}_norm") if shape.norms == 4 else x
 
-    x = tape.add(x, shared(_attention, x, "attention_norm.weight"), "after attention")
-    return tape.add(x, shared(_feed_forward, x, "feed_forward_norm.weight"), "block's result")
+    if shape.norms == 1:  # both parts take the same
+        normal = _norm(tape, x, p, "attention_norm")
+        both = [layer(tape, normal, p, heads, shape) for layer in (_attention, _feed_forward)]
+        return tape.add(x, tape.add(*both, "both parts"), "block's result")
+    x = tape.add(x, shared(_attention, x, "attention"), "after attention")
+    return tape.add(x, shared(_feed_forward, x, "feed_forward"), "block's result")
 
 
-def _attention(tape, x, p, heads):
+def _norm(tape, x, p, name):
+    weight, bias = p[f"{name}.weight"], p.get(f"{name}.bias")
+    return tape.layer_norm(x, weight, bias) if bias else tape.rms_norm(x, weight)
+
+
+def _attention(tape, x, p, heads, shape):
     projected = (_projection(tape, x, p, name) for name in ("query", "key", "value"))
     query, key, value = (tape.split_heads(projection, heads) for projection in projected)
-    rotated_query, rotated_key = tape.rotate(query, "query"), tape.rotate(key, "key")
-    del query, key
-    mixed = tape.attention(rotated_query, rotated_key, value, heads)
-    return tape.linear(tape.join_heads(mixed, heads), p["output.weight"])
+    if shape.normed_heads:
+        query, key = tape.rms_norm(query, p["query_norm.weight"]), tape.rms_norm(key, p["key_norm.weight"])
+    if shape.positions:
+        mixed = tape.attention(query, key, value, heads)
+    else:
+        rotated_query, rotated_key = tape.rotate(query, "query"), tape.rotate(key, "key")
+        del query, key
+        mixed = tape.attention(rotated_query, rotated_key, value, heads)
+    return tape.linear(tape.join_heads(mixed, heads), p["output.weight"], p.get("output.bias"))
 
 
 def _projection(tape, x, p, name):
-    out = tape.linear(x, p[f"{name}.weight"])
+    out = tape.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
     if f"{name}.down" not in p:
         return out
     return tape.add(out, tape.linear(tape.linear(x, p[f"{name}.down"]), p[f"{name}.up"]), f"{name}, adapted")
 
 
-def _feed_forward(tape, x, p, _):
-    return tape.linear(
-        tape.multiply(tape.silu(tape.linear(x, p["gate.weight"])), tape.linear(x, p["up.weight"])), p["down.weight"]
-    )
+def _feed_forward(tape, x, p, _, shape):
+    def product(x, name):
+        return tape.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
+
+    if shape.gated:
+        return product(tape.multiply(tape.silu(product(x, "gate")), product(x, "up")), "down")
+    return product(tape.silu(product(x, "up"), "gelu"), "down")

@@ -67,6 +67,13 @@ class Tape(Autograd):
         self.use(weight)
         return self.record(out, lambda _: [(weight, self.gradient_of(weight))], self.save(tokens))
 
+    def rows(self, x: SizedTensor, table: SizedParameter, count: int) -> SizedTensor:
+        """The first ``count`` rows of a table (rows, width), to be added to x: learned positions. Keeps their numbers."""
+        self.use(table)
+        numbers = self.given("numbers of positions", count, INT64)
+        out = self.make("positions", count * table.shape[1], x.itemsize)
+        return self.record(out, lambda _: [(table, self.gradient_of(table))], self.save(numbers))
+
     def cast(self, parameter: SizedParameter | None) -> SizedParameter | Cast | None:
         """A parameter as an operator gets it that autocast gives a narrower format; itself without autocast."""
         if parameter is None or not self.autocast:
@@ -155,10 +162,17 @@ class Tape(Autograd):
         out = self.like(x, name)
         return self.record(out, run, saved) if nodes else out
 
-    def silu(self, x: SizedTensor) -> SizedTensor:
-        """Elementwise. Keeps its input."""
+    def silu(self, x: SizedTensor, name: str = "silu") -> SizedTensor:
+        """Elementwise, as are GELU and others of its kind. Keeps its input."""
         saved = self.save(x) if x.node else []
-        return self.passing_on(x, self.like(x, "silu"), "gradient of silu", saved)
+        return self.passing_on(x, self.like(x, name), f"gradient of {name}", saved)
+
+    def softcap(self, x: SizedTensor) -> SizedTensor:
+        """c · tanh(x / c), elementwise. Keeps the tanh."""
+        out = self.divide(x, "logits / cap")
+        squashed = self.like(out, "tanh of logits")
+        squashed = self.passing_on(out, squashed, "gradient of tanh's input", self.save(squashed))
+        return self.divide(squashed, "logits, capped")
 
     def relu(self, x: SizedTensor, name: str = "relu") -> SizedTensor:
         """Elementwise. Keeps its result, which the next operator often keeps too."""
@@ -212,6 +226,13 @@ class Tape(Autograd):
         rows = self.make("norm: 1/rms", x.numel // weight.numel, max(FP32, x.itemsize))
         out = self.like(x, "norm")
         return self._weighed(x, out, weight, None, self.save(x, rows) if x.node or weight.trained else [])
+
+    def layer_norm(self, x: SizedTensor, weight: SizedParameter, bias: SizedParameter) -> SizedTensor:
+        """x (…, width), weight and bias (width,) → as x; under autocast in fp32. Keeps x, and a mean and 1/std for each row."""
+        x = self.to(x, max(FP32, x.itemsize) if self.autocast else x.itemsize)
+        rows = self.make("norm: mean and 1/std", 2 * (x.numel // weight.numel), max(FP32, x.itemsize))
+        out = self.like(x, "norm")
+        return self._weighed(x, out, weight, bias, self.save(x, rows) if x.node or weight.trained else [])
 
     def _normalized(self, x: SizedTensor, rows: int) -> SizedTensor:
         """On the CPU a norm is several operators, in fp32 at least: the square, its mean, 1/root, the product."""

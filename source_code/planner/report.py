@@ -1,11 +1,14 @@
 """What a plan says, as pages for people. asked: the options of plan.py; found: what it has worked out, as for JSON."""
 
+from planner import gpus
+from planner.gpus import GIB
 from planner.predict import Plan, total
 
-GIB = 2**30
 KERNELS = {"cuda": "a GPU's kernels", "cpu": "the CPU's kernels"}
-COMPARED = """(a GPU's kernels: compared with PyTorch's own code on tensors without memory, not yet with a GPU. Not in it, since only
-a GPU can show it: workspaces of cuDNN and cuBLAS, NCCL's buffers, streams, what the allocator rounds up and reserves)"""
+# Said first: who plans a run that has one of these must know that it is not in the figures.
+NOT_MODELLED = "not modelled: context parallelism, experts, fp8, offloaded activations"
+COMPARED = """(a GPU's kernels: compared with PyTorch's own code on tensors without memory, not yet with a GPU. What only a GPU can show
+is in the answer as a factor: workspaces of cuDNN and cuBLAS, streams, what the allocator rounds up and reserves)"""
 SMALL = 1e-3  # terms below this share of the peak are explained together
 
 
@@ -13,16 +16,28 @@ def gib(size: float) -> str:
     return f"{size / GIB:,.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.2f} MiB"
 
 
+def title(asked) -> str:
+    """One line: the model and how it is trained."""
+    how = f"{asked.stages} stages ({asked.schedule})" if asked.stages > 1 else asked.strategy
+    mesh = f" (--mesh {asked.mesh})" if asked.mesh and asked.stages == 1 else ""
+    ranks, batch, seq = (
+        "?" if asked.find == name else f"{getattr(asked, name):,}" for name in ("ranks", "batch", "seq")
+    )
+    return (
+        f"{asked.named}, {how} on {ranks} ranks{mesh}, {batch} × {seq} tokens each, "
+        f"{asked.precision}, recompute {asked.recompute}, {asked.optimizer}"
+    )
+
+
 def as_text(asked, found: dict) -> str:
     """A page for people."""
     where = found["where"] + (f", on rank {found['rank']}, which needs most" if found["rank"] else "")
-    how = f"{asked.stages} stages ({asked.schedule})" if asked.stages > 1 else asked.strategy
     stages = [f"peaks of the stages  {', '.join(map(gib, found['stages']))}"] if asked.stages > 1 else []
     lines = [
-        (
-            f"{asked.model}: {found['parameters']:,} parameters, {how} on {asked.ranks} ranks, "
-            f"{asked.precision}, recompute {asked.recompute}, {asked.optimizer}; {KERNELS[asked.device]}"
-        ),
+        f"{title(asked)}; {KERNELS[asked.device]}",
+        f"{found['parameters']:,} parameters; {NOT_MODELLED}",
+        "",
+        verdict(asked, found["memory"]),
         "",
         *stages,
         f"peak of a rank      {gib(found['peak']):>14}   at: {where}",
@@ -36,28 +51,57 @@ def as_text(asked, found: dict) -> str:
         sizes = [f"{size / 1e6:,.1f} MB" for size in (c["bytes"], c["count"] * c["rank"], c["count"] * c["node"])]
         along = "   along tensor" if c["dimension"] == "tensor" else ""
         lines.append(f"  {c['count']:4} × {c['kind']:16}{sizes[0]:>17}{sizes[1]:>15}{sizes[2]:>23}{along}")
-    times = found["seconds"]
-    waiting = f", the pipeline's bubble {times['bubble']:.3g} s" if times["bubble"] else ""
-    lines += [
-        "",
-        (
-            f"compute {times['compute']:.3g} s at {asked.efficiency:.0%} of {asked.flops / 1e12:g} TFLOP/s, "
-            f"communication {times['communication']:.3g} s{waiting}"
-        ),
-        f"a step takes {times['in turn']:.3g} s one after the other, {times['overlapped']:.3g} s overlapped",
-        f"{found['samples_per_second']:,.0f} tokens a second at best, all ranks together",
-        "",
-        verdict(asked, found["room"]),
-    ]
+    lines += ["", *time_lines(asked, found)]
     if asked.device == "cuda":
-        lines.append(COMPARED)
+        lines += ["", COMPARED]
     return "\n".join(lines)
 
 
-def verdict(asked, room: float) -> str:
-    if room >= 0:
-        return f"fits in {asked.gpu_memory:g} GiB, with {gib(room)} to spare"
-    return f"does not fit in {asked.gpu_memory:g} GiB: {gib(-room)} too much"
+def time_lines(asked, found: dict) -> list[str]:
+    """A step's time, throughput, and what a training costs."""
+    times, shares = found["seconds"], found["flops_utilisation"]
+    waiting = f", the pipeline's bubble {times['bubble']:.3g} s" if times["bubble"] else ""
+    lines = [
+        (
+            f"compute {times['compute']:.3g} s at {asked.efficiency:.0%} of {asked.peak_flops / 1e12:g} TFLOP/s, "
+            f"communication {times['communication']:.3g} s{waiting}"
+        ),
+        f"a step takes {times['overlapped']:.3g} s overlapped, {times['in turn']:.3g} s one after the other",
+        f"{throughput(found)} tokens a second, all ranks together",
+        f"overlapped, {shares['model']:.0%} of all ranks' peak goes into the model, {shares['hardware']:.0%} with what is recomputed",
+    ]
+    if booked := found["booking"]:
+        lines.append(f"{asked.tokens:,.0f} tokens are {booked['steps']:,.0f} steps of {found['tokens_of_a_step']:,}:")
+        costs = [("hours", booked["hours"]), ("GPU-hours", booked["gpu_hours"]), ("money", booked["money"])]
+        lines.append("  " + ", ".join(f"{between(*range_)} {name}" for name, range_ in costs if range_))
+    return lines
+
+
+def between(low: float, high: float) -> str:
+    """A range, as one number where both are the same in three digits."""
+    shown = [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in (low, high)]
+    return shown[0] if shown[0] == shown[1] else " to ".join(shown)
+
+
+def throughput(found: dict) -> str:
+    return between(found["samples_per_second_at_least"], found["samples_per_second"])
+
+
+def verdict(asked, memory: dict) -> str:
+    """The answer, and what it rests on."""
+    answer = memory["answer"]
+    room = asked.memory - memory["needs" if answer == "fits" else "least"]
+    rest = {
+        "fits": f"{room:,.2f} GiB to spare",
+        "tight": f"only if the allocator reserves nothing beyond the plan: it may lack {memory['needs'] - asked.memory:,.2f} GiB",
+        "does not fit": f"{-room:,.2f} GiB too much",
+    }[answer]
+    which = f" of {asked.gpu}" if asked.gpu_memory is None else ""
+    return (
+        f"{answer} in {asked.memory:g} GiB{which}: {rest}\n"
+        f"  {memory['least']:,.2f} GiB planned, of which {memory['outside']:g} are context and NCCL; {memory['needs']:,.2f} with what "
+        f"the allocator reserves (× {memory['reserve']:.3g}; {memory['source']})"
+    )
 
 
 def explained(plan: Plan) -> str:
@@ -76,17 +120,55 @@ def explained(plan: Plan) -> str:
 def sweep_text(asked, rows: list[dict]) -> str:
     lines = [
         (
-            f"{asked.model} on {asked.ranks} ranks, {asked.gpu_memory:g} GiB each, {asked.precision}; "
-            f"predicted, at {asked.efficiency:.0%} of {asked.flops / 1e12:g} TFLOP/s"
+            f"{asked.named} on {asked.ranks} ranks, {asked.memory:g} GiB each, {asked.batch} × {asked.seq:,} tokens, {asked.precision}; "
+            f"predicted, at {asked.efficiency:.0%} of {asked.peak_flops / 1e12:g} TFLOP/s"
         ),
+        f"{NOT_MODELLED}; equal places: less than 2 % apart",
         "",
-        f"{'strategy':30}{'recompute':11}{'peak':>18}{'tokens/s':>11}",
+        f"{'':4}{'strategy':30}{'recompute':11}{'planned':>13}{'reserved':>13}  {'tokens/s':18}",
     ]
     for row in rows:
-        fits = "" if row["room"] >= 0 else "does not fit"
-        numbers = f"{gib(row['peak']):>18}{row['samples_per_second']:>11,.0f}"
-        lines.append(f"{row['strategy']:30}{row['recompute']:11}{numbers}   {fits}".rstrip())
+        place = f"{row['place'] or '':>2}  "
+        lines.append(f"{place}{row['strategy']:30}{row['recompute']:11}{short(asked, row)}")
     return "\n".join(lines)
+
+
+def short(asked, row: dict) -> str:
+    """The columns that each row of a table ends with: planned, reserved, tokens a second, and what it lacks."""
+    sizes = f"{row['least']:>9,.2f} GiB{row['needs']:>9,.2f} GiB  {throughput(row):18}"
+    lacks = f", lacks {row['least'] - asked.memory:,.2f} GiB" if row["answer"] == "does not fit" else ""
+    return f"{sizes}{row['answer']}{lacks}"
+
+
+def find_text(asked, found: dict) -> str:
+    """One line with the answer, its reason, and its neighbours."""
+    what, number = found["what"], found["found"]
+    tokens = {"ranks": "", "batch": " sequences a rank", "seq": " tokens a sequence"}[what]
+    if number is None:
+        head = f"no number of --{what} fits in {asked.memory:g} GiB"
+        head += f"; {found['tight']:,}{tokens} would be tight" if found["tight"] else ""
+    else:
+        head = f"{'the least' if what == 'ranks' else 'the most'} --{what} that fits in {asked.memory:g} GiB: {number:,}{tokens}"
+        if found["tight"] != number:
+            head += f"; {found['tight']:,} would be tight"
+    lines = [head, reason(asked, found), f"{title(asked)}", NOT_MODELLED, ""]
+    lines.append(f"{'--' + what:>12}{'planned':>13}{'reserved':>13}  {'tokens/s':18}")
+    for row in found["rows"]:
+        lines.append(f"{row[what]:>12,}{short(asked, row)}")
+    return "\n".join(lines)
+
+
+def reason(asked, found: dict) -> str:
+    """Why there, in a sentence."""
+    what, rows = found["what"], {row[found["what"]]: row for row in found["rows"]}
+    number = found["found"]
+    beyond = rows.get((number or 0) + (-1 if what == "ranks" else 1))
+    if number is None:
+        row = next(iter(rows.values()))
+        return f"({row[what]:,} needs {row['needs']:,.2f} GiB with what the allocator reserves: recompute, shorten, or shard more)"
+    if beyond is None:
+        return "(the search ends there)"
+    return f"({beyond[what]:,} needs {beyond['needs']:,.2f} GiB with what the allocator reserves, of {asked.memory:g})"
 
 
 def own_text(asked, plan: Plan, found: dict) -> str:
@@ -103,6 +185,6 @@ def own_text(asked, plan: Plan, found: dict) -> str:
         "predicted collectives of a step:",
         *(f"  {c['count']:4} × {c['kind']:16}{c['bytes'] / 1e6:>12,.1f} MB" for c in plan.traffic()),
         "",
-        verdict(asked, asked.gpu_memory * GIB - found["simulated"]),
+        verdict(asked, gpus.verdict(found["simulated"], asked.memory, asked.gpu, asked.ranks)),
     ]
     return "\n".join(lines)

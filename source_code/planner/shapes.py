@@ -7,11 +7,13 @@ from planner import UserError
 
 @dataclass(frozen=True)
 class GPTShape:
-    """The sizes of a GPT.
+    """The sizes of a GPT, and in what its blocks differ from those of Llama.
 
     Queries have ``heads`` heads, keys and values ``kv_heads``: fewer is grouped-query attention, in which several
     heads of queries share one of keys and values. ``hidden`` is the width inside the feed-forward part. ``tied``:
     the embedding's weight is the head's too. UserError where the sizes do not go together.
+
+    The rest is for the models of others (planner/huggingface.py): the course's labs have it as it is by default.
     """
 
     layers: int
@@ -21,12 +23,22 @@ class GPTShape:
     hidden: int
     vocabulary: int = 256  # bytes
     tied: bool = False
+    head_width: int | None = None  # numbers of a head, where not width / heads
+    biases: frozenset = frozenset()  # of "query" (key and value too), "output", "feed_forward", "head"
+    normed_heads: bool = False  # queries and keys are normed, head by head
+    gated: bool = True  # the feed-forward part has a gate
+    norm: str = "rms"  # or "layer", which has a bias
+    norms: int = 2  # a block: 1 for both its parts side by side, 4 for one before and one after each
+    positions: int = 0  # learned positions; 0: they are turned (rotary)
+    window: int | None = None  # tokens that a token sees, in ``windowed`` of the layers
+    windowed: float = 1.0
+    softcap: bool = False  # logits are squashed by a tanh
 
     def __post_init__(self):
-        if self.width % self.heads:
+        if self.head_width is None and self.width % self.heads:
             raise UserError(f"a width of {self.width} cannot be shared evenly by {self.heads} heads")
-        if self.width // self.heads % 2:
-            raise UserError(f"a head of {self.width // self.heads} numbers is odd: rotary positions turn pairs of them")
+        if self.in_head % 2:
+            raise UserError(f"a head of {self.in_head} numbers is odd: rotary positions turn pairs of them")
         if self.heads % self.kv_heads:
             raise UserError(f"{self.heads} heads of queries cannot share {self.kv_heads} of keys and values evenly")
 
@@ -44,8 +56,24 @@ class GPTShape:
                 )
 
     @property
+    def in_head(self) -> int:
+        """Numbers of a head."""
+        return self.head_width or self.width // self.heads
+
+    @property
+    def query_width(self) -> int:
+        """Numbers of all heads of queries: the width, unless a head has a width of its own."""
+        return self.in_head * self.heads
+
+    @property
     def kv_width(self) -> int:
-        return self.width // self.heads * self.kv_heads
+        return self.in_head * self.kv_heads
+
+    def seen(self, length: int) -> float:
+        """How many tokens of ``length`` each token is compared with, masked ones included, on average over the layers."""
+        if not self.window or self.window >= length:
+            return length
+        return self.windowed * self.window + (1 - self.windowed) * length
 
 
 # The course's sizes, and those published for Llama 3 (arXiv:2407.21783, table 3) with its vocabulary.

@@ -104,7 +104,8 @@ class Autograd:
 
     def __init__(self):
         self.live, self.total = Counter(), 0
-        self.place, self.moments = "start", {}
+        self.place, self._moments = "start", {}
+        self.highest, self.rising = 0, False  # of this place; whether the highest moment is now, and not yet kept
         self.each = {}  # term → (numbers, bytes a number) of one tensor of that name
         self.nodes = []
         self.made_as = "activations"  # the category of new tensors: "temporary" inside backward
@@ -115,20 +116,32 @@ class Autograd:
 
     # What is alive
 
+    @property
+    def moments(self) -> dict:
+        if self.rising:
+            self._keep_moment()
+        return self._moments
+
     def change(self, term: tuple[str, str], size: int):
+        if size < 0 and self.rising:
+            self._keep_moment()
         self.live[term] += size
         self.total += size
-        if size > 0 and self.total >= self.moments.get(self.place, (0,))[0]:
-            self._keep_moment()
+        if size > 0 and self.total >= self.highest:
+            self.highest, self.rising = self.total, True
 
     def _keep_moment(self):
-        self.moments[self.place] = (self.total, {term: size for term, size in self.live.items() if size})
+        """Of the highest moments, which come one after the other, only the last is written down."""
+        self.rising = False
+        self._moments[self.place] = (self.total, {term: size for term, size in self.live.items() if size})
 
     def go_to(self, place: str):
         """Name what is computed from here on. The moment at which it begins is one of its moments."""
-        self.place = place
-        if self.total >= self.moments.get(place, (0,))[0]:
+        if self.rising:
             self._keep_moment()
+        self.place, self.highest = place, self._moments.get(place, (0,))[0]
+        if self.total >= self.highest:
+            self.highest, self.rising = self.total, True
 
     def hold(self, category: str, name: str, size: int, itemsize: int = 1) -> Storage:
         self.each.setdefault((category, name), (size // itemsize, itemsize))

@@ -1,0 +1,250 @@
+"""What plan.py works out: a plan from its options, what it needs and costs, a sweep over strategies, the least that fits.
+
+options: plan.py's ``Options``. Imports no torch.
+"""
+
+import dataclasses
+import re
+from functools import cache
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+
+from planner import UserError, cost, gpus, networks, pipeline, predict, search
+from planner.mesh import arrange
+
+STRATEGIES = ("single", "ddp", "zero1", *(f"deepspeed-{stage}" for stage in range(4)), "fsdp1", "fsdp2")
+SLOWEST, FASTEST = 1e-6, 1e6  # GB/s of a link
+ORDER = ("fits", "tight", "does not fit")
+TIE = 0.02  # throughputs that differ by less are the same: no prediction here is better than that
+LAST = {"ranks": 65_536, "batch": 65_536, "seq": 2**24}  # where a search ends
+
+
+def plan_of(options, network: networks.Blueprint | None = None) -> predict.Plan:
+    """Of the rank, or the stage, that needs most; network: one's own, else the course's.
+
+    UserError where the options do not go together.
+    """
+    if options.stages > 1:
+        return max(stage_plans(options), key=lambda plan: predict.total(plan.peak()[1]))
+    mesh = arrange(options.ranks, options.mesh, options.reshard_after_forward)
+    if mesh.tensor > 1 and options.simulate:
+        raise UserError("products split among ranks are not simulated: leave --simulate out, or take rank_zero.py")
+    shape = options.shape
+    plan = predict.Plan(
+        network or networks.gpt(shape, options.batch, options.seq, options.recompute, tensor=mesh.tensor),
+        options.strategy,
+        options.ranks,
+        mesh.replicate,
+        options.reshard_after_forward,
+        options.precision,
+        options.optimizer,
+        options.accumulate,
+        on_gpu=options.device == "cuda",
+        torch=installed_torch(),
+    )
+    return plan.of_fullest_rank()
+
+
+def stage_plans(options) -> list[predict.Plan]:
+    """The plan of each stage of a pipeline."""
+    mesh, shape = arrange(options.ranks, options.mesh), options.shape
+    pipeline.check(mesh, shape, options.schedule, options.accumulate)
+    return [
+        predict.of_stage(
+            shape,
+            options.batch,
+            options.seq,
+            options.recompute,
+            pipeline.Stage(mesh.pipeline, stage, options.schedule),
+            precision=options.precision,
+            optimizer=options.optimizer,
+            micro_batches=options.accumulate,
+            on_gpu=options.device == "cuda",
+            torch=installed_torch(),
+        )
+        for stage in range(mesh.pipeline)
+    ]
+
+
+@cache
+def installed_torch() -> tuple[int, int]:
+    """The version of PyTorch here, which is not imported; where there is none, that which the planner assumes."""
+    found = find_spec("torch")
+    try:
+        text = Path(found.origin).with_name("version.py").read_text()
+        return tuple(map(int, re.search(r"__version__ = '(\d+)\.(\d+)", text).groups()))
+    except (AttributeError, TypeError, OSError):
+        return predict.Plan.torch
+
+
+def link_of(text: str, known: dict, latency: float, name: str) -> cost.Link:
+    if text in known:
+        return known[text]
+    try:
+        bandwidth = float(text)
+    except ValueError:
+        bandwidth = 0.0
+    if not SLOWEST <= bandwidth <= FASTEST:
+        raise UserError(
+            f"{name} is {', '.join(known)}, or a number of GB/s between {SLOWEST:g} and {FASTEST:g}, not {text!r}"
+        )
+    return cost.Link(bandwidth * 1e9, latency, f"{name} {text} GB/s")
+
+
+def describe(options, plan: predict.Plan) -> dict:
+    """All that is predicted of a plan, ready for JSON: bytes, and seconds."""
+    where, terms = plan.peak()
+    peak = predict.total(terms)
+    plans = stages_of(options, plan)
+    times, throughput = pace(options, plan)
+    return {
+        "parameters": sum(one.blueprint.numel for one in plans),
+        "stages": [predict.total(one.peak()[1]) for one in plans],
+        "persistent": {name: size for (_, name), size in plan.persistent().items()},
+        "peak": peak,
+        "where": where,
+        "rank": plan.rank,
+        "by_category": predict.by_category(terms),
+        "first_step_peak": predict.total(plan.peak(first=True)[1]),
+        "traffic": [c | cost.ring_bytes(c, plan, options.node_size) for c in plan.traffic()],
+        "seconds": times,
+        "tokens_of_a_step": tokens_of_a_step(options, plan),
+        **throughput,
+        "flops_utilisation": utilisation(options, plans, throughput["samples_per_second"]),
+        "memory": gpus.verdict(peak, options.memory, options.gpu, options.ranks),
+        "booking": booking(options, tokens_of_a_step(options, plan), times) if options.tokens else None,
+    }
+
+
+def stages_of(options, plan: predict.Plan) -> list[predict.Plan]:
+    """The plans of all stages; without a pipeline there is one."""
+    return stage_plans(options) if options.stages > 1 else [plan]
+
+
+def tokens_of_a_step(options, plan: predict.Plan) -> int:
+    """Of all ranks together."""
+    return plan.blueprint.samples * plan.micro_batches * (plan.ranks // options.stages // plan.tensor)
+
+
+def pace(options, plan: predict.Plan) -> tuple[dict, dict]:
+    """(``cost.step_time`` of the slowest stage, tokens a second at best and at least: see ``in_short``)"""
+    links = (
+        link_of(options.link or options.booked.link, cost.LINKS, cost.LINKS["nvlink"].latency, "--link"),
+        link_of(options.network, cost.NETWORKS, cost.NETWORKS["infiniband"].latency, "--network"),
+    )
+    times = max(  # the slowest stage sets the pace of all
+        (
+            cost.step_time(one, options.node_size, *links, options.peak_flops * options.efficiency)
+            for one in stages_of(options, plan)
+        ),
+        key=lambda times: times["overlapped"],
+    )
+    tokens = tokens_of_a_step(options, plan)
+    names = {"samples_per_second": "overlapped", "samples_per_second_at_least": "in turn"}
+    return times, {ours: tokens / times[name] for ours, name in names.items()}
+
+
+def utilisation(options, plans: list[predict.Plan], samples_per_second: float) -> dict:
+    """{"model", "hardware"}: of all ranks' peak operations the share that goes into the model, and into all they compute."""
+    of_a_sample = {
+        "model": sum(plan.blueprint.flops for plan in plans),
+        "hardware": sum(plan.blueprint.flops + plan.blueprint.recomputed_flops for plan in plans),
+    }
+    return {name: n * samples_per_second / (options.ranks * options.peak_flops) for name, n in of_a_sample.items()}
+
+
+def booking(options, samples: int, times: dict) -> dict:
+    """What training on --tokens takes: {"steps", "hours": [least, most], "gpu_hours": …, "money": …, None without --price}."""
+    steps = options.tokens / samples
+    hours = [steps * times[name] / 3600 for name in ("overlapped", "in turn")]
+    gpu_hours = [options.ranks * each for each in hours]
+    money = None if options.price is None else [options.price * each for each in gpu_hours]
+    return {"steps": steps, "hours": hours, "gpu_hours": gpu_hours, "money": money}
+
+
+def sweep(options) -> list[dict]:
+    """Every strategy with every kind of recomputation: what fits by throughput, the others by what they lack.
+
+    "place": of those that fit; rows whose throughputs differ by less than ``TIE`` share one.
+    """
+    rows = []
+    for (name, changes), recompute in product(variants(options), ("none", "selective", "full")):
+        tried = dataclasses.replace(options, recompute=recompute, **changes)
+        rows.append({"strategy": name, "recompute": recompute} | in_short(tried))
+    rows.sort(key=_first_what_fits)
+    best, place = None, 0
+    for number, row in enumerate(rows, 1):
+        if best is None or row["samples_per_second"] < (1 - TIE) * best:
+            best, place = row["samples_per_second"], number
+        row["place"] = place if row["answer"] != "does not fit" else None
+    return rows
+
+
+def _first_what_fits(row: dict) -> tuple:
+    lacking = row["least"] if row["answer"] == "does not fit" else 0
+    return ORDER.index(row["answer"]), lacking, -row["samples_per_second"]
+
+
+def in_short(options) -> dict:
+    """A row of a table: {"peak": bytes, "answer", "needs", "least": GiB, "samples_per_second", "…_at_least"}."""
+    plan = plan_of(options)
+    peak = predict.total(plan.peak()[1])
+    memory = gpus.verdict(peak, options.memory, options.gpu, options.ranks)
+    return {"peak": peak} | pace(options, plan)[1] | {name: memory[name] for name in ("answer", "needs", "least")}
+
+
+def variants(options) -> list[tuple[str, dict]]:
+    """(what it is called, the options that make it) of every strategy for so many ranks."""
+    if options.ranks == 1:
+        return [("one process", {"strategy": "single"})]
+    plain = {"mesh": None, "reshard_after_forward": "true"}
+    found = [(name, plain | {"strategy": name}) for name in STRATEGIES if name != "single"]
+    found += [
+        (f"{name}, parameters kept", plain | {"strategy": name, "reshard_after_forward": "false"})
+        for name in ("fsdp1", "fsdp2")
+    ]
+    size = options.node_size
+    if options.ranks > size and options.ranks % size == 0:
+        fsdp2 = plain | {"strategy": "fsdp2"}
+        for replicas in sorted(
+            {options.ranks // size, 2} if options.ranks % (2 * size) == 0 else {options.ranks // size}
+        ):
+            mesh = f"{replicas}x{options.ranks // replicas}"
+            found.append((f"fsdp2, HSDP {mesh}", fsdp2 | {"mesh": mesh}))
+        found.append((f"fsdp2, one part in {size} kept", fsdp2 | {"reshard_after_forward": str(size)}))
+    return found
+
+
+def find(options) -> dict:
+    """The least --ranks, or the most --batch or --seq, that fits; the others of the three are as the options say.
+
+    {"what", "found": number or None, "tight": the same if tight will do, "rows": of its neighbours}.
+    """
+    what, last = options.find, LAST[options.find]
+    if what == "seq":
+        last = min(last, options.longest)
+
+    @cache
+    def memory(number: int) -> dict:
+        tried = dataclasses.replace(options, **{what: number})
+        return gpus.verdict(predict.total(plan_of(tried).peak()[1]), options.memory, options.gpu, tried.ranks)
+
+    extreme = search.least if what == "ranks" else search.most
+    found, tight = (
+        extreme(lambda number, kind=kind: memory(number)[kind], options.memory, last) for kind in ("needs", "least")
+    )
+    numbers = neighbours(what, found or tight, last, options.node_size)
+    rows = [{what: n} | in_short(dataclasses.replace(options, **{what: n})) for n in numbers]
+    return {"what": what, "found": found, "tight": tight, "rows": rows}
+
+
+def neighbours(what: str, number: int | None, last: int, node_size: int) -> list[int]:
+    """The numbers worth seeing beside the one found: of ranks, whole nodes too."""
+    if number is None:
+        return [last] if what == "ranks" else [1]
+    near = {number - 1, number, number + 1, 2 * number}
+    if what == "ranks":
+        nodes = -(-number // node_size)
+        near |= {nodes * node_size, (nodes + 1) * node_size}
+    return [n for n in sorted(near) if 1 <= n <= last]

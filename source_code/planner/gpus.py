@@ -1,0 +1,81 @@
+"""GPUs one can book: how much memory each has for a process, how fast it computes at best, and what is lost of both.
+
+memory     GiB that PyTorch finds on it ("total capacity" in its out-of-memory messages): less than the name says, as
+           the driver keeps some
+flops      operations a second, by number format, without sparsity, of NVIDIA's data sheets: bf16 with tensor cores
+           and fp32 sums; fp32 without them, as PyTorch multiplies unless it is told to use TF32; fp64 with them, where
+           there are any
+
+Imports no torch.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+GIB = 2**30
+
+# What a process holds on a GPU beside what PyTorch reserves, in GiB, read from out-of-memory messages ("memory in use",
+# less "allocated" and "reserved but unallocated"). The context, with its kernels: 0.42 to 0.49 in
+# DINGYANB/MTVCrafter#21, pytorch/torchchat#1341 and QwenLM/Qwen3-VL#2097. With NCCL's buffers, 16 ranks on V100s: 1.62
+# (rwth-i6/returnn#1469). Each further group of ranks, such as a mesh's second dimension, has buffers of its own.
+CONTEXT, NCCL = 0.5, 1.1
+
+# Reserved over planned, the lowest and the highest of torchtitan's published peaks (notebook 11 has them all): the
+# allocator keeps free what streams cannot lend each other, and rounds up.
+RESERVE = (1.17, 1.22)
+
+
+@dataclass(frozen=True)
+class GPU:
+    """One model of GPU. memory: GiB. flops: {number format: operations a second}. link: a key of ``cost.LINKS``."""
+
+    memory: float
+    flops: dict[str, float]
+    link: str = "nvlink"
+
+
+GPUS = {
+    "v100": GPU(31.7, {"fp32": 15.7e12, "fp64": 7.8e12}),
+    "a100-40": GPU(39.4, {"bf16": 312e12, "fp32": 19.5e12, "fp64": 19.5e12}),
+    "a100": GPU(79.2, {"bf16": 312e12, "fp32": 19.5e12, "fp64": 19.5e12}),
+    "h100": GPU(79.1, {"bf16": 989e12, "fp32": 67e12, "fp64": 67e12}),
+    "h200": GPU(139.7, {"bf16": 989e12, "fp32": 67e12, "fp64": 67e12}),
+    "b200": GPU(178.3, {"bf16": 2250e12, "fp32": 75e12, "fp64": 37e12}),
+    "l40s": GPU(44.4, {"bf16": 362e12, "fp32": 91.6e12}, "pcie"),
+    "l4": GPU(21.9, {"bf16": 121e12, "fp32": 30.3e12}, "pcie"),
+    "rtx4090": GPU(23.5, {"bf16": 165e12, "fp32": 82.6e12}, "pcie"),
+}
+RECORDS = Path(__file__).resolve().parents[1] / "results" / "reference"  # of gpu_hour.py, a folder for each GPU
+
+
+def outside(ranks: int) -> float:
+    """GiB on a GPU that are not PyTorch's: the context, and NCCL's buffers where there is somebody to talk to."""
+    return CONTEXT + (NCCL if ranks > 1 else 0.0)
+
+
+def reserve(gpu: str, records: Path = RECORDS) -> tuple[float, str]:
+    """(reserved over planned memory, where that is from) for a GPU model: measured by gpu_hour.py, else published."""
+    for path in sorted(records.glob("*/rows/planner.json")):
+        if gpu.split("-")[0] in path.parts[-3].lower().split("-"):
+            found = [row["measured"] for row in json.loads(path.read_text()) if row["what"] == "reserved over the plan"]
+            if found:
+                return max(found), f"measured: {path.parts[-3]}"
+    return RESERVE[1], "published: torchtitan's runs on H100, 1.17 to 1.22"
+
+
+def verdict(peak: int, memory: float, gpu: str, ranks: int) -> dict:
+    """Whether a plan's peak, bytes, fits in ``memory`` GiB, and in how much of it.
+
+    {"answer": "fits", "tight" or "does not fit", "needs": GiB with the reserve, "least": GiB without, "outside": GiB,
+    "reserve": factor, "source": of the factor}. Tight: it fits if the allocator reserves nothing beyond the plan.
+    """
+    factor, source = reserve(gpu)
+    least = peak / GIB + outside(ranks)
+    needs = peak / GIB * factor + outside(ranks)
+    answer = "fits" if needs <= memory else "tight" if least <= memory else "does not fit"
+    return {"answer": answer, "needs": needs, "least": least} | {
+        "outside": outside(ranks),
+        "reserve": factor,
+        "source": source,
+    }
