@@ -29,6 +29,8 @@ import dataclasses
 import importlib.util
 import json
 import logging
+import os
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -235,9 +237,10 @@ def answer(options: Options) -> str:
 
 
 def draw(options: Options, plan: predict.Plan):
-    """Write --plot's file. UserError: there is no matplotlib, it has no such format, or the file cannot be written."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("--plot draws with matplotlib, and this Python has none: pip install matplotlib")
+    """Write --plot's file. UserError: what draws is not installed, there is no such format, or it cannot be written."""
+    for module in ("matplotlib", "torch"):
+        if importlib.util.find_spec(module) is None:
+            raise UserError(f"--plot draws with the course's figures, and this Python has no {module}: install it")
     from labkit.teaching.plots import planner
 
     planner.save(planner.step(plan, report.title(options)), options.plot)
@@ -304,6 +307,8 @@ def main():
         print(answer(options))
     except UserError as error:
         leave(str(error))
+    except BrokenPipeError:  # whoever read has seen enough: plan.py … | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The planner's GPU column says what PyTorch's own code says, run with a GPU's operators on tensors without memory."""
 
-import importlib.metadata
 from dataclasses import asdict, replace
 from itertools import dropwhile, takewhile
 
@@ -14,7 +13,7 @@ from forked import forked
 from labkit.measuring import gpu_operators, trace
 from labkit.running import lab
 from labkit.training.models import Net
-from planner import attention, networks, predict
+from planner import answers, attention, networks, predict
 from planner.shapes import GPT_SHAPES, GPTShape
 from planner.sizes import Autograd
 from planner.step import Step
@@ -293,7 +292,12 @@ def test_a_records_prediction_leaves_out_what_its_meters_cannot_see():
 
 
 def test_plans_are_for_the_pytorch_that_is_here(monkeypatch):
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.14.1+cu130")
-    monkeypatch.setattr(lab, "version", importlib.metadata.version)
+    monkeypatch.setattr(lab, "version", lambda name: "2.14.1+cu130")
     assert lab.Lab(device="cuda").plan("gpt_fsdp.py").torch == (2, 14)
-    assert plan.plan_of(plan.Options()).torch == (2, 14)
+    here = tuple(map(int, torch.__version__.split(".")[:2]))
+    assert plan.plan_of(plan.Options()).torch == answers.installed_torch() == here
+
+
+def test_where_there_is_no_pytorch_the_newest_is_planned_for(monkeypatch):
+    monkeypatch.setattr(answers, "find_spec", lambda name: None)
+    assert answers.installed_torch.__wrapped__() == predict.Plan.torch

@@ -1,9 +1,7 @@
 """The map of the source holds: arrows fall from commands to labs to labkit to planner, and none rises."""
 
 import ast
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -85,26 +83,3 @@ def test_a_rising_arrow_is_seen(place, text, tmp_path, monkeypatch):
         (tmp_path / path.relative_to(SOURCE)).touch()
     monkeypatch.setitem(globals(), "SOURCE", tmp_path)
     assert risen(tmp_path / place)
-
-
-def bare(*words: str) -> subprocess.CompletedProcess:
-    """Run a Python that has no packages."""
-    env = {"PATH": os.environ["PATH"]}
-    return subprocess.run(
-        [sys.executable, "-S", *words], cwd=SOURCE, env=env, capture_output=True, text=True, timeout=60
-    )
-
-
-def test_planning_needs_nothing_but_python():
-    assert bare("-c", "import torch").returncode
-    planned = bare("plan.py", "--model", "tiny", "--ranks", "4")
-    assert planned.returncode == 0 and "fits in 80 GiB" in planned.stdout
-
-
-BAD = ["--ranks 0", "--model large", "--ranks many", "--link slow", "--model tiny --simulate", "--model own.py:build"]
-
-
-@pytest.mark.parametrize("words", BAD)
-def test_a_bad_option_is_one_sentence_there_too(words):
-    told = bare("plan.py", *words.split())
-    assert told.returncode == 2 and len(told.stderr.splitlines()) == 1, told.stderr

@@ -16,7 +16,7 @@ from forked import by_value
 from labkit import UserError
 from labkit.measuring import lanes, meters
 from labkit.running import cells, launch, options
-from planner import pipeline
+from planner import answers, pipeline
 from planner.mesh import Mesh
 from planner.shapes import GPT_SHAPES
 
@@ -147,7 +147,7 @@ def peaks(schedule: str, micro_batches: int) -> list[int]:
 
 def test_only_under_gpipe_the_micro_batches_pile_up(monkeypatch):
     # PyTorch 2.11 has a place for all that a step receives, whatever the schedule.
-    monkeypatch.setattr(plan_command, "installed_torch", lambda: (2, 15))
+    monkeypatch.setattr(answers, "installed_torch", lambda: (2, 15))
     assert all(more > 1.5 * less for less, more in zip(peaks("gpipe", 8), peaks("gpipe", 16), strict=True))
     few, many = peaks("1f1b", 8), peaks("1f1b", 16)
     assert all(more < 1.02 * less for less, more in zip(few[:-1], many[:-1], strict=True))

@@ -3,12 +3,13 @@
 import json
 import re
 import sys
+from itertools import pairwise
 
 import plan
 import pytest
 from commands import call, script
 from labkit.running import launch, options
-from planner import predict, report
+from planner import answers, predict, report
 
 ISSUE = "--model llama3-8b --ranks 8 --strategy fsdp2 --seq 8192 --batch 1 --precision bf16 --recompute full --gpu-memory 80"
 TINY = "--model tiny --ranks 4 --batch 2 --seq 64 --precision fp32 --recompute none --device cpu"
@@ -29,9 +30,9 @@ def found(words: str) -> dict:
 def test_the_command_answers():
     run = call(sys.executable, "plan.py", *ISSUE.split(), cwd=launch.SOURCE)
     assert run.returncode == 0 and not run.stderr
-    for words in ("8,030,261,248 parameters", "peak of a rank", "at: backward of the loss", "a second at best"):
+    for words in ("8,030,261,248 parameters", "peak of a rank", "at: backward of the loss", "tokens a second"):
         assert words in run.stdout, words
-    assert "fits in 80 GiB, with 52.95 GiB to spare" in run.stdout
+    assert "fits in 80 GiB: 45.40 GiB to spare" in run.stdout
     assert "not yet with a GPU" in run.stdout  # a GPU's kernels: no GPU has run this
 
 
@@ -50,16 +51,11 @@ def test_the_page_says_what_was_found():
     page, facts = answer(ISSUE), found(ISSUE)
     for name, size in facts["by_category"].items():
         assert re.search(rf"^  {name} +{re.escape(report.gib(size))}$", page, re.MULTILINE), name
-    assert sum(facts["by_category"].values()) == facts["peak"] == 80 * 2**30 - facts["room"]
+    assert sum(facts["by_category"].values()) == facts["peak"]
     assert sum(facts["persistent"].values()) == pytest.approx(3 * 4 * facts["parameters"] / 8, rel=1e-3)
     assert f"communication {facts['seconds']['communication']:.3g} s" in page
     for c in facts["traffic"]:
         assert f"{c['count']:4} × {c['kind']}" in page
-
-
-def test_it_says_by_how_much_it_does_not_fit():
-    room = found(f"{ISSUE} --gpu-memory 20")["room"]
-    assert f"does not fit in 20 GiB: {report.gib(-room)} too much" in answer(f"{ISSUE} --gpu-memory 20")
 
 
 @pytest.mark.parametrize("words", [ISSUE, TINY, "--model 1b --mesh 2x4"])
@@ -87,26 +83,29 @@ def test_explained_numbers_multiply_to_the_terms_size():
 
 def test_the_sweep_is_sorted_and_whole():
     rows = found("--model llama3-70b --ranks 64 --sweep")
-    fits = [row["room"] >= 0 for row in rows]
-    assert fits == sorted(fits, reverse=True) and any(fits) and not all(fits)
-    speeds = [row["samples_per_second"] for row in rows if row["room"] >= 0]
-    assert speeds == sorted(speeds, reverse=True)
+    kinds = [answers.ORDER.index(row["answer"]) for row in rows]
+    assert kinds == sorted(kinds) and {0, 2} <= set(kinds)
+    for kind in (0, 1):
+        speeds = [row["samples_per_second"] for row in rows if row["answer"] == answers.ORDER[kind]]
+        assert speeds == sorted(speeds, reverse=True)
+    lacking = [row["least"] for row in rows if row["answer"] == "does not fit"]
+    assert lacking == sorted(lacking)
     assert {row["recompute"] for row in rows} == {"none", "selective", "full"}
     names = {row["strategy"] for row in rows}
-    assert {
-        "ddp",
-        "zero1",
-        "deepspeed-0",
-        "deepspeed-2",
-        "deepspeed-3",
-        "fsdp1",
-        "fsdp2",
-        "fsdp2, HSDP 8x8",
-        "fsdp2, HSDP 2x32",
-    } <= names
+    known = {"ddp", "zero1", "fsdp1", "fsdp2", "fsdp2, HSDP 8x8", "fsdp2, HSDP 2x32"}
+    assert known | {f"deepspeed-{stage}" for stage in (0, 2, 3)} <= names
     text = answer("--model llama3-70b --ranks 64 --sweep")
-    assert len(text.splitlines()) == len(rows) + 3
-    assert text.count("does not fit") == fits.count(False)
+    assert len(text.splitlines()) == len(rows) + 4
+    assert text.count("does not fit") == len(lacking)
+
+
+def test_what_is_equally_fast_shares_a_place():
+    rows = [row for row in found("--model llama3-70b --ranks 64 --sweep") if row["place"]]
+    for one, other in pairwise(rows):
+        if one["place"] == other["place"]:
+            first = next(row for row in rows if row["place"] == one["place"])
+            assert other["samples_per_second"] >= (1 - answers.TIE) * first["samples_per_second"]
+    assert len({row["place"] for row in rows}) < len(rows)  # some do: fsdp1 and fsdp2 send and compute the same
 
 
 def test_a_row_of_the_sweep_is_that_plan():
@@ -194,11 +193,28 @@ nothing = None
 """
 
 
+LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+LLAMA |= {"num_attention_heads": 4, "vocab_size": 100}
+GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
+CONFIGS = {
+    "llama": {},
+    "gpt2": GPT2,
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 8},
+    "mamba": {"model_type": "mamba"},
+    "halved": {"num_hidden_layers": None},
+    "typed": {"hidden_size": "64"},
+    "odd": {"hidden_size": 60},
+}
+
+
 @pytest.fixture
 def own(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "torn.py").write_text("def build(:")
     (tmp_path / "text.txt").write_text("build")
+    (tmp_path / "list.json").write_text("[1, 2]")
+    for name, changes in CONFIGS.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(LLAMA | changes))
     return tmp_path
 
 
@@ -294,6 +310,30 @@ BAD = {
     "--model mnist": "--model mnist: ladder.py predicts the MNIST lab and measures it; plan.py is for transformers",
     "--strategy ddp --precision fp32 --simulate": "--strategy ddp cannot be simulated",
     "--sweep --simulate": "leave --simulate and --explain out",
+    "--gpu h1000": "argument --gpu: invalid choice: 'h1000'",
+    "--gpu l4 --precision fp64": "no peak is known of l4 in fp64: give --flops, or another --precision",
+    "--price 2": "--price needs --tokens: give both, or neither",
+    "--tokens 0": "--tokens must be at least 1",
+    "--tokens 1e9 --sweep": "--tokens is for one plan",
+    "--find seq --explain": "--find compares predictions: leave --sweep, --simulate, --explain, --plot and --tokens out",
+    "--find ranks --mesh 2x4": "--find ranks tries any number of them",
+    "--find gpus": "argument --find: invalid choice: 'gpus'",
+    "--plot {own}/plan.doc": "end its name in .png, .svg or .pdf",
+    "--plot {own}/no/plan.png": "cannot be written to",
+    "--plot plan.png --sweep": "--plot draws the plan of one rank",
+    "--config {own}/no.json": "no.json cannot be read (No such file or directory): name a model's config.json",
+    "--config {own}": "cannot be read",
+    "--config {own}/text.txt": "is not JSON",
+    "--config {own}/list.json": "has no named values",
+    "--config {own}/llama.json --model tiny": "--config and --model both name a model",
+    "--config {own}/llama.json --simulate": "--simulate runs the course's own models",
+    "--config {own}/llama.json --mesh tensor=8": "is planned for the course's models alone",
+    "--config {own}/gpt2.json": "--seq 8192 is longer than the 64 positions that this model has learned",
+    "--config {own}/mixtral.json": "is a mixture of experts (num_local_experts), which is not planned",
+    "--config {own}/mamba.json": "model_type 'mamba' is not planned: take one of llama, mistral",
+    "--config {own}/halved.json": "num_hidden_layers is missing, but must be a whole number from 1",
+    "--config {own}/typed.json": "hidden_size is '64', but must be a whole number from 1",
+    "--config {own}/odd.json": "a head of 15 numbers is odd",
     "--nothing": "unrecognized arguments: --nothing",
 }
 

@@ -3,7 +3,7 @@
 It needs only the standard library, and imports nothing of this course. From the ground up:
 
   shapes       the sizes of a model, and the course's models
-  huggingface  the sizes of other people's, from their config.json
+  huggingface   the sizes of other people's, from their config.json
   mesh         how ranks are arranged: a grid with named dimensions
   sizes        autograd on sizes: what is alive when
   attention    what attention keeps for backward, and makes, kernel by kernel

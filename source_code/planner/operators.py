@@ -23,6 +23,11 @@ class Cast(SizedTensor):
         self.name, self.shape, self.trained = parameter.name, parameter.shape, parameter.trained
 
 
+def result_of(weight) -> str:
+    """What a layer's result is called: "gate's result" of gate.weight."""
+    return f"{weight.name.removesuffix('.weight')}'s result"
+
+
 class Tape(Autograd):
     """Each operator makes its result and says what its backward needs, makes, and in which order.
 
@@ -80,7 +85,9 @@ class Tape(Autograd):
             return parameter
         if parameter not in self.casts:
             name = f"{parameter.name} in bf16"
-            out = Cast(parameter, self.make(name, parameter.numel, self.autocast).storage, self.autocast)
+            out = Cast(
+                parameter, self.make(name, parameter.numel, self.autocast, of_samples=False).storage, self.autocast
+            )
             if not parameter.trained:
                 return out
             self.use(parameter)
@@ -95,7 +102,8 @@ class Tape(Autograd):
     def _leaf(self, weight: SizedParameter | Cast) -> tuple:
         """(who receives a weight's gradient, a function that makes it)"""
         if isinstance(weight, Cast):
-            return weight.node, partial(self.make, f"gradient of {weight.name}", weight.numel, weight.itemsize)
+            name = f"gradient of {weight.name}"
+            return weight.node, partial(self.make, name, weight.numel, weight.itemsize, of_samples=False)
         self.use(weight)
         return weight, partial(self.gradient_of, weight)
 
@@ -110,7 +118,7 @@ class Tape(Autograd):
         saved = self._save_factors(x, weight)
         outs, ins = weight.shape
         rows, itemsize = x.numel // ins, x.itemsize
-        out = self.kept(lambda: [self.make(weight.name, rows * outs, itemsize)])[0]
+        out = self.kept(lambda: [self.make(result_of(weight), rows * outs, itemsize)])[0]
         return self._weighed(x, out, weight, bias, saved)
 
     def convolution(self, x: SizedTensor, weight: SizedParameter, bias: SizedParameter, places: int) -> SizedTensor:
@@ -120,7 +128,7 @@ class Tape(Autograd):
         """
         x, weight, bias = self._in_one_format(x, weight, bias)
         saved = self.save(x, *([weight] if isinstance(weight, Cast) else []))  # a Parameter is there anyway
-        return self._weighed(x, self.make(weight.name, places * weight.shape[0], x.itemsize), weight, bias, saved)
+        return self._weighed(x, self.make(result_of(weight), places * weight.shape[0], x.itemsize), weight, bias, saved)
 
     def _weighed(self, x, out, weight: SizedParameter | Cast, bias: SizedParameter | Cast | None, saved) -> SizedTensor:
         """Backward of a layer with a weight: the gradients of weight, bias and input."""

@@ -186,11 +186,11 @@ class Plan:
         largest_first = sorted(moments[where][1].items(), key=lambda item: -item[1])
         return [(term, size, self._numbers(size, *step.tape.each[term])) for term, size in largest_first]
 
-    def _numbers(self, size: int, numel: int, itemsize: int) -> str:
+    def _numbers(self, size: int, numel: int, itemsize: int, of_samples: bool) -> str:
         samples = self.blueprint.samples
         times = size // (numel * itemsize)
         many = f"{times} × " if times > 1 else ""
-        if numel > samples and numel % samples == 0:
+        if of_samples and numel > samples and numel % samples == 0:
             return f"{many}{samples:,} samples × {numel // samples:,} numbers × {itemsize} bytes"
         return f"{many}{numel:,} numbers × {itemsize} bytes" if itemsize > 1 else f"{many}{numel:,} bytes"
 

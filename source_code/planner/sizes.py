@@ -106,7 +106,7 @@ class Autograd:
         self.live, self.total = Counter(), 0
         self.place, self._moments = "start", {}
         self.highest, self.rising = 0, False  # of this place; whether the highest moment is now, and not yet kept
-        self.each = {}  # term → (numbers, bytes a number) of one tensor of that name
+        self.each = {}  # term → (numbers, bytes a number, whether it has some for each sample) of one tensor of that name
         self.nodes = []
         self.made_as = "activations"  # the category of new tensors: "temporary" inside backward
         self.gradients_as = "gradients"  # the category of parameters' gradients before they are reduced
@@ -144,12 +144,14 @@ class Autograd:
             self.highest, self.rising = self.total, True
 
     def hold(self, category: str, name: str, size: int, itemsize: int = 1) -> Storage:
-        self.each.setdefault((category, name), (size // itemsize, itemsize))
+        self.each.setdefault((category, name), (size // itemsize, itemsize, False))
         return Storage(self, category, name, size)
 
-    def make(self, name: str, numel: int, itemsize: int, category: str | None = None) -> SizedTensor:
+    def make(
+        self, name: str, numel: int, itemsize: int, category: str | None = None, of_samples: bool = True
+    ) -> SizedTensor:
         storage = Storage(self, category or self.made_as, self.module + name, numel * itemsize)
-        self.each[storage.term] = numel, itemsize
+        self.each[storage.term] = numel, itemsize, of_samples
         return SizedTensor(storage, numel, itemsize)
 
     def like(self, tensor, name: str) -> SizedTensor:
@@ -161,7 +163,7 @@ class Autograd:
 
     def gradient_of(self, parameter: SizedParameter) -> SizedTensor:
         category = self.gradients_as if parameter.uses == 1 else None  # of several parts, their sum is the gradient
-        return self.make(f"gradient of {parameter.name}", parameter.numel, parameter.itemsize, category)
+        return self.make(f"gradient of {parameter.name}", parameter.numel, parameter.itemsize, category, False)
 
     # What waits for backward
 

@@ -1,11 +1,16 @@
 """Figures of chapter 11: what is predicted, simulated and measured, side by side; errors of estimators; a published figure."""
 
+from textwrap import fill
+
 import matplotlib.pyplot as plt
 
+from labkit import UserError
 from labkit.measuring.trace import CATEGORIES
 from labkit.teaching.plots import COLOURS, headline, show
 
 GIB = 2**30
+MOST_NAMES = 30  # of places, below an axis
+LEAST = 0.01  # of the peak: smaller terms share a bar
 WAYS = ("measured", "simulated", "predicted")  # from top to bottom
 MARKS = {"measured": "solid", "simulated": "hatched", "predicted": "outlined"}
 
@@ -70,24 +75,78 @@ def ways(rows: list[tuple], title: str, under: str, unit=(2**20, "MiB"), limit=N
 def places(moments: dict, title: str, under: str):
     """The highest moment of each place of a predicted step: ``Plan.timeline()``'s dict, in order."""
     figure, axes = plt.subplots(figsize=(10, 6.4), layout="constrained")
+    handles = draw_places(axes, moments)
+    headline(figure, title, f"{under}; outlined: predicted")
+    categories_below(figure, handles)
+    show(figure)
+
+
+def draw_places(axes, moments: dict, size: int = GIB, unit: str = "GiB") -> dict:
+    """A bar for each place, stacked by category; returns the legend's handles."""
     handles = {}
+    totals = [total / size for total, _ in moments.values()]
     for x, (_, terms) in enumerate(moments.values()):
         bottom = 0
         for category in CATEGORIES:
-            height = sum(size for (kind, _), size in terms.items() if kind == category) / GIB
-            if height > 0.05:
+            height = sum(found for (kind, _), found in terms.items() if kind == category) / size
+            if height > 0.003 * max(totals):
                 bar = axes.bar(x, height, bottom=bottom, width=0.68, **look("predicted", COLOURS[category]))
                 handles.setdefault(category, bar)
                 bottom += height
-    totals = [size / GIB for size, _ in moments.values()]
     top = max(range(len(totals)), key=lambda i: totals[i])
     axes.text(top, totals[top], f"{totals[top]:.2f}", ha="center", va="bottom", fontweight="bold")
-    axes.set_xticks(range(len(moments)), list(moments), rotation=60, ha="right", rotation_mode="anchor", fontsize=11)
-    axes.set(ylabel="highest moment [GiB]", ylim=(0, 1.12 * max(totals)), xlim=(-0.6, len(totals) - 0.4))
-    headline(figure, title, f"{under}; outlined: predicted")
+    shown = range(0, len(moments), len(moments) // MOST_NAMES + 1)
+    names = list(moments)
+    axes.set_xticks(shown, [names[x] for x in shown], rotation=60, ha="right", rotation_mode="anchor", fontsize=11)
+    axes.set(ylabel=f"highest moment [{unit}]", ylim=(0, 1.12 * max(totals)), xlim=(-0.6, len(totals) - 0.4))
+    return handles
+
+
+def categories_below(figure, handles: dict):
     ordered = [c for c in CATEGORIES if c in handles]
     figure.legend([handles[c] for c in ordered], ordered, loc="outside lower left", ncols=4, fontsize=11)
-    show(figure)
+
+
+def step(plan, title: str):
+    """The memory of a planned step, place by place, and below it the terms of its peak, the largest first."""
+    moments = plan.timeline()
+    terms = plan.explain()
+    peak = sum(size for _, size, _ in terms)
+    large = [term for term in terms if term[1] >= LEAST * peak]
+    small = peak - sum(size for _, size, _ in large)
+    size, unit = (GIB, "GiB") if peak >= GIB / 10 else (2**20, "MiB")
+    rows = len(large) + bool(small)
+    figure, (above, below) = plt.subplots(
+        2, figsize=(10, 7.2 + 0.36 * rows), height_ratios=[5, 1 + 0.36 * rows], layout="constrained"
+    )
+    handles = draw_places(above, moments, size, unit)
+    for place, ((category, _), bytes_, _) in enumerate(large):
+        below.barh(place, bytes_ / size, height=0.66, **look("predicted", COLOURS[category]))
+        below.text(bytes_ / size, place, f" {bytes_ / size:.2f}", va="center", fontsize=11)
+    if small:
+        below.barh(len(large), small / size, height=0.66, facecolor="white", edgecolor="black")
+        below.text(small / size, len(large), f" {small / size:.2f}", va="center", fontsize=11)
+    names = [name for (_, name), _, _ in large] + [f"{len(terms) - len(large)} smaller terms"] * bool(small)
+    below.set_yticks(range(rows), names)
+    below.tick_params(axis="y", length=0)
+    below.invert_yaxis()
+    below.set_xlim(0, 1.1 * max(bytes_ for _, bytes_, _ in large) / size)
+    below.set_xlabel(f"alive at the peak, {plan.peak()[0]} [{unit}]")
+    headline(figure, fill(title, 78), "outlined: predicted; of many equal blocks those in the middle are left out")
+    categories_below(figure, handles)
+    return figure
+
+
+def save(figure, path: str):
+    """Write a figure. UserError: no such format, or it cannot be written."""
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise UserError(f"the figure cannot be written to {path} ({error.strerror}): name another file") from None
+    except ValueError as error:
+        raise UserError(
+            f"the figure cannot be written to {path} ({error}): end its name in .png, .svg or .pdf"
+        ) from None
 
 
 def errors(panels: dict[str, dict[str, float]], title: str, under: str):
