@@ -29,11 +29,12 @@ from labkit.measuring import limits, meters, records
 from labkit.measuring.trace import local
 from labkit.running import options, progress, ranks, stopping
 from labkit.running.options import RESHARD, SHARDED, option
-from labkit.training import checkpoints, models, saving, text
+from labkit.training import checkpoints, models, recompute, saving, text
 from labkit.training.tensor_parallel import tensor_parallel
 from planner import networks
 from planner.mesh import FORM, Mesh, arrange
 from planner.shapes import GPT_SHAPES, GPTShape
+from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -55,19 +56,21 @@ def build(config, me):
             models.add_lora(model, config.lora)
     limits.refuse_if_too_big(config, me)
     flops = networks.flops_per_token(config.shape, config.seq_len, config.lora)
-    for block in model.blocks:
-        change_forward(block, config)
+    for number, block in enumerate(model.blocks):
+        change_forward(block, config, number)
     return parallelize(model, config, me), flops
 
 
-def change_forward(block, config):
+def change_forward(block, config, number=0):
     """Activation checkpointing, compiling: on ``forward``, inside FSDP's hooks, where the parameters are gathered."""
-    if config.recompute != "none":
+    if config.recompute != "none" and number % config.recompute_every == 0:
         # There is no dropout to repeat, hence no state of a random generator to keep.
         settings = {"use_reentrant": False, "preserve_rng_state": False}
         if config.recompute == "selective":  # the operators whose results are kept: the expensive ones
             kept = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default, *models.ATTENTION_OPERATORS]
             settings["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
+        elif config.recompute == "alternate":  # of matrix products every second
+            settings["context_fn"] = recompute.keeping_every_second_product
         block.forward = partial(checkpoint, block.forward, **settings)
     if config.compile:
         block.forward = torch.compile(block.forward)
@@ -102,16 +105,17 @@ def fsdp1(model, config, me):
     mesh = device_mesh(config, me)
     whole = fsdp.ShardingStrategy.FULL_SHARD if config.reshard else fsdp.ShardingStrategy.SHARD_GRAD_OP
     bf16 = fsdp.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    units = {models.Block} | ({nn.Embedding, models.Head} if config.units == "apart" else set())
     # With --lora a block's gradient is as large as all its parameters: FSDP1 warns, once a block and rank.
     warnings.filterwarnings("ignore", ".*has both parameters with requires_grad")
     return fsdp.FullyShardedDataParallel(
         model,
         device_mesh=mesh,
         device_id=me.device,
-        auto_wrap_policy=ModuleWrapPolicy({models.Block}),
+        auto_wrap_policy=ModuleWrapPolicy(units),
         sharding_strategy=fsdp.ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else whole,
         cpu_offload=fsdp.CPUOffload(offload_params=config.cpu_offload),
-        mixed_precision=bf16 if config.precision == "bf16" else None,
+        mixed_precision=bf16 if config.mixed else None,
         # Otherwise a flat tensor is trained or frozen as a whole, and torch.compile cannot trace what is in it.
         use_orig_params=bool(config.lora) or config.compile,
     )
@@ -127,22 +131,28 @@ def fsdp2(model, config, me):
     settings = {
         "mesh": mesh[tuple(name for name in mesh.mesh_dim_names if name != "tensor")],
         "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=pinned) if config.cpu_offload else fsdp.OffloadPolicy(),
-        "mp_policy": bf16 if config.precision == "bf16" else fsdp.MixedPrecisionPolicy(),
+        "mp_policy": bf16 if config.mixed else fsdp.MixedPrecisionPolicy(),
     }
-    for block in model.blocks:
-        fsdp.fully_shard(block, reshard_after_forward=config.reshard, **settings)
-    # The root takes the embedding, the last norm and the head. It stays gathered, as backward begins with it.
+    apart, units = config.units == "apart", list(model.blocks)
+    if apart:
+        units.insert(0, model.embedding)
+    for unit in units:
+        fsdp.fully_shard(unit, reshard_after_forward=config.reshard, **settings)
+    if apart:  # gathered once, for both; and it stays gathered, as backward begins with it
+        fsdp.fully_shard([model.norm, model.head], reshard_after_forward=False, **settings)
+        units.append(model.head)
+    # The root takes the rest: embedding, last norm and head, unless they are apart. It stays gathered likewise.
     fsdp.fully_shard(model, **settings)
     if config.prefetch:
-        prefetch(model, list(model.blocks), config.prefetch)
+        prefetch(model, units, config.prefetch)
 
 
-def prefetch(model, blocks, ahead):
-    """Say which blocks to gather while another computes, instead of leaving it to FSDP2."""
-    model.set_modules_to_forward_prefetch(blocks[:ahead])
-    for i, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + ahead])
-        block.set_modules_to_backward_prefetch(blocks[max(0, i - ahead) : i][::-1])
+def prefetch(model, units, ahead):
+    """Say which units to gather while another computes, instead of leaving it to FSDP2."""
+    model.set_modules_to_forward_prefetch(units[:ahead])
+    for i, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + ahead])
+        unit.set_modules_to_backward_prefetch(units[max(0, i - ahead) : i][::-1])
 
 
 @torch.no_grad()
@@ -173,10 +183,13 @@ def make_optimizer(model, config):
 def compute_loss(model, inputs, targets, config):
     """Mean cross-entropy of a micro-batch on this rank, in nats a token."""
     # FSDP casts by its own policy, as DeepSpeed does; for the others, autocast does.
-    by_autocast = config.precision == "bf16" and config.strategy in ("single", "ddp")
+    by_autocast = config.mixed and config.strategy in ("single", "ddp")
     with torch.autocast(inputs.device.type, torch.bfloat16) if by_autocast else nullcontext():
+        if config.loss_chunks > 1:  # inside the model: see models.Head
+            return model(inputs, targets, config.loss_chunks)
         logits = model(inputs)
-    return local(F.cross_entropy(logits.flatten(0, 1).to(config.dtype), targets.flatten()))
+    wide = torch.promote_types(config.dtype, torch.float32)
+    return local(F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten()))
 
 
 def gradients_wait(model, config, last):
@@ -345,8 +358,15 @@ class Config(options.Training):
         only=SHARDED,
     )
     precision: Literal["fp32", "bf16", "fp64"] = option("fp32", "number format of the computation")
-    recompute: Literal["none", "full", "selective"] = option(
-        "none", "what backward computes again: nothing, each block, or all but matrix products and attention"
+    weights: Literal["fp32", "bf16"] = option("fp32", "number format of parameters, gradients and optimizer state")
+    recompute: Literal[networks.RECOMPUTE] = option(
+        "none",
+        "what backward computes again: nothing, blocks, or all but (every second of their) products and attention",
+    )
+    recompute_every: int = option(1, "recompute the first block, and each so many blocks further on", least=1)
+    loss_chunks: int = option(1, "compute logits and loss for one in so many parts of the tokens at a time", least=1)
+    units: Literal["blocks", "apart"] = option(
+        "blocks", "FSDP: what is gathered together, each block and the rest; or embedding and head apart", only=SHARDED
     )
     cpu_offload: bool = option(False, "FSDP: shards, gradients and optimizer state in CPU memory", only=SHARDED)
     mesh: str | None = option(
@@ -379,6 +399,14 @@ class Config(options.Training):
             raise UserError("FSDP1 with --cpu-offload forgets all but the last micro-batch: use --sync last")
         if self.strategy == "fsdp1" and self.clip and self.precision == "fp64":
             raise UserError("FSDP1 computes the norm that --clip needs in fp32: leave --precision fp64 out")
+        if self.weights == "bf16" and self.precision != "bf16":
+            raise UserError("--weights bf16 computes in bf16, too: give --precision bf16")
+        if self.recompute == "none" and self.recompute_every > 1:
+            raise UserError("--recompute-every needs --recompute full, selective or alternate: give both, or neither")
+        if self.units == "apart" and self.shape.tied:
+            raise UserError(
+                "--units apart cannot have one weight in both embedding and head: leave it out, or give --no-tied"
+            )
 
     @property
     def shape(self) -> GPTShape:
@@ -387,8 +415,15 @@ class Config(options.Training):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights and the loss; bf16 is a format of the computation between them."""
+        """Of the weights. The loss is in it, too, but in fp32 at least."""
+        if self.weights == "bf16":
+            return torch.bfloat16
         return torch.float64 if self.precision == "fp64" else torch.float32
+
+    @property
+    def mixed(self) -> bool:
+        """Whether to compute in bf16 with weights in fp32."""
+        return self.precision == "bf16" and self.weights == "fp32"
 
     @property
     def reshard(self) -> bool | int:
@@ -407,6 +442,9 @@ class Config(options.Training):
                 f"--strategy {self.strategy}": self.strategy != "fsdp2",
                 "--lora": self.lora,
                 "--compile": self.compile,
+                "--units apart": self.units == "apart",
+                "--loss-chunks": self.loss_chunks > 1,
+                "--weights bf16": self.weights == "bf16",
             }
             for what in (name for name, given in refused.items() if given):
                 raise UserError(f"--mesh {self.mesh} splits matrix products, which goes without {what}")

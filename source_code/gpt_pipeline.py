@@ -21,7 +21,7 @@ from labkit.measuring import limits
 from labkit.running import options, ranks
 from labkit.running.options import option
 from labkit.training import models
-from planner import pipeline
+from planner import networks, pipeline
 from planner.mesh import FORM, Mesh, arrange
 from planner.shapes import GPT_SHAPES, GPTShape
 from torch import nn
@@ -164,8 +164,9 @@ class Config(options.Training):
     accumulate: int = option(8, "micro-batches in a step", least=1, at_most=10_000)
     seq_len: int = option(128, "tokens in a sequence", least=1, resumed=True)
     precision: Literal["fp32", "bf16", "fp64"] = option("fp32", "number format of the computation")
-    recompute: Literal["none", "full", "selective"] = option(
-        "none", "what backward computes again: nothing, each block, or all but matrix products and attention"
+    recompute: Literal[networks.RECOMPUTE] = option(
+        "none",
+        "what backward computes again: nothing, blocks, or all but (every second of their) products and attention",
     )
     clip: float | None = option(None, "largest global norm of the gradient", above=0)
     optimizer: Literal["adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd"] = option(
@@ -176,7 +177,7 @@ class Config(options.Training):
     checkpoint_every: int | None = option(None, "save after every so many steps too", least=1, needs="checkpoint")
 
     # What gpt_fsdp.py asks its options for besides, and a stage does not have
-    strategy, lora, compile, cpu_offload = "pipeline", None, False, False
+    strategy, lora, compile, cpu_offload, recompute_every = "pipeline", None, False, False, 1
 
     @property
     def shape(self) -> GPTShape:

@@ -47,8 +47,8 @@ def prepare_deepspeed(config, me):
     with torch.device("meta"):
         model = models.GPT(config.shape).to(config.dtype)
     limits.refuse_if_too_big(config, me)
-    for block in model.blocks:
-        gpt_fsdp.change_forward(block, config)
+    for number, block in enumerate(model.blocks):
+        gpt_fsdp.change_forward(block, config, number)
     model.to_empty(device=me.device)
     model.tie()
     gpt_fsdp.initialise(model, config.seed)
@@ -126,6 +126,9 @@ class Config(gpt_fsdp.Config):
     compile: ClassVar[bool] = False
     lora: ClassVar[None] = None
     optimizer: ClassVar[str] = "adamw"
+    weights: ClassVar[str] = "fp32"
+    loss_chunks: ClassVar[int] = 1
+    units: ClassVar[str] = "blocks"
 
     def __post_init__(self):
         super().__post_init__()

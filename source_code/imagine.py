@@ -26,8 +26,8 @@ def gpt(ranks: int, shape: GPTShape | None = None, gpu: GpuOperators | None = No
         model = with_default(config.dtype, lambda: models.GPT(shape or config.shape))
         if config.lora:
             with_default(config.dtype, lambda: models.add_lora(model, config.lora))
-        for block in model.blocks:
-            gpt_fsdp.change_forward(block, config)
+        for number, block in enumerate(model.blocks):
+            gpt_fsdp.change_forward(block, config, number)
         with simulate.ranks_are_real():
             if config.strategy == "fsdp1":
                 model = gpt_fsdp.fsdp1(model, config, me)

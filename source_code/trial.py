@@ -74,7 +74,7 @@ def configurations() -> list[dict]:
         found += [pipeline(2, schedule=schedule, accumulate=4)]
         found += [pipeline(4, schedule=schedule, accumulate=6, recompute="full")]
         found += [pipeline(3, schedule=schedule, accumulate=4, precision="bf16", optimizer="sgd")]
-    return found + zero_configurations()
+    return found + choices() + zero_configurations()
 
 
 def zero_configurations() -> list[dict]:
@@ -85,6 +85,32 @@ def zero_configurations() -> list[dict]:
     found += [zero_run(3, engine="deepspeed", stage=stage, recompute="full", tied=True) for stage in ("2", "3")]
     for stage in ("0", "1", "2", "3"):
         found += [zero_run(4, engine="deepspeed", stage=stage, precision="bf16", accumulate=3)]
+    return found
+
+
+def choices() -> list[dict]:
+    """What people choose besides: which blocks and results to recompute, bf16 throughout, a loss in parts, units."""
+    fsdp1, fsdp2, bf16 = {"strategy": "fsdp1"}, {"strategy": "fsdp2"}, {"precision": "bf16"}
+    alternate, apart, parts = {"recompute": "alternate"}, {"units": "apart"}, {"loss_chunks": 4}
+    pure = bf16 | {"weights": "bf16"}
+    found = [gpt(1, strategy="single", **alternate), gpt(2, strategy="ddp", **alternate, **bf16, optimizer="sgd")]
+    found += [gpt(3, **fsdp1, **alternate), gpt(4, **fsdp2, **alternate, **bf16), gpt(2, **fsdp2, **alternate, lora=4)]
+    found += [gpt(2, **fsdp2, **alternate, mesh="tensor=2", seq_len=34)]
+    found += [gpt(3, **fsdp2, recompute=how, recompute_every=2) for how in ("full", "selective", "alternate")]
+    found += [gpt(2, **fsdp1, recompute="full", recompute_every=3, preset="small", seq_len=17)]
+    found += [gpt(1, strategy="single", **pure), gpt(2, strategy="ddp", **pure, optimizer="adamw-fused")]
+    found += [gpt(3, **fsdp1, **pure), gpt(3, **fsdp2, **pure), gpt(4, **fsdp2, **pure, mesh="2x2")]
+    found += [gpt(2, **fsdp2, **pure, accumulate=3, sync="last"), gpt(2, **fsdp1, **pure, accumulate=3, sync="last")]
+    found += [
+        gpt(1, strategy="single", **parts),
+        gpt(1, strategy="single", **parts, **bf16, tied=True, optimizer="momentum"),
+    ]
+    found += [gpt(2, strategy="ddp", **parts, accumulate=2), gpt(2, strategy="ddp", **parts, **bf16, batch_size=5)]
+    found += [gpt(3, **fsdp1, **parts, **bf16), gpt(3, **fsdp2, **parts), gpt(3, **fsdp2, **parts, **bf16, tied=True)]
+    found += [gpt(2, **fsdp2, **parts, lora=4), gpt(4, **fsdp2, **parts, **pure, recompute="full")]
+    found += [gpt(3, **strategy, **apart) for strategy in (fsdp1, fsdp2)]
+    found += [gpt(2, **fsdp2, **apart, **bf16, reshard_after_forward="false"), gpt(4, **fsdp2, **apart, prefetch=2)]
+    found += [gpt(2, **fsdp1, **apart, **bf16, **parts), gpt(4, **fsdp2, **apart, **pure, **parts, recompute="full")]
     return found
 
 

@@ -8,6 +8,7 @@ It needs only the standard library, and imports nothing of this course. From the
   sizes        autograd on sizes: what is alive when
   attention    what attention keeps for backward, and makes, kernel by kernel
   operators    what each other operator keeps, and makes
+  chunked_loss   the head's product and the loss, for some tokens at a time
   tensor_parallel   what tensor parallelism gathers, scatters and makes of embedding and loss
   networks     the course's networks, as operators on sizes
   strategies   what DDP and FSDP gather, free and reduce around each unit

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 
-from planner import tensor_parallel
+from planner import UserError, chunked_loss, tensor_parallel
 from planner.attention import INT64, Heads
 from planner.operators import Tape
 from planner.shapes import GPTShape
@@ -22,6 +22,7 @@ class SizedModule:
     parameters: {name: shape}, in the order in which they are registered; ``frozen`` names those not trained, and
     ``everywhere`` those that every rank of a tensor group has, where of the others it has its part.
     forward(tape, x, parameters): computes on sizes. wrapped: FSDP makes a unit of it; the rest belongs to the root.
+    with_next: so does this under FSDP1; FSDP2 makes one unit of it and the module that follows.
     """
 
     name: str
@@ -30,6 +31,7 @@ class SizedModule:
     wrapped: bool = False
     frozen: frozenset = frozenset()
     everywhere: frozenset = frozenset()
+    with_next: bool = False
 
     @property
     def kind(self) -> str:
@@ -52,6 +54,7 @@ class Blueprint:
     recomputed_flops: float = 0.0  # of a sample, on top of these
     tied: dict[str, str] = field(default_factory=dict)  # a parameter → the one that it is
     tensor: Exchange = field(default_factory=Exchange)  # how many ranks share each product, and what they exchange
+    period: int = 1  # of the wrapped modules, each is like the one so many before it
     flowing: int = 0  # numbers of a micro-batch between two blocks, and so between two stages of a pipeline
     holds_output: bool = False  # the training loop holds the network's output until the next step's is there
 
@@ -119,6 +122,10 @@ def mnist(batch: int = 64, dropout: bool = True, min_num_params: int | None = No
 
 # The GPT (labkit/training/models.py: GPT)
 
+# What backward computes again in a block: nothing; all of it; all but matrix products and attention; all but every
+# second matrix product, and attention.
+RECOMPUTE = ("none", "full", "selective", "alternate")
+
 
 def gpt(
     shape: GPTShape,
@@ -128,16 +135,26 @@ def gpt(
     lora: int | None = None,
     tensor: int = 1,
     blocks: range | None = None,
+    recompute_every: int = 1,
+    loss_chunks: int = 1,
+    apart: bool = False,
 ) -> Blueprint:
-    """batch: sequences on each rank, of ``length`` tokens. recompute: "none", "full" or "selective" for each block.
+    """batch: sequences on each rank, of ``length`` tokens. recompute: one of ``RECOMPUTE``, for one block in so many.
 
     lora: the adapters' rank; then they alone are trained. tensor: among how many ranks each matrix product is split,
     and between the products the sequence; they see the same sequences. blocks: a pipeline's stage, which has these
-    alone, and with the first of all the embedding, with the last the head. UserError where ``tensor`` does not divide.
+    alone, and with the first of all the embedding, with the last the head. loss_chunks: for one in so many parts of the
+    tokens at a time the head makes logits, and the loss. apart: embedding and head are units of their own for FSDP.
+    UserError where ``tensor`` does not divide.
     """
     shape.check_split(tensor, length)
+    if loss_chunks > 1 and (shape.softcap or "head" in shape.biases):
+        raise UserError(
+            "the loss in chunks is planned for a head without bias and soft-capping: leave --loss-chunks out"
+        )
     blocks = blocks or range(shape.layers)
     tokens, in_block = batch * length, _block_parameters(shape, lora, tensor)
+    recomputed = [i for i in blocks if recompute != "none" and i % recompute_every == 0]
 
     def frozen(parameters):
         """With adapters, all but them."""
@@ -155,52 +172,64 @@ def gpt(
         return x
 
     def call_block(tape, x, p):
-        def block(x):
-            heads = Heads(batch, shape.heads // tensor, shape.kv_heads // tensor, length)
-            return _block(tape, x, p, heads, tensor, shape)
+        heads = Heads(batch, shape.heads // tensor, shape.kv_heads // tensor, length)
+        return _block(tape, x, p, heads, tensor, shape)
 
-        return block(x) if recompute == "none" else tape.recomputed(block, x, selective=recompute == "selective")
+    def call_recomputed(tape, x, p):
+        return tape.recomputed(lambda x: call_block(tape, x, p), x, recompute)
+
+    def block(i):
+        forward = call_recomputed if i in recomputed else call_block
+        return SizedModule(f"block {i}", in_block, forward, True, frozen(in_block), norms)
+
+    def norm(tape, x, p):
+        return tensor_parallel.gather(tape, _norm(tape, x, p, "norm"), tensor, batch)
 
     def head(tape, x, p):
-        x = tensor_parallel.gather(tape, _norm(tape, x, p, "norm"), tensor, batch)
+        if loss_chunks > 1:
+            return chunked_loss.chunked_loss(tape, x, p["head.weight"], loss_chunks)
         x = tape.linear(x, p["head.weight"], p.get("head.bias"))
         return tape.softcap(x) if shape.softcap else x
+
+    def norm_and_head(tape, x, p):
+        return head(tape, norm(tape, x, p), p)
 
     def make_batch(tape, times, _):
         return tape.given("tokens", tokens, INT64, times), tape.given("targets", tokens, INT64, times)
 
-    def loss(tape, logits, targets, itemsize):
-        logits = tape.to(logits, itemsize, "logits")
-        return tape.divide(
-            tensor_parallel.cross_entropy(tape, logits, targets, tensor), "loss, divided by micro-batches"
-        )
+    def loss(tape, output, targets, itemsize):
+        if loss_chunks == 1:
+            output = tensor_parallel.cross_entropy(tape, tape.to(output, itemsize, "logits"), targets, tensor)
+        return tape.divide(output, "loss, divided by micro-batches")
 
     outer = {"embedding.weight": (shape.vocabulary // tensor, shape.width)}
     if shape.positions:
         outer["positions.weight"] = (shape.positions, shape.width)
-    last = _norm_parameters(shape, "norm") | _weight(shape, "head", shape.vocabulary // tensor, shape.width)
-    last_stage = blocks.stop == shape.layers
+    of_norm = _norm_parameters(shape, "norm")
+    of_head = _weight(shape, "head", shape.vocabulary // tensor, shape.width)
+    last = of_norm | of_head
     norms = frozenset(name for name in (in_block | last) if name.endswith("norm.weight"))
+    end = [SizedModule("head", last, norm_and_head, frozen=frozen(last), everywhere=norms)]
+    if apart:
+        end = [SizedModule("norm", of_norm, norm, frozen=frozen(of_norm), with_next=True)]
+        end.append(SizedModule("head", of_head, head, wrapped=True, frozen=frozen(of_head)))
     return Blueprint(
         name="GPT",
         modules=(
-            SizedModule("embedding", outer, embedding, frozen=frozen(outer))
+            SizedModule("embedding", outer, embedding, wrapped=apart, frozen=frozen(outer))
             if blocks.start == 0
             else SizedModule("positions", {}, positions),
-            *(SizedModule(f"block {i}", in_block, call_block, True, frozen(in_block), norms) for i in blocks),
-            *([SizedModule("head", last, head, frozen=frozen(last), everywhere=norms)] if last_stage else []),
+            *map(block, blocks),
+            *(end if blocks.stop == shape.layers else []),
         ),
         batch=make_batch,
         loss=loss,
         samples=tokens,
         flops=flops_per_token(shape, length, lora, blocks),
-        recomputed_flops=2
-        * len(blocks)
-        * (sum(map(prod, _block_parameters(shape, lora).values())) + 2 * shape.query_width * shape.seen(length))
-        if recompute == "full"
-        else 0.0,
+        recomputed_flops=len(recomputed) * _recomputed_flops(shape, length, recompute, lora),
         tied={"head.weight": "embedding.weight"} if shape.tied else {},
-        tensor=tensor_parallel.exchange(tensor, shape.layers, tokens, shape.width, recompute),
+        tensor=tensor_parallel.exchange(tensor, shape.layers, tokens, shape.width, len(recomputed)),
+        period=recompute_every if recompute != "none" else 1,
         flowing=tokens * shape.width,
     )
 
@@ -231,6 +260,15 @@ def _weight(shape: GPTShape, name: str, outs: int, ins: int, bias: str = "") -> 
 def _norm_parameters(shape: GPTShape, name: str, width: int | None = None) -> dict[str, tuple]:
     found = {f"{name}.weight": (width or shape.width,)}
     return found | {f"{name}.bias": (width or shape.width,)} if shape.norm == "layer" else found
+
+
+def _recomputed_flops(shape: GPTShape, length: int, recompute: str, lora: int | None) -> float:
+    """Floating-point operations a token that backward does a second time in a block."""
+    of_parameters = _block_parameters(shape, lora)
+    if recompute == "full":
+        return 2 * (sum(map(prod, of_parameters.values())) + 2 * shape.query_width * shape.seen(length))
+    products = [size for size in of_parameters.values() if len(size) > 1]  # in the order in which they multiply
+    return 2 * sum(map(prod, products[1::2])) if recompute == "alternate" else 0.0
 
 
 def _block_parameters(shape: GPTShape, lora: int | None, tensor: int = 1) -> dict[str, tuple]:

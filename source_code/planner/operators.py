@@ -99,7 +99,7 @@ class Tape(Autograd):
         bias, weight = self.cast(bias), self.cast(weight)
         return self.to(x, weight.itemsize), weight, bias
 
-    def _leaf(self, weight: SizedParameter | Cast) -> tuple:
+    def leaf(self, weight: SizedParameter | Cast) -> tuple:
         """(who receives a weight's gradient, a function that makes it)"""
         if isinstance(weight, Cast):
             name = f"gradient of {weight.name}"
@@ -118,7 +118,7 @@ class Tape(Autograd):
         saved = self._save_factors(x, weight)
         outs, ins = weight.shape
         rows, itemsize = x.numel // ins, x.itemsize
-        out = self.kept(lambda: [self.make(result_of(weight), rows * outs, itemsize)])[0]
+        out = self.kept(lambda: [self.make(result_of(weight), rows * outs, itemsize)], product=True)[0]
         return self._weighed(x, out, weight, bias, saved)
 
     def convolution(self, x: SizedTensor, weight: SizedParameter, bias: SizedParameter, places: int) -> SizedTensor:
@@ -133,7 +133,7 @@ class Tape(Autograd):
     def _weighed(self, x, out, weight: SizedParameter | Cast, bias: SizedParameter | Cast | None, saved) -> SizedTensor:
         """Backward of a layer with a weight: the gradients of weight, bias and input."""
         node, numel, itemsize = x.node, x.numel, x.itemsize
-        leaves = [self._leaf(leaf) for leaf in (weight, bias) if leaf and leaf.trained]
+        leaves = [self.leaf(leaf) for leaf in (weight, bias) if leaf and leaf.trained]
         if not leaves and node is None:
             return out
         of_input = f"gradient of {weight.name}'s input"

@@ -129,7 +129,7 @@ class StageStep(Step):
     """One step of a stage: PyTorch's schedules, line for line, as far as a tensor's life depends on it."""
 
     # With several micro-batches in flight, every block is walked through.
-    left_out_of = staticmethod(lambda modules: [])
+    left_out_of = staticmethod(lambda blueprint: [])
 
     def walk(self):
         self.stage, self.entered, self.left_out, self.in_flight = self.plan.pipeline, [], {}, {}

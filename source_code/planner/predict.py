@@ -44,6 +44,9 @@ STATES = {
     "sgd": (),
 }
 WIDE_SUMS = (2, 15)  # from this PyTorch on, a tensor group sums the norms' gradients in fp32, not in bf16
+FP32 = 4  # bytes a number
+# Options that older records do not know, as runs were without them
+ADDED_LATER = {"weights": "fp32", "recompute_every": 1, "loss_chunks": 1, "units": "blocks"}
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes after which DDP closes its first bucket, and each other
 
 
@@ -66,6 +69,9 @@ class Plan:
     workspaces: bool = True  # count what these allocate inside them, as the allocator does, and a tracer cannot
     torch: tuple[int, int] = (2, 15)  # the version, where versions differ
     pipeline: Stage | None = None  # the blueprint is that of one stage, and this says which
+    weights: str = (
+        "fp32"  # number format of parameters, gradients and optimizer state: or bf16, where precision is bf16
+    )
 
     def __post_init__(self):
         if self.flat and any(module.frozen for module in self.blueprint.modules):
@@ -113,8 +119,15 @@ class Plan:
 
     @property
     def itemsize(self) -> int:
-        """Bytes a number of parameters, reduced gradients, optimizer state and loss."""
+        """Bytes a number of parameters, reduced gradients and optimizer state."""
+        if self.weights == "bf16":
+            return 2
         return 8 if self.precision == "fp64" else 4
+
+    @property
+    def loss_itemsize(self) -> int:
+        """Bytes a number of the loss."""
+        return max(FP32, self.itemsize)
 
     @property
     def compute_itemsize(self) -> int:
@@ -129,14 +142,22 @@ class Plan:
     @property
     def autocast(self) -> bool:
         """Whether autocast casts to bf16, operator by operator. FSDP and DeepSpeed cast parameters."""
-        return self.precision == "bf16" and not self.shards_parameters and not self.deepspeed
+        casts = self.precision == "bf16" and self.weights == "fp32"
+        return casts and not self.shards_parameters and not self.deepspeed
 
     @cached_property
     def units(self) -> list[list]:
         """The modules of each unit: the root first, the others in the order of forward."""
-        modules = self.blueprint.modules
-        wrapped = [module for module in modules if module.wrapped and self.shards_parameters]
-        return [[module for module in modules if module not in wrapped], *([module] for module in wrapped)]
+        units, joined = [[]], []
+        for module in self.blueprint.modules:
+            if module.with_next and self.strategy == "fsdp2":
+                joined.append(module)
+            elif module.wrapped and self.shards_parameters:
+                units.append([*joined, module])
+                joined = []
+            else:
+                units[0].append(module)
+        return units
 
     def make_units(self) -> list[Unit]:
         return [Unit(m, self.blueprint.tied, self.shards, self.flat, self.compute_itemsize) for m in self.units]
@@ -224,7 +245,8 @@ class Plan:
                 continue
             gathered = unit.shard() * self.shards * self.compute_itemsize
             times["all-gather", gathered, self.shards, shard] += self.micro_batches
-            if number and self.reshard != "false":  # the root stays from forward to backward
+            # The root stays from forward to backward, and so does a head that is apart, but for FSDP1's.
+            if number and self.reshard != "false" and (self.flat or unit.kind != "head"):
                 whole = self.reshard == "true"
                 among = self.shards if whole else int(self.reshard)
                 times["all-gather", gathered, among, shard if whole else None] += self.micro_batches
@@ -311,16 +333,21 @@ def plan_of(record: dict, rank: int = 0) -> Plan:
     if script == "mnist_fsdp.py":
         wrapped = {name: config[name] for name in ("wrap", "dropout", "min_num_params", "sharding")}
         return of_mnist(batch=record["batch_size"], device=record["device"], **common, **wrapped)
+    config = ADDED_LATER | config
     shape, reshard = GPT_SHAPES[config["preset"]], config["reshard_after_forward"] or "true"
     if config["tied"] is not None:
         shape = replace(shape, tied=config["tied"])
     mesh = arrange(ranks, config["mesh"], reshard)
+    sizes = (config[name] for name in ("batch_size", "seq_len", "recompute", "lora"))
+    choices = {name: config[name] for name in ("recompute_every", "loss_chunks")} | {
+        "apart": config["units"] == "apart"
+    }
     return Plan(
-        networks.gpt(shape, *(config[name] for name in ("batch_size", "seq_len", "recompute", "lora")), mesh.tensor),
+        networks.gpt(shape, *sizes, mesh.tensor, **choices),
         replicas=mesh.replicate,
         reshard=reshard,
         micro_batches=config["accumulate"],
-        **{name: config[name] for name in ("optimizer", "sync", "prefetch")},
+        **{name: config[name] for name in ("optimizer", "sync", "prefetch", "weights")},
         on_gpu=record["device"] == "cuda",
         rank=rank,
         **common,

@@ -74,11 +74,19 @@ class Saved:
 
 
 class Recomputed:
-    """What recomputation knows of one call: the places to fill, and what the selective kind kept."""
+    """What recomputation knows of one call: the places to fill, and the results that it kept."""
 
-    def __init__(self, again, selective: bool):
-        self.again, self.selective = again, selective
+    def __init__(self, again, kind: str):
+        self.again, self.kind = again, kind
         self.places, self.filled, self.kept, self.running = [], 0, [], False
+        self.products = 0  # matrix products so far, in forward; then in recomputation
+
+    def keeps(self, product: bool) -> bool:
+        """Whether the next of the expensive results is kept: of attention, or of a ``product`` with a weight."""
+        self.products += product
+        if product and self.kind == "alternate":
+            return self.products % 2 == 1
+        return self.kind != "full"
 
 
 class AllPutBack(Exception):
@@ -163,6 +171,8 @@ class Autograd:
 
     def gradient_of(self, parameter: SizedParameter) -> SizedTensor:
         category = self.gradients_as if parameter.uses == 1 else None  # of several parts, their sum is the gradient
+        if self.made_as == "activations" and category != "gradients":  # already in forward: see chunked_loss.py
+            category = None
         return self.make(f"gradient of {parameter.name}", parameter.numel, parameter.itemsize, category, False)
 
     # What waits for backward
@@ -191,10 +201,10 @@ class Autograd:
             self.nodes.append(out.node)
         return out
 
-    def kept(self, compute) -> list[SizedTensor]:
-        """The results of a matrix multiplication or of attention: selective recomputation keeps them."""
+    def kept(self, compute, product: bool = False) -> list[SizedTensor]:
+        """The results of a product with a weight, or of what attention computes: recomputation may keep them."""
         frame = self.frame
-        if frame is None or not frame.selective:
+        if frame is None or not frame.keeps(product):
             return compute()
         if frame.running:
             return frame.kept.pop(0)
@@ -202,9 +212,13 @@ class Autograd:
         frame.kept.append([SizedTensor(result.storage, result.numel, result.itemsize) for result in results])
         return results
 
-    def recomputed(self, function, x: SizedTensor, selective: bool = False) -> SizedTensor:
-        """``function(x)``, its saved tensors dropped and computed once more when backward asks for them."""
-        frame = self.frame = Recomputed(None, selective)
+    def recomputed(self, function, x: SizedTensor, kind: str) -> SizedTensor:
+        """``function(x)``, its saved tensors dropped and computed once more when backward asks for them.
+
+        kind: what is kept all the same: "full", nothing; "selective", the results of matrix products and attention;
+        "alternate", of every second product with a weight, and of attention.
+        """
+        frame = self.frame = Recomputed(None, kind)
         out = function(x)
         frame.again = function, SizedTensor(x.storage, x.numel, x.itemsize), x.node is not None
         self.frame = None
@@ -212,7 +226,7 @@ class Autograd:
 
     def put_back(self, frame: Recomputed):
         made_as, module = self.made_as, self.module
-        self.made_as, self.frame, frame.running = "activations", frame, True
+        self.made_as, self.frame, frame.running, frame.products = "activations", frame, True, 0
         function, x, wanted = frame.again
         x.node = WANTED if wanted else None
         with suppress(AllPutBack):

@@ -10,14 +10,15 @@ RULES = strategies.RULES | zero.RULES
 WALKED = 3  # of a row of equal modules, so many are walked through at each end
 
 
-def _middle(modules) -> list:
-    """Of a row of many equal modules, those in the middle.
+def _middle(blueprint) -> list:
+    """Of a row of many equal modules, those in the middle; if only each n-th is equal, whole periods of n.
 
-    From one of them to the next every term grows or shrinks by the same, in forward and in backward. So the highest
+    From one period to the next every term grows or shrinks by the same, in forward and in backward. So the highest
     of their moments is at one end of the row, and what the middle ones leave behind can be taken from a neighbour.
     """
-    row = [module for module in modules if module.wrapped and module.kind == "block"]
-    return row[WALKED:-WALKED]
+    row = [module for module in blueprint.modules if module.wrapped and module.kind == "block"]
+    ends = WALKED * blueprint.period
+    return row[ends : ends + max(0, len(row) - 2 * ends) // blueprint.period * blueprint.period]
 
 
 class Step:
@@ -31,7 +32,7 @@ class Step:
         )
         self.units = plan.make_units()
         # DeepSpeed's bucket does not end where a module does: no two do the same.
-        self.skipped = [] if plan.deepspeed else self.left_out_of(plan.blueprint.modules)
+        self.skipped = [] if plan.deepspeed else self.left_out_of(plan.blueprint)
         pairs = zip(self.units, plan.units, strict=True)
         walked = [unit for unit, modules in pairs if not modules or modules[0] not in self.skipped]
         self.rules = rules(plan, self.tape, walked)
@@ -49,7 +50,7 @@ class Step:
             for term, size in terms
             if not (self.first and term[0] == "optimizer state")
         ]
-        self.held = [tape.given("losses of the step before", 1, plan.itemsize, plan.micro_batches)]
+        self.held = [tape.given("losses of the step before", 1, plan.loss_itemsize, plan.micro_batches)]
         self.batch = plan.blueprint.batch(tape, plan.micro_batches, plan.itemsize)
         self.walk()
         tape.go_to("optimizer")
@@ -83,7 +84,7 @@ class Step:
                 self.call(module, flowing)
                 after.append(Counter(tape.live))
             elif module is self.skipped[0]:
-                self.leave_out(grown=after[-1] - after[-2])
+                self.leave_out(grown=after[-1] - after[-1 - self.plan.blueprint.period])
         rules.after_forward(root)
         self.leave_autocast()
         tape.when_backward_passes(lambda: self.enter("backward", root))
@@ -92,7 +93,7 @@ class Step:
         if self.plan.blueprint.holds_output:
             output = tape.to(output, self.plan.itemsize, "output")
             self.held.append(output)
-        self.held.append(self.plan.blueprint.loss(tape, output, self.batch[1], self.plan.itemsize))
+        self.held.append(self.plan.blueprint.loss(tape, output, self.batch[1], self.plan.loss_itemsize))
         del output
         tape.go_to("backward of the loss")
         tape.backward(self.held[-1])
@@ -101,18 +102,17 @@ class Step:
         """One module's forward, with its unit's hooks before and after, and the same for its backward."""
         tape, rules, unit = self.tape, self.rules, self.unit_of[module]
         wrapped = unit is not self.units[0]
+        begins, ends = (wrapped and unit.modules[end] is module for end in (0, -1))
         tape.go_to(f"forward of {module.name}")
-        if wrapped:
+        if begins:
             rules.before_forward(unit)
             tape.when_backward_passes(lambda: rules.after_backward(unit))
         tape.module = f"{module.kind}: "
         flowing.append(module.forward(tape, flowing.pop(), self.parameters(module, unit)))
         tape.module = ""
-        if wrapped:
+        if ends:
             rules.after_forward(unit)
-        tape.when_backward_passes(
-            lambda: self.enter(f"backward of {module.name}", unit if wrapped else None, module.kind)
-        )
+        tape.when_backward_passes(lambda: self.enter(f"backward of {module.name}", unit if ends else None, module.kind))
 
     def leave_autocast(self):
         """Its casts go, but for those that backward needs. So do the skipped modules', where those of the others do."""
@@ -123,12 +123,13 @@ class Step:
 
     def leave_out(self, grown: Counter):
         """Do for all the skipped modules at once what the one before them did: in forward, and later in backward."""
-        tape, count = self.tape, len(self.skipped)
+        tape, period = self.tape, self.plan.blueprint.period
+        count = len(self.skipped) // period
         self.left_out = {term: tape.hold(*term, size * count) for term, size in grown.items()}
 
         def backward():
             self.left_out.clear()
-            gradients = self.entered[-1] - self.entered[-2]
+            gradients = self.entered[-1] - self.entered[-1 - period]
             self.held += [tape.hold(*term, size * count) for term, size in gradients.items()]
 
         tape.when_backward_passes(backward)

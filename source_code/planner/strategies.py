@@ -20,8 +20,9 @@ class Unit:
     """
 
     def __init__(self, modules, tied: dict, parts: int, flat: bool, itemsize: int):
-        self.parts, self.flat = parts, flat
-        self.kind = modules[0].kind if len(modules) == 1 else "root"
+        self.parts, self.flat, self.modules = parts, flat, modules
+        together = len(modules) == 1 or (modules and modules[0].with_next)
+        self.kind = modules[-1].kind if together else "root"
         self.parameters = {
             (module, name): SizedParameter(name, shape, itemsize, name not in module.frozen)
             for module in modules
@@ -75,9 +76,11 @@ class Replicated:
     after_forward = before_backward = after_backward = before_forward
 
     def after_micro_batch(self):
-        pass
+        """What the first has left are the gradients; what the others make is added to them, and goes."""
+        self.tape.gradients_as = "temporary"
 
-    before_optimizer = after_micro_batch
+    def before_optimizer(self):
+        pass
 
 
 class Sharded(Replicated):
@@ -87,6 +90,9 @@ class Sharded(Replicated):
 
     def when_whole(self, parameter):
         pass  # the unit takes its parameters' gradients together
+
+    def after_micro_batch(self):
+        pass
 
     @property
     def mixed(self) -> bool:
@@ -173,6 +179,10 @@ class FSDP2(Sharded):
         self.ahead = {}  # unit → the buffer of what was gathered ahead for it
         self.arrived = None  # in forward, the last unit's buffer
         self.packed = None  # the last unit's packed gradients
+
+    def stays_after_forward(self, unit):
+        """So does a head that is apart."""
+        return super().stays_after_forward(unit) or unit.kind == "head"
 
     def when_whole(self, parameter):
         """Without synchronisation, whole gradients wait, in fp32 at least, and those to come are added in place."""

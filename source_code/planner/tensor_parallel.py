@@ -28,8 +28,8 @@ class Exchange:
     rows: int = 0
 
 
-def exchange(parts: int, layers: int, tokens: int, width: int, recompute: str) -> Exchange:
-    """Of a GPT. In backward each gather becomes a scatter, and each scatter a gather.
+def exchange(parts: int, layers: int, tokens: int, width: int, recomputed: int) -> Exchange:
+    """Of a GPT, of whose blocks so many are recomputed. In backward each gather becomes a scatter, and vice versa.
 
     A block gathers what comes into its attention and into its feed-forward part, and scatters what comes out; the
     embedding scatters, the head gathers. A recomputed block gathers twice more and scatters once: what its last product
@@ -37,8 +37,8 @@ def exchange(parts: int, layers: int, tokens: int, width: int, recompute: str) -
     """
     if parts == 1:
         return Exchange()
-    both, again = 2 * (2 * layers + 1), layers * (recompute != "none")
-    return Exchange(parts, tokens * width, both + 2 * again, both + again, tokens)
+    both = 2 * (2 * layers + 1)
+    return Exchange(parts, tokens * width, both + 2 * recomputed, both + recomputed, tokens)
 
 
 def gather(tape, x, parts: int, batch: int):

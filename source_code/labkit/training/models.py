@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from planner.shapes import GPTShape
 from torch import nn
 
+from labkit.training.chunked_loss import chunked_loss
+
 
 class Net(nn.Module):
     """The MNIST network: two convolutions, two linear layers, 1,199,882 parameters.
@@ -47,7 +49,8 @@ ATTENTION_OPERATORS = [
 class GPT(nn.Module):
     """A decoder-only transformer in the form of Llama 3: pre-norm, rotary positions, grouped-query attention, SwiGLU.
 
-    Input: token numbers of shape (batch, sequence). Output: logits of shape (batch, sequence, vocabulary).
+    Input: token numbers of shape (batch, sequence). Output: logits of shape (batch, sequence, vocabulary). With
+    targets, of the input's shape, it is their mean cross-entropy: see ``Head``.
     """
 
     def __init__(self, shape: GPTShape):
@@ -56,7 +59,7 @@ class GPT(nn.Module):
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width, eps=1e-5)
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.head = Head(shape.width, shape.vocabulary, bias=False)
         self.tie()
         self.reset_parameters()
 
@@ -76,12 +79,21 @@ class GPT(nn.Module):
             elif isinstance(module, nn.RMSNorm):
                 nn.init.ones_(module.weight)
 
-    def forward(self, tokens):
+    def forward(self, tokens, targets=None, chunks: int = 1):
         x = self.embedding(tokens)
         rotation = rotary(tokens.shape[1], self.shape.width // self.shape.heads, x)
         for block in self.blocks:
             x = block(x, rotation)
-        return self.head(self.norm(x))
+        return self.head(self.norm(x), targets, chunks)
+
+
+class Head(nn.Linear):
+    """Hidden states to logits; with targets, to their mean cross-entropy, of one in ``chunks`` parts of the tokens at a
+    time. It is computed in here, where FSDP has gathered the weight.
+    """
+
+    def forward(self, x, targets=None, chunks: int = 1):
+        return super().forward(x) if targets is None else chunked_loss(x, self.weight, targets, chunks)
 
 
 class Block(nn.Module):
