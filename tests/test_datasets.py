@@ -283,6 +283,19 @@ def test_a_bad_file_is_named_and_never_replaced_silently(small, tmp_path, capsys
     assert path.exists() and capsys.readouterr().err == ""  # neither fetched nor replaced by mnist-5k
 
 
+def test_a_pipe_in_a_files_place_is_refused_and_not_waited_for(small, tmp_path):
+    path = fill(tmp_path, small) / TRAIN_IMAGES
+    path.unlink()
+    os.mkfifo(path)
+    with open(os.open(path, os.O_RDWR), "w") as pipe:
+        watchdog = threading.Timer(10, pipe.close)  # whoever reads would wait for that
+        watchdog.start()
+        for use in (datasets.load, datasets.prepare):
+            with pytest.raises(UserError, match=rf"cannot read {path} \(no regular file\)"):
+                use("mnist", tmp_path)
+        watchdog.cancel()
+
+
 @pytest.mark.parametrize("fault", ["kind of number", "size", "length"])
 def test_a_file_with_the_right_checksum_but_the_wrong_content(small, tmp_path, monkeypatch, fault):
     content = bytearray(gzip.decompress(small[TRAIN_IMAGES]))

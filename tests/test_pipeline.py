@@ -21,7 +21,8 @@ from planner.mesh import Mesh
 from planner.shapes import GPT_SHAPES
 
 HERE = launch.Cluster(launcher="local")
-STEPS, SAVED_AT = 6, 3
+STEPS, A_LEG = 6, 2
+LEGS = [(4, "stages"), (4, "stages"), (4, "fsdp2"), (4, "stages"), (2, "stages")]  # on how many ranks, and how
 COMMON = {"max_steps": STEPS, "seq_len": 8, "device": "cpu", "batch_size": 4, "accumulate": 4, "precision": "fp64"}
 CLIPPED = COMMON | {"recompute": "full", "clip": 0.4}  # below most of the norms that occur
 
@@ -29,21 +30,30 @@ CLIPPED = COMMON | {"recompute": "full", "clip": 0.4}  # below most of the norms
 def train_all(me, folder):
     """{key: what ``gpt_fsdp.train`` returns}, and what the stages computed in which order."""
     meters.TRACED_STEPS = range(0)  # here the losses are asked for
+    longer = COMMON | {"max_steps": A_LEG * len(LEGS)}
     with contextlib.redirect_stdout(io.StringIO()):
         if me.world_size == 1:
-            alone = {"clipped": CLIPPED, "plain": COMMON}
+            alone = {"clipped": CLIPPED, "plain": longer}
             return {
                 name: gpt_fsdp.train(gpt_fsdp.Config(**given, strategy="single"), me) for name, given in alone.items()
             }
+        legs = {number: leg(me, number, folder) for number, (ranks, _) in enumerate(LEGS) if ranks == me.world_size}
+        if me.world_size == 2:
+            return legs
         labs = gpt_pipeline.prepare, gpt_pipeline.compute_loss
-        half = COMMON | {"max_steps": SAVED_AT, "checkpoint": folder}
-        whole = half | {"max_steps": STEPS, "accumulate": 2, "batch_size": 2, "resume": True}
-        gpt_fsdp.train(gpt_pipeline.Config(**half), me, *labs)
-        return {
+        return legs | {
             "clipped": gpt_fsdp.train(gpt_pipeline.Config(**CLIPPED), me, *labs),
-            "resumed": gpt_fsdp.train(gpt_fsdp.Config(**whole), me),
+            "plain": gpt_fsdp.train(gpt_pipeline.Config(**longer), me, *labs),
             "orders": {schedule: order_of(me, schedule, 6) for schedule in pipeline.SCHEDULES},
         }
+
+
+def leg(me, number: int, folder: str) -> dict:
+    """The next steps of the one run that all legs share; each goes on from the checkpoint of the leg before."""
+    options = COMMON | {"max_steps": A_LEG * (number + 1), "checkpoint": folder, "resume": number > 0}
+    if LEGS[number][1] == "fsdp2":  # as many sequences a step, shared by the ranks
+        return gpt_fsdp.train(gpt_fsdp.Config(**options | {"accumulate": 2, "batch_size": 2}), me)
+    return gpt_fsdp.train(gpt_pipeline.Config(**options), me, gpt_pipeline.prepare, gpt_pipeline.compute_loss)
 
 
 def order_of(me, schedule: str, micro_batches: int) -> list:
@@ -64,7 +74,8 @@ def results(tmp_path_factory):
     """{ranks: [what ``train_all`` returned on each]}"""
     folder = str(tmp_path_factory.mktemp("checkpoint"))
     return {
-        ranks: cells.on_ranks(by_value(train_all), folder, ranks=ranks, cluster=HERE, timeout=300) for ranks in (1, 4)
+        ranks: cells.on_ranks(by_value(train_all), folder, ranks=ranks, cluster=HERE, timeout=300)
+        for ranks in (1, 4, 2)  # the last leg is that of two
     }
 
 
@@ -77,16 +88,29 @@ def test_recomputed_and_clipped_its_losses_are_those_of_one_process(results):
     """On each rank. The plain schedules are in the matrix (test_equivalence.py)."""
     reference = losses(results[1][0]["clipped"])
     assert len(reference) == STEPS + 1 and reference[-1] < reference[0]
-    assert reference != losses(results[1][0]["plain"])  # the norm allowed is exceeded
+    assert reference[:STEPS] != results[1][0]["plain"]["losses"][:STEPS]  # the norm allowed is exceeded
     for result in results[4]:
         assert losses(result["clipped"]) == pytest.approx(reference, rel=1e-9)
 
 
 @pytest.mark.long
-def test_a_checkpoint_of_stages_resumes_under_fsdp(results):
-    """Written by four stages, read by four ranks that share every block."""
-    resumed, reference = results[4][0]["resumed"]["losses"], results[1][0]["plain"]["losses"]
-    assert resumed == pytest.approx(reference[SAVED_AT:], rel=1e-9)
+@pytest.mark.parametrize("number", range(len(LEGS)))
+def test_each_leg_goes_on_as_if_nothing_had_happened(number, results):
+    """From stages to the same stages, to ranks that share every block, back to stages, and to fewer of them.
+
+    On each rank: every stage has its parameters, their moments and the optimizer's options. A leg's first loss shows
+    the parameters, the second what the optimizer has made of them.
+    """
+    reference = results[1][0]["plain"]["losses"][number * A_LEG : (number + 1) * A_LEG]
+    for result in results[LEGS[number][0]]:
+        assert result[number]["first_step"] == number * A_LEG
+        assert result[number]["losses"] == pytest.approx(reference, rel=1e-9)
+
+
+@pytest.mark.long
+def test_resumed_by_the_same_stages_not_a_bit_differs(results):
+    for result in results[4]:
+        assert result[0]["losses"] + result[1]["losses"] == result["plain"]["losses"][: 2 * A_LEG]
 
 
 @pytest.mark.long

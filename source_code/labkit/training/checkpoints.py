@@ -144,12 +144,17 @@ def load(path: Path, model, optimizer, run: dict | None = None) -> int:
     model_state, optimizer_state = get_state_dict(model, optimizer)
     check_shapes(path, found, {f"model.{name}": tensor for name, tensor in model_state.items()})
     state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
+    # The stages of a pipeline all save the options of their parameters under one name, and DCP keeps one stage's: its
+    # options are everyone's, its list of parameters is not, and PyTorch gives options only to those that are listed.
+    listed = [group["params"] for group in optimizer_state["param_groups"]]
     reader = dcp_reading.Reader(path)
     try:
         reader.read_metadata()  # DCP does it too, but PyTorch 2.11's keeps to itself why it could not
         dcp.load(state, storage_reader=reader, planner=dcp_reading.Planner())
     except (Exception, dcp.CheckpointException) as error:  # DCP's own is no Exception; it wraps what went wrong
         raise unreadable(path, error) from None
+    for group, parameters in zip(state["optimizer"]["param_groups"], listed, strict=True):
+        group["params"] = parameters
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return state["step"]
 

@@ -12,6 +12,7 @@ import http.client
 import io
 import os
 import socket
+import stat
 import sys
 import tempfile
 import threading
@@ -206,6 +207,8 @@ def _unpack(packed: bytes) -> bytes:
 def _verified(path: Path, md5: str) -> bytes | None:
     """What is inside the .gz ``path``; None if there is no such file. UserError: unreadable, or not MNIST's."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for, a device read for ever
+            raise OSError(0, "no regular file")
         packed = path.read_bytes()
     except FileNotFoundError:
         return None
