@@ -56,34 +56,40 @@ class Config(options.Options):
     folder: str | None = option(None, "where the records go (default: a new folder in results/runs)")
 
 
-def sweep(rates: list[str], steps: int, cluster=None):
-    """Yield the record of each speed and strategy. The link has its old speed afterwards."""
+def sweep(rates: list[str], steps: int, cluster=None, size=SMALL, names=tuple(STRATEGIES)):
+    """Yield the record of each speed and strategy. size: the options that say how much a rank computes."""
+    for rate, of_ranks in at_each_speed(rates, measure, steps, size, names, cluster=cluster):
+        for name in names:
+            yield summary(name, rate, [rank[name] for rank in of_ranks])
+
+
+def at_each_speed(rates, function, *arguments, cluster=None):
+    """Yield (speed, [what ``function(me, *arguments)`` returned on each rank]). The link has its old speed afterwards."""
     old = practice_link.link()
     os.environ["KINETO_LOG_LEVEL"] = "9"  # the profiler would tell each rank that it sees no GPU
     settings = {"ranks": RANKS, "nodes": NODES, "cluster": cluster or launch.Cluster(launcher="slurm")}
     try:
         for rate in rates:
             practice_link.change_link(rate)
-            of_ranks = cells.on_ranks(measure, steps, timeout=600, **settings)
-            for name in STRATEGIES:
-                yield summary(name, rate, [rank[name] for rank in of_ranks])
+            yield rate, cells.on_ranks(function, *arguments, timeout=600, **settings)
     finally:
         if old:
             practice_link.change_link(old)
 
 
-def measure(me, steps: int) -> dict:
+def measure(me, steps: int, size: dict, names) -> dict:
     """{strategy's name: what this rank saw}. Every rank runs it."""
     import gpt_fsdp  # not above: it imports torch
 
     latency = shortest_call()
     return {
-        name: observe(me, gpt_fsdp, gpt_fsdp.Config(**SMALL | given), steps) | {"latency": latency}
-        for name, given in STRATEGIES.items()
+        name: observe(me, gpt_fsdp, gpt_fsdp.Config(**size | STRATEGIES[name]), steps) | {"latency": latency}
+        for name in names
     }
 
 
-def shortest_call() -> float:
+def shortest_call(numbers: int = 64, group=None) -> float:
+    """Seconds of an all-reduce of so many numbers in fp32, among all ranks or those of a group."""
     import torch
     import torch.distributed as dist
 
@@ -91,7 +97,7 @@ def shortest_call() -> float:
     for _ in range(60):
         dist.barrier()
         begin = time.perf_counter()
-        dist.all_reduce(torch.zeros(64))
+        dist.all_reduce(torch.zeros(numbers), group=group)
         taken.append(time.perf_counter() - begin)
     return min(taken)
 
@@ -156,7 +162,7 @@ def summary(name: str, rate: str, of_ranks: list[dict]) -> dict:
         "latency": max(r["latency"] for r in of_ranks),
         **{way: [r[way] for r in of_ranks] for way in ("sent", "received")},
     }
-    return first["about"] | {"batch_size": SMALL["batch_size"], "link": link}
+    return first["about"] | {"batch_size": first["about"]["config"]["batch_size"], "link": link}
 
 
 def busy(of_ranks: tuple, plan, crossing: int) -> float:

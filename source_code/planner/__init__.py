@@ -7,6 +7,7 @@ It needs only the standard library, and imports nothing of this course. From the
   mesh         how ranks are arranged: a grid with named dimensions
   sizes        autograd on sizes: what is alive when
   attention    what attention keeps for backward, and makes, kernel by kernel
+  flops        how much a step computes: the model's operations, and the hardware's
   operators    what each other operator keeps, and makes
   chunked_loss   the head's product and the loss, for some tokens at a time
   tensor_parallel   what tensor parallelism gathers, scatters and makes of embedding and loss
@@ -17,6 +18,7 @@ It needs only the standard library, and imports nothing of this course. From the
   step         one training step, walked through
   pipeline     stages: which blocks each has, and what it computes when
   predict      a plan: its peak, what persists, its collectives
+  overlap      what hides behind what: a step on a lane for compute, and one for each link
   cost         a step's time
   gpus         what one can book: memory, peak operations; what a process needs beside its tensors
   search       the least or the most that fits

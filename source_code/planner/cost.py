@@ -1,4 +1,4 @@
-"""What a step costs in time, by arithmetic: the bytes of its collectives, within and across nodes, and its FLOPs. No torch.
+"""What a step costs in time, by arithmetic: its collectives within and across nodes, what hides behind what. No torch.
 
 A ring of n ranks sends (n−1)/n of a tensor over each of its edges to gather or to reduce-scatter it, and twice that
 to all-reduce it (chapter 02). Of its edges, one each way crosses the boundary of each node that it touches. So
@@ -6,13 +6,17 @@ to all-reduce it (chapter 02). Of its edges, one each way crosses the boundary o
   time of a collective = steps of the ring × latency + the larger of
       bytes a rank sends / bandwidth of its link,  bytes that leave a node / bandwidth of the node's network
 
-Bandwidths are bytes a second in one direction, latencies seconds. These are bounds: no real network does better.
+Bandwidths are bytes a second in one direction, latencies seconds: of one step of a ring, over the slowest link that it
+crosses. These are bounds for rings: no real network does better. Not modelled: NCCL's trees, and all-gathers in two
+levels, first among nodes and then within, which take fewer steps where there are many ranks.
 """
 
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 
+from planner import overlap
+from planner.flops import of_hardware, of_model
 from planner.pipeline import bubble
 from planner.predict import Plan
 
@@ -91,39 +95,57 @@ def _leaving_edges(ranks: int, n: int, apart: int, node_size: int) -> int:
     return max(edges.values())
 
 
-def seconds(collective: dict, plan: Plan, node_size: int, link: Link, network: Link) -> float:
+def seconds(collective: dict, plan: Plan, node_size: int, link: Link, network: Link, backend: str = "ring") -> float:
     """The time of one collective of ``plan.traffic()``."""
-    sent = ring_bytes(collective, plan, node_size)
+    sent = ring_bytes(collective, plan, node_size, backend)
     latency = network.latency if sent["node"] else link.latency
     return sent["steps"] * latency + max(sent["rank"] / link.bandwidth, sent["node"] / network.bandwidth)
 
 
-def step_time(plan: Plan, node_size: int, link: Link, network: Link, flops: float) -> dict:
-    """{"compute", "bubble", "communication", "in turn", "overlapped"}: seconds of a step.
+def step_time(plan: Plan, node_size: int, link: Link, network: Link, flops: float, backend: str = "ring") -> dict:
+    """Seconds of a step: {"compute", "bubble", "communication", "exposed", "in turn", "overlapped"}.
 
-    flops: a second, that a rank attains. bubble: what a stage of a pipeline waits for the others, where all take
-    equally long.
+    flops: a second, that a rank attains, counted as the hardware does them (planner/flops.py). bubble: what a stage of
+    a pipeline waits for the others, where all take equally long. A step takes from "overlapped", where compute and
+    each link work side by side as far as the order of the step lets them (planner/overlap.py), to "in turn", where
+    nothing hides. exposed: of communication, what is not hidden in "overlapped".
 
-    Overlapped, the longer of the two hides the other, but for one collective of the average length: at a step's end
-    nothing is left to compute that could hide the last reduction. Nothing hides what a tensor group sends: the product
-    that comes next waits for it.
+    Nothing hides what a tensor group sends: the product that comes next waits for it.
     """
-    work = plan.blueprint
-    compute = plan.micro_batches * work.samples * (work.flops + work.recomputed_flops) / plan.tensor / flops
+    compute = of_hardware(plan) / flops
     share = bubble(plan.pipeline.stages, plan.micro_batches) if plan.pipeline else 0.0
     waiting = compute * share / (1 - share)
     times = {True: [], False: []}  # of a tensor group, and the others: (seconds, count)
     for c in plan.traffic():
-        times[c.get("dimension") == "tensor"].append((seconds(c, plan, node_size, link, network), c["count"]))
-    exposed, hidden = (sum(one * count for one, count in times[of_group]) for of_group in (True, False))
-    last = hidden / sum(count for _, count in times[False]) if times[False] else 0.0
+        one = seconds(c, plan, node_size, link, network, backend)
+        times[c.get("dimension") == "tensor"].append((one, c["count"]))
+    of_group, others = (sum(one * count for one, count in times[which]) for which in (True, False))
+    busy = compute + waiting + of_group
+
+    def timed(c: dict) -> tuple[str, float]:
+        lane = "network" if ring_bytes(c, plan, node_size, backend)["node"] else "link"
+        return lane, seconds(c, plan, node_size, link, network, backend)
+
+    if plan.deepspeed or plan.pipeline:
+        last = others / sum(count for _, count in times[False]) if times[False] else 0.0
+        shortest = max(busy, others) + min(last, compute)
+    else:
+        shortest = overlap.step_end(plan, timed, busy, blocking=backend == "gloo")
     return {
         "compute": compute,
         "bubble": waiting,
-        "communication": exposed + hidden,
-        "in turn": compute + waiting + exposed + hidden,
-        "overlapped": max(compute + waiting + exposed, hidden) + min(last, compute),
+        "communication": of_group + others,
+        "exposed": shortest - compute - waiting,
+        "in turn": busy + others,
+        "overlapped": shortest,
     }
+
+
+def utilisation(plan: Plan, seconds: float, peak: float) -> dict:
+    """{"MFU", "HFU"}: the shares of ``peak`` operations a second that go into the model, and that a rank does at all,
+    where a step takes so many seconds. HFU counts what is computed again, and of causal attention half (planner/flops.py).
+    """
+    return {"MFU": of_model(plan) / seconds / peak, "HFU": of_hardware(plan) / seconds / peak}
 
 
 def model_state(parameters: float, ranks: int, stage: int, sizes=(2, 2, 12)) -> float:

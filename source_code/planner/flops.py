@@ -1,0 +1,55 @@
+"""The floating-point operations of a step on one rank: the model's, for MFU, and the hardware's, for time and HFU. No torch.
+
+The model's are PaLM's count (arXiv:2204.02311, appendix B; ``networks.flops_per_token``): every token attends to all
+others, nothing is computed twice. The hardware's differ in two ways. Attention is causal, and a fused kernel skips the
+masked half of its matrix: half of 12 × layers × width × length are left. And what a block computes again in backward
+counts. Not counted: the scores that a fused kernel makes once more inside its own backward, norms, the optimizer.
+"""
+
+from math import prod
+
+from planner import attention
+
+
+def of_model(plan) -> float:
+    return plan.micro_batches * plan.blueprint.samples * plan.blueprint.flops / plan.tensor
+
+
+def of_hardware(plan) -> float:
+    return plan.micro_batches * sum(map(sum, of_modules(plan)))
+
+
+def of_modules(plan) -> list[tuple[float, float]]:
+    """(forward, backward) of each module of the blueprint, in a micro-batch. Zeros where a blueprint does not say."""
+    work, modules = plan.blueprint, plan.blueprint.modules
+    if not work.flops:
+        return [(0.0, 0.0)] * len(modules)
+    multiplied = [_multiplied(module, work.tensor.parts) for module in modules]
+    attending = [module for module in modules if "query.weight" in module.parameters]
+    # What PaLM's count has besides products with parameters: a third of it in forward, the rest in backward.
+    each = (work.flops - sum(4 * all_of_it + 2 * trained for all_of_it, trained in multiplied)) / max(1, len(attending))
+    each *= _share_computed(plan, attending)
+    share, found = work.samples / plan.tensor, []
+    for module, (all_of_it, trained) in zip(modules, multiplied, strict=True):
+        mixing = each if module in attending else 0.0
+        forward = 2 * all_of_it + mixing / 3
+        again = forward if module.wrapped and work.recomputed_flops else 0.0
+        found.append((share * forward, share * (again + 2 * all_of_it + 2 * trained + mixing * 2 / 3)))
+    return found
+
+
+def _multiplied(module, parts: int) -> tuple[float, float]:
+    """How many parameters multiply, and how many of them are trained. An embedding is looked up."""
+    sizes = {
+        name: prod(shape) * (1 if name in module.everywhere else parts)
+        for name, shape in module.parameters.items()
+        if name != "embedding.weight"
+    }
+    return sum(sizes.values()), sum(size for name, size in sizes.items() if name not in module.frozen)
+
+
+def _share_computed(plan, attending: list) -> float:
+    """Of attention's matrix: half, but all of it where a GPU has no fused kernel."""
+    itemsize = attention.BF16 if plan.precision == "bf16" else plan.itemsize
+    grouped = any(m.parameters["key.weight"][0] < m.parameters["query.weight"][0] for m in attending)
+    return 1.0 if attention.kernel(plan.on_gpu, itemsize, grouped, plan.torch) == "math" else 0.5
