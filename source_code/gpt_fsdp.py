@@ -31,7 +31,7 @@ from labkit.running import options, progress, ranks, stopping
 from labkit.running.options import RESHARD, SHARDED, option
 from labkit.training import checkpoints, models, recompute, saving, text
 from labkit.training.tensor_parallel import tensor_parallel
-from planner import networks
+from planner import flops, networks
 from planner.mesh import FORM, Mesh, arrange
 from planner.shapes import GPT_SHAPES, GPTShape
 from torch import nn
@@ -55,10 +55,10 @@ def build(config, me):
         if config.lora:
             models.add_lora(model, config.lora)
     limits.refuse_if_too_big(config, me)
-    flops = networks.flops_per_token(config.shape, config.seq_len, config.lora)
+    work = flops.per_token(config.shape, config.seq_len, config.lora)
     for number, block in enumerate(model.blocks):
         change_forward(block, config, number)
-    return parallelize(model, config, me), flops
+    return parallelize(model, config, me), work
 
 
 def change_forward(block, config, number=0):
@@ -318,9 +318,7 @@ def train(config, me, prepare=prepare, compute_loss=compute_loss):
         "checkpoints": saver.summary(),
         **measured,
         "tokens_per_second": rate and rate * config.seq_len,
-        "model_flops_utilisation": {
-            "flops_per_token": networks.flops_per_token(config.shape, config.seq_len, config.lora)
-        },
+        "model_flops_utilisation": {"flops_per_token": flops.per_token(config.shape, config.seq_len, config.lora)},
     }
 
 

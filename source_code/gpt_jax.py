@@ -26,7 +26,7 @@ from labkit.measuring import records
 from labkit.running import options, progress
 from labkit.running.options import option
 from labkit.training import checkpoints, jax_world, models, text
-from planner import jax_sharding, networks
+from planner import flops, jax_sharding
 from planner.shapes import GPT_SHAPES, GPTShape
 
 with jax_world.imports(__name__):  # if it is not installed: one sentence
@@ -310,8 +310,8 @@ def main(config, world):
     result = train(config, world)
     rate = result["time"]["samples_per_second"]
     result["tokens_per_second"] = rate and rate * config.seq_len
-    flops = networks.flops_per_token(config.shape, config.seq_len, None)
-    result["model_flops_utilisation"] = {"flops_per_token": flops, "peak_flops": None, "peak_of": None, "value": None}
+    work = flops.per_token(config.shape, config.seq_len, None)
+    result["model_flops_utilisation"] = {"flops_per_token": work, "peak_flops": None, "peak_of": None, "value": None}
     result["versions"] = {"python": platform.python_version()} | jax_world.versions()
     records.report(config.script, config, world, result, elapsed=time.perf_counter() - begin)
 

@@ -18,7 +18,7 @@ from labkit.measuring.trace import local
 from labkit.running import cells, launch, options, ranks
 from labkit.running.lab import Lab
 from labkit.training import checkpoints, models, text
-from planner import networks, predict
+from planner import flops, predict
 from planner.shapes import GPT_SHAPES
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -341,14 +341,14 @@ def test_flops_are_those_that_pytorch_counts(tied):
     with counter:
         model(torch.zeros(2, length, dtype=torch.long)).sum().backward()
     norms = sum(p.numel() for p in model.parameters() if p.ndim == 1)
-    of_matrices = networks.flops_per_token(shape, 0) - 6 * norms
+    of_matrices = flops.per_token(shape, 0) - 6 * norms
     assert counter.get_flop_counts()["Global"][torch.ops.aten.mm] == of_matrices * 2 * length
-    attention = networks.flops_per_token(shape, length) - networks.flops_per_token(shape, 0)
+    attention = flops.per_token(shape, length) - flops.per_token(shape, 0)
     assert attention == 12 * 4 * 128 * length
 
 
 def test_flops_of_a_frozen_base_lack_its_gradients():
-    frozen, trained = (networks.flops_per_token(GPT_SHAPES["tiny"], 0, r) for r in (1, None))
+    frozen, trained = (flops.per_token(GPT_SHAPES["tiny"], 0, r) for r in (1, None))
     assert frozen == pytest.approx(trained * 4 / 6, rel=0.01)
 
 

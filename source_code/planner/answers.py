@@ -111,7 +111,7 @@ def describe(options, plan: predict.Plan) -> dict:
         "seconds": times,
         "tokens_of_a_step": tokens_of_a_step(options, plan),
         **throughput,
-        "flops_utilisation": utilisation(options, plans, throughput["samples_per_second"]),
+        "flops_utilisation": cost.utilisation(plan, times["overlapped"], options.peak_flops),
         "memory": gpus.verdict(peak, options.memory, options.gpu, options.ranks),
         "booking": booking(options, tokens_of_a_step(options, plan), times) if options.tokens else None,
     }
@@ -143,15 +143,6 @@ def pace(options, plan: predict.Plan) -> tuple[dict, dict]:
     tokens = tokens_of_a_step(options, plan)
     names = {"samples_per_second": "overlapped", "samples_per_second_at_least": "in turn"}
     return times, {ours: tokens / times[name] for ours, name in names.items()}
-
-
-def utilisation(options, plans: list[predict.Plan], samples_per_second: float) -> dict:
-    """{"model", "hardware"}: of all ranks' peak operations the share that goes into the model, and into all they compute."""
-    of_a_sample = {
-        "model": sum(plan.blueprint.flops for plan in plans),
-        "hardware": sum(plan.blueprint.flops + plan.blueprint.recomputed_flops for plan in plans),
-    }
-    return {name: n * samples_per_second / (options.ranks * options.peak_flops) for name, n in of_a_sample.items()}
 
 
 def booking(options, samples: int, times: dict) -> dict:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 
-from planner import UserError, chunked_loss, tensor_parallel
+from planner import UserError, chunked_loss, flops, tensor_parallel
 from planner.attention import INT64, Heads
 from planner.operators import Tape
-from planner.shapes import GPTShape
+from planner.shapes import GPTShape, block_parameters, norm_parameters, product_parameters
 from planner.sizes import SizedParameter, SizedTensor
 from planner.tensor_parallel import Exchange
 
@@ -22,7 +22,8 @@ class SizedModule:
     parameters: {name: shape}, in the order in which they are registered; ``frozen`` names those not trained, and
     ``everywhere`` those that every rank of a tensor group has, where of the others it has its part.
     forward(tape, x, parameters): computes on sizes. wrapped: FSDP makes a unit of it; the rest belongs to the root.
-    with_next: so does this under FSDP1; FSDP2 makes one unit of it and the module that follows.
+    with_next: so does this under FSDP1; FSDP2 makes one unit of it and the module that follows. again: what backward
+    computes a second time, the products with so many parameters, and attention or not.
     """
 
     name: str
@@ -32,6 +33,7 @@ class SizedModule:
     frozen: frozenset = frozenset()
     everywhere: frozenset = frozenset()
     with_next: bool = False
+    again: tuple[int, bool] = (0, False)
 
     @property
     def kind(self) -> str:
@@ -51,7 +53,6 @@ class Blueprint:
     loss: Callable[[Tape, SizedTensor, SizedTensor, int], SizedTensor]  # of output, targets, bytes a number
     samples: int  # images or tokens in a micro-batch on a rank
     flops: float  # of forward and backward of one sample, without recomputation
-    recomputed_flops: float = 0.0  # of a sample, on top of these
     tied: dict[str, str] = field(default_factory=dict)  # a parameter → the one that it is
     tensor: Exchange = field(default_factory=Exchange)  # how many ranks share each product, and what they exchange
     period: int = 1  # of the wrapped modules, each is like the one so many before it
@@ -153,7 +154,7 @@ def gpt(
             "the loss in chunks is planned for a head without bias and soft-capping: leave --loss-chunks out"
         )
     blocks = blocks or range(shape.layers)
-    tokens, in_block = batch * length, _block_parameters(shape, lora, tensor)
+    tokens, in_block = batch * length, block_parameters(shape, lora, tensor)
     recomputed = [i for i in blocks if recompute != "none" and i % recompute_every == 0]
 
     def frozen(parameters):
@@ -179,8 +180,10 @@ def gpt(
         return tape.recomputed(lambda x: call_block(tape, x, p), x, recompute)
 
     def block(i):
-        forward = call_recomputed if i in recomputed else call_block
-        return SizedModule(f"block {i}", in_block, forward, True, frozen(in_block), norms)
+        if i not in recomputed:
+            return SizedModule(f"block {i}", in_block, call_block, True, frozen(in_block), norms)
+        again = flops.again(shape, recompute, lora)
+        return SizedModule(f"block {i}", in_block, call_recomputed, True, frozen(in_block), norms, again=again)
 
     def norm(tape, x, p):
         return tensor_parallel.gather(tape, _norm(tape, x, p, "norm"), tensor, batch)
@@ -205,8 +208,8 @@ def gpt(
     outer = {"embedding.weight": (shape.vocabulary // tensor, shape.width)}
     if shape.positions:
         outer["positions.weight"] = (shape.positions, shape.width)
-    of_norm = _norm_parameters(shape, "norm")
-    of_head = _weight(shape, "head", shape.vocabulary // tensor, shape.width)
+    of_norm = norm_parameters(shape, "norm")
+    of_head = product_parameters(shape, "head", shape.vocabulary // tensor, shape.width)
     last = of_norm | of_head
     norms = frozenset(name for name in (in_block | last) if name.endswith("norm.weight"))
     end = [SizedModule("head", last, norm_and_head, frozen=frozen(last), everywhere=norms)]
@@ -225,80 +228,12 @@ def gpt(
         batch=make_batch,
         loss=loss,
         samples=tokens,
-        flops=flops_per_token(shape, length, lora, blocks),
-        recomputed_flops=len(recomputed) * _recomputed_flops(shape, length, recompute, lora),
+        flops=flops.per_token(shape, length, lora, blocks),
         tied={"head.weight": "embedding.weight"} if shape.tied else {},
         tensor=tensor_parallel.exchange(tensor, shape.layers, tokens, shape.width, len(recomputed)),
         period=recompute_every if recompute != "none" else 1,
         flowing=tokens * shape.width,
     )
-
-
-def flops_per_token(shape: GPTShape, length: int, lora: int | None = None, blocks: range | None = None) -> float:
-    """Floating-point operations that training on one token takes, by the count of PaLM (arXiv:2204.02311, appendix B).
-
-    For each parameter that multiplies (all but the embedding, which is looked up) 2 in forward, 2 for the gradient
-    of the input, and 2 for its own gradient if it is trained; 12 × layers × width × length for attention. What is
-    computed again to save memory does not count: it is no use to the model. blocks: of a pipeline's stage.
-    """
-    layers = len(blocks) if blocks else shape.layers
-    head = 0 if blocks and blocks.stop < shape.layers else (shape.vocabulary + 1) * shape.width
-    block = _block_parameters(shape, lora)
-    multiplied = layers * sum(map(prod, block.values())) + head
-    trained = multiplied
-    if lora:
-        trained = layers * sum(prod(s) for name, s in block.items() if name.endswith((".down", ".up")))
-    return 4 * multiplied + 2 * trained + 12 * layers * shape.query_width * shape.seen(length)
-
-
-def _weight(shape: GPTShape, name: str, outs: int, ins: int, bias: str = "") -> dict[str, tuple]:
-    """Of a product, with its bias where the shape has one: of the kind ``bias``, or of that name."""
-    found = {f"{name}.weight": (outs, ins)}
-    return found | {f"{name}.bias": (outs,)} if (bias or name) in shape.biases else found
-
-
-def _norm_parameters(shape: GPTShape, name: str, width: int | None = None) -> dict[str, tuple]:
-    found = {f"{name}.weight": (width or shape.width,)}
-    return found | {f"{name}.bias": (width or shape.width,)} if shape.norm == "layer" else found
-
-
-def _recomputed_flops(shape: GPTShape, length: int, recompute: str, lora: int | None) -> float:
-    """Floating-point operations a token that backward does a second time in a block."""
-    of_parameters = _block_parameters(shape, lora)
-    if recompute == "full":
-        return 2 * (sum(map(prod, of_parameters.values())) + 2 * shape.query_width * shape.seen(length))
-    products = [size for size in of_parameters.values() if len(size) > 1]  # in the order in which they multiply
-    return 2 * sum(map(prod, products[1::2])) if recompute == "alternate" else 0.0
-
-
-def _block_parameters(shape: GPTShape, lora: int | None, tensor: int = 1) -> dict[str, tuple]:
-    """Of a block; of a rank's part of it, where the columns of all products are split but for the last rows'."""
-    width, hidden = shape.width, shape.hidden // tensor
-
-    def projection(name, outs):
-        found = _weight(shape, name, outs, width, "query")
-        if lora and name in ("query", "value"):
-            found |= {f"{name}.down": (lora, width), f"{name}.up": (outs, lora)}
-        if shape.normed_heads and name != "value":
-            found |= {f"{name}_norm.weight": (shape.in_head,)}
-        return found
-
-    def norm(name, present=True):
-        return _norm_parameters(shape, name) if present else {}
-
-    return {
-        **norm("attention_norm"),
-        **projection("query", shape.query_width // tensor),
-        **projection("key", shape.kv_width // tensor),
-        **projection("value", shape.kv_width // tensor),
-        **_weight(shape, "output", width, shape.query_width // tensor),
-        **norm("after_attention_norm", shape.norms == 4),
-        **norm("feed_forward_norm", shape.norms > 1),
-        **(_weight(shape, "gate", hidden, width, "feed_forward") if shape.gated else {}),
-        **_weight(shape, "up", hidden, width, "feed_forward"),
-        **_weight(shape, "down", width, hidden, "feed_forward"),
-        **norm("after_feed_forward_norm", shape.norms == 4),
-    }
 
 
 def _block(tape: Tape, x: SizedTensor, p: dict, heads: Heads, tensor: int, shape: GPTShape) -> SizedTensor:

@@ -68,7 +68,7 @@ def time_lines(asked, found: dict) -> list[str]:
         ),
         f"a step takes {times['overlapped']:.3g} s overlapped, {times['in turn']:.3g} s one after the other",
         f"{throughput(found)} tokens a second, all ranks together",
-        f"overlapped, {shares['model']:.0%} of all ranks' peak goes into the model, {shares['hardware']:.0%} with what is recomputed",
+        f"overlapped, {shares['MFU']:.0%} of all ranks' peak goes into the model (MFU); the GPUs do {shares['HFU']:.0%} (HFU)",
     ]
     if booked := found["booking"]:
         lines.append(f"{asked.tokens:,.0f} tokens are {booked['steps']:,.0f} steps of {found['tokens_of_a_step']:,}:")

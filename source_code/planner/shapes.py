@@ -76,6 +76,48 @@ class GPTShape:
         return self.windowed * self.window + (1 - self.windowed) * length
 
 
+def product_parameters(shape: GPTShape, name: str, outs: int, ins: int, bias: str = "") -> dict[str, tuple]:
+    """Of a product, with its bias where the shape has one: of the kind ``bias``, or of that name."""
+    found = {f"{name}.weight": (outs, ins)}
+    return found | {f"{name}.bias": (outs,)} if (bias or name) in shape.biases else found
+
+
+def norm_parameters(shape: GPTShape, name: str) -> dict[str, tuple]:
+    """Of a norm of that name."""
+    found = {f"{name}.weight": (shape.width,)}
+    return found | {f"{name}.bias": (shape.width,)} if shape.norm == "layer" else found
+
+
+def block_parameters(shape: GPTShape, lora: int | None, tensor: int = 1) -> dict[str, tuple]:
+    """Of a block; of a rank's part of it, where the columns of all products are split but for the last rows'."""
+    width, hidden = shape.width, shape.hidden // tensor
+
+    def projection(name, outs):
+        found = product_parameters(shape, name, outs, width, "query")
+        if lora and name in ("query", "value"):
+            found |= {f"{name}.down": (lora, width), f"{name}.up": (outs, lora)}
+        if shape.normed_heads and name != "value":
+            found |= {f"{name}_norm.weight": (shape.in_head,)}
+        return found
+
+    def norm(name, present=True):
+        return norm_parameters(shape, name) if present else {}
+
+    return {
+        **norm("attention_norm"),
+        **projection("query", shape.query_width // tensor),
+        **projection("key", shape.kv_width // tensor),
+        **projection("value", shape.kv_width // tensor),
+        **product_parameters(shape, "output", width, shape.query_width // tensor),
+        **norm("after_attention_norm", shape.norms == 4),
+        **norm("feed_forward_norm", shape.norms > 1),
+        **(product_parameters(shape, "gate", hidden, width, "feed_forward") if shape.gated else {}),
+        **product_parameters(shape, "up", hidden, width, "feed_forward"),
+        **product_parameters(shape, "down", width, hidden, "feed_forward"),
+        **norm("after_feed_forward_norm", shape.norms == 4),
+    }
+
+
 # The course's sizes, and those published for Llama 3 (arXiv:2407.21783, table 3) with its vocabulary.
 GPT_SHAPES = {
     "tiny": GPTShape(layers=4, width=128, heads=4, kv_heads=2, hidden=384),
