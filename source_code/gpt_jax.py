@@ -179,7 +179,7 @@ def prepare(config, world) -> Training:
     model, shapes = jax_models.structure(config.shape, config.dtype)
     mesh = device_mesh(config, world)
     placed = shardings(shapes, config, mesh)
-    refuse_if_too_big(config, world)
+    refuse_if_too_big(planned(config, world), config, world)
 
     optimizer = make_optimizer(config)
     states, everywhere = jax.eval_shape(optimizer.init, shapes), NamedSharding(mesh, P())
@@ -202,6 +202,7 @@ def prepare(config, world) -> Training:
     begin = time.perf_counter()
     step = step.lower(shapes, states, numbers, numbers).compile()
     compile_seconds = time.perf_counter() - begin
+    refuse_if_too_big(jax_world.needed(step), config, world)  # the rest of it, as the compiler has planned it
 
     params = jax_models.import_weights(pytorch_model(config), shapes, placed)
     state = jax.jit(optimizer.init, out_shardings=states_placed)(params)  # made in parts: it is never whole anywhere
@@ -218,16 +219,23 @@ def pytorch_model(config):
     return model
 
 
-def refuse_if_too_big(config, world):
-    """UserError if the planner's figure is more than a device has: parameters, gradients and optimizer state alone."""
-    cut, itemsize = config.strategy in CUT, 8 if config.precision == "fp64" else 4
-    kept = jax_sharding.persistent(config.shape, world.world_size if cut else 1, config.min_size, itemsize)
-    needed, free = sum(kept.values()) + kept["parameters", "parameters"], jax_world.free_memory(world)
+def planned(config, world) -> int:
+    """Bytes that a device needs in any case: what persists, and gradients or what backward needs at the very least."""
+    shape, cut, itemsize = config.shape, config.strategy in CUT, 8 if config.precision == "fp64" else 4
+    kept = jax_sharding.persistent(shape, world.world_size if cut else 1, config.min_size, itemsize)
+    inputs = shape.layers * config.batch_size * config.seq_len * shape.width * itemsize  # of the blocks
+    return sum(kept.values()) + max(kept["parameters", "parameters"], inputs)
+
+
+def refuse_if_too_big(needed: int, config, world):
+    """UserError if a device has fewer bytes than that."""
+    free = jax_world.free_memory(world)
     if needed > free:
         raise UserError(
-            f"--preset {config.preset} with --strategy {config.strategy} needs more than {needed / 2**30:.1f} GiB on "
-            f"each of {world.world_size} devices, and {free / 2**30:.1f} GiB are free: take a smaller preset or more "
-            "devices"
+            f"--preset {config.preset} with --strategy {config.strategy} and {config.accumulate:,} x "
+            f"{config.batch_size:,} sequences on each of {world.world_size} devices needs more than "
+            f"{needed / 2**30:,.1f} GiB there, and {free / 2**30:,.1f} GiB are free: take a smaller preset, fewer "
+            "sequences or more devices"
         )
 
 

@@ -206,7 +206,12 @@ REFUSED = {
     "a long text": ({"seq_len": 10**6}, "--seq-len must be less than the [0-9]+ tokens"),
     "a big model": (
         {"preset": "llama3-405b"},
-        "--preset llama3-405b with --strategy fsdp needs more than 756.0 GiB on each of 8 devices",
+        "--preset llama3-405b with --strategy fsdp and 1 x 1 sequences on each of 8 devices needs more than 756.0 GiB",
+    ),
+    "a big batch": ({"batch_size": 10**9}, "and 1 x 1,000,000,000 sequences on each of 8 devices needs more than"),
+    "many micro-batches": (  # only the compiled step shows what it needs
+        {"accumulate": 10**9},
+        "and 1,000,000,000 x 1 sequences on each of 8 devices needs more than [0-9,.]+ GiB there",
     ),
     "more devices": ({"devices": 9}, "--devices 9, but JAX has 8 devices here: give at most 8"),
     "no GPU": ({"device": "cuda"}, "--device cuda, but JAX sees no GPU here"),

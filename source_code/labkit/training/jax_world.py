@@ -124,6 +124,17 @@ def free_memory(world: World) -> float:
     return min(each["bytes_limit"] - each["bytes_in_use"] for each in stats)
 
 
+def needed(step) -> int:
+    """Bytes that each device needs for a compiled step, as the compiler has planned it: nothing is allocated yet."""
+    compiled = hlo.memory(step)
+    return compiled["arguments"] + _within(compiled)
+
+
+def _within(compiled: dict) -> int:
+    """Of ``hlo.memory``: what a step needs beside what it is given. Donated arguments become results."""
+    return compiled["temporary"] + compiled["outputs"] - compiled["aliased"]
+
+
 def versions() -> dict[str, str]:
     """{package: version}, for a record."""
     return {package: importlib.metadata.version(package) for package in PACKAGES}
@@ -159,7 +170,7 @@ def _memory(training, world: World) -> dict:
     compiled = hlo.memory(training.step)
     start = dict.fromkeys(CATEGORIES, 0) | {"parameters": params[0], "optimizer state": state[0]}
     start["activations"] = compiled["arguments"] - params[0] - state[0]  # the batch
-    within = compiled["temporary"] + compiled["outputs"] - compiled["aliased"]
+    within = _within(compiled)
     peak = start | {"temporary": within}
     return {
         "peak": peak,
