@@ -29,7 +29,7 @@ from itertools import product
 from typing import Literal
 
 from labkit import UserError
-from labkit.running.options import RESHARD, SHARDED, flag, leave, option, parse
+from labkit.running.options import RESHARD, SHARDED, check_choices, flag, leave, option, parse
 from labkit.running.options import Options as Base
 from planner import cost, networks, pipeline, predict, report
 from planner.mesh import FORM, arrange
@@ -37,7 +37,10 @@ from planner.report import GIB
 from planner.shapes import GPT_SHAPES
 
 STRATEGIES = ("single", "ddp", "zero1", *(f"deepspeed-{stage}" for stage in range(4)), "fsdp1", "fsdp2")
+TORCHS = ("single", "ddp", "zero1", "fsdp1", "fsdp2")  # what DeepSpeed makes of some choices is not predicted
 SIMULATED = ("single", "fsdp1", "fsdp2")
+# What is planned of one run at a time, and not of the stages of a pipeline
+ALONE = ("sync", "prefetch", "weights", "recompute_every", "loss_chunks", "units", "lora")
 SLOWEST, FASTEST = 1e-6, 1e6  # GB/s of a link
 
 
@@ -66,7 +69,25 @@ class Options(Base):
     seq: int = option(8192, "tokens in a sequence", least=1)
     accumulate: int = option(1, "micro-batches in a step", least=1, at_most=10_000)
     precision: Literal["fp32", "bf16", "fp64"] = option("bf16", "number format of the computation")
-    recompute: Literal["none", "full", "selective"] = option("full", "what backward computes again, in each block")
+    sync: Literal["every", "last"] = option("every", "after which micro-batch of a step the ranks average gradients")
+    prefetch: int = option(0, "FSDP2: gather this many units ahead; 0 leaves it to FSDP2", least=0, only=("fsdp2",))
+    weights: Literal["fp32", "bf16"] = option(
+        "fp32", "number format of parameters, gradients and optimizer state", only=TORCHS
+    )
+    recompute: Literal[networks.RECOMPUTE] = option(
+        "full",
+        "what backward computes again: nothing, blocks, or all but (every second of their) products and attention",
+    )
+    recompute_every: int = option(1, "recompute the first block, and each so many blocks further on", least=1)
+    loss_chunks: int = option(
+        1, "compute logits and loss for one in so many parts of the tokens at a time", least=1, only=TORCHS
+    )
+    units: Literal["blocks", "apart"] = option(
+        "blocks", "FSDP: what is gathered together, each block and the rest; or embedding and head apart", only=SHARDED
+    )
+    lora: int | None = option(
+        None, "freeze the model, and train LoRA adapters of this width on queries and values", least=1, only=TORCHS
+    )
     optimizer: Literal[tuple(predict.STATES)] = option("adamw", "optimizer; adamw is PyTorch's foreach implementation")
     device: Literal["cuda", "cpu"] = option("cuda", "whose kernels: they keep different tensors for backward")
     gpu_memory: float = option(80.0, "GiB that a rank may use", above=0, at_most=1e9)
@@ -101,6 +122,12 @@ class Options(Base):
             raise UserError(f"--strategy {self.strategy} cannot be simulated: take {' or '.join(SIMULATED)}")
         if self.own:
             self.check_own()
+        check_choices(self, self.model in GPT_SHAPES and GPT_SHAPES[self.model].tied)
+        for name in ALONE:
+            given = getattr(self, name) != {field.name: field.default for field in dataclasses.fields(self)}[name]
+            if given and (self.sweep or self.stages > 1):
+                what = "--sweep" if self.sweep else "a pipeline"
+                raise UserError(f"{what} is not planned together with {flag(name)}: leave one of them out")
         if self.stages > 1 and (self.sweep or self.simulate):
             raise UserError(f"--mesh {self.mesh} is neither swept nor simulated: leave --sweep and --simulate out")
         if self.stages == 1 and self.schedule != "1f1b":
@@ -119,7 +146,7 @@ class Options(Base):
     def check_own(self):
         """UserError where an option asks for what the function of one's own model says itself, or cannot have."""
         for field in dataclasses.fields(self):
-            fixed = ("batch", "seq", "accumulate", "recompute", "optimizer", "mesh")
+            fixed = ("batch", "seq", "accumulate", "recompute", "optimizer", "mesh", *ALONE)
             if field.name in fixed and getattr(self, field.name) != field.default:
                 raise UserError(
                     f"{flag(field.name)} is for the course's models; your own function decides: leave it out"
@@ -140,7 +167,18 @@ def plan_of(options: Options, network: networks.Blueprint | None = None) -> pred
         raise UserError("products split among ranks are not simulated: leave --simulate out, or take rank_zero.py")
     shape = GPT_SHAPES.get(options.model)
     plan = predict.Plan(
-        network or networks.gpt(shape, options.batch, options.seq, options.recompute, tensor=mesh.tensor),
+        network
+        or networks.gpt(
+            shape,
+            options.batch,
+            options.seq,
+            options.recompute,
+            options.lora,
+            mesh.tensor,
+            recompute_every=options.recompute_every,
+            loss_chunks=options.loss_chunks,
+            apart=options.units == "apart",
+        ),
         options.strategy,
         options.ranks,
         mesh.replicate,
@@ -148,8 +186,11 @@ def plan_of(options: Options, network: networks.Blueprint | None = None) -> pred
         options.precision,
         options.optimizer,
         options.accumulate,
+        options.sync,
+        options.prefetch,
         on_gpu=options.device == "cuda",
         torch=installed_torch(),
+        weights=options.weights,
     )
     return plan.of_fullest_rank()
 
@@ -325,8 +366,7 @@ def simulated(options: Options) -> dict:
             seq_len=options.seq,
             accumulate=options.accumulate,
             precision=options.precision,
-            recompute=options.recompute,
-            optimizer=options.optimizer,
+            **{name: getattr(options, name) for name in ("recompute", "optimizer", *ALONE)},
             reshard_after_forward=options.reshard_after_forward if options.strategy in SHARDED else None,
         )
     )

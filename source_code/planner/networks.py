@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 
-from planner import chunked_loss, tensor_parallel
+from planner import UserError, chunked_loss, tensor_parallel
 from planner.attention import INT64, Heads
 from planner.operators import Tape
 from planner.shapes import GPTShape
@@ -145,9 +145,11 @@ def gpt(
     and between the products the sequence; they see the same sequences. blocks: a pipeline's stage, which has these
     alone, and with the first of all the embedding, with the last the head. loss_chunks: for one in so many parts of the
     tokens at a time the head makes logits, and the loss. apart: embedding and head are units of their own for FSDP.
-    UserError where ``tensor`` does not divide.
+    UserError where ``tensor`` does not divide, or goes without what is given besides.
     """
     shape.check_split(tensor, length)
+    if tensor > 1 and (lora or apart or loss_chunks > 1):
+        raise UserError("products split among ranks go without --lora, --units apart and --loss-chunks: leave them out")
     blocks = blocks or range(shape.layers)
     tokens, in_block = batch * length, _block_parameters(shape, lora, tensor)
     recomputed = [i for i in blocks if recompute != "none" and i % recompute_every == 0]
