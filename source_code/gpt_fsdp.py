@@ -397,14 +397,7 @@ class Config(options.Training):
             raise UserError("FSDP1 with --cpu-offload forgets all but the last micro-batch: use --sync last")
         if self.strategy == "fsdp1" and self.clip and self.precision == "fp64":
             raise UserError("FSDP1 computes the norm that --clip needs in fp32: leave --precision fp64 out")
-        if self.weights == "bf16" and self.precision != "bf16":
-            raise UserError("--weights bf16 computes in bf16, too: give --precision bf16")
-        if self.recompute == "none" and self.recompute_every > 1:
-            raise UserError("--recompute-every needs --recompute full, selective or alternate: give both, or neither")
-        if self.units == "apart" and self.shape.tied:
-            raise UserError(
-                "--units apart cannot have one weight in both embedding and head: leave it out, or give --no-tied"
-            )
+        options.check_choices(self, self.shape.tied)
 
     @property
     def shape(self) -> GPTShape:

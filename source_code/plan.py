@@ -36,15 +36,18 @@ from functools import cached_property
 from typing import Literal
 
 from labkit import UserError
-from labkit.running.options import RESHARD, SHARDED, flag, leave, option, parse
+from labkit.running.options import RESHARD, SHARDED, check_choices, flag, leave, option, parse
 from labkit.running.options import Options as Base
-from planner import cost, huggingface, pipeline, predict, report
+from planner import cost, huggingface, networks, pipeline, predict, report
 from planner.answers import STRATEGIES, describe, find, plan_of, sweep
 from planner.gpus import GPU, GPUS
 from planner.mesh import FORM, arrange
 from planner.shapes import GPT_SHAPES, GPTShape
 
+TORCHS = ("single", "ddp", "zero1", "fsdp1", "fsdp2")  # what DeepSpeed makes of some choices is not predicted
 SIMULATED = ("single", "fsdp1", "fsdp2")
+# What is planned of one run at a time, and not of the stages of a pipeline
+ALONE = ("sync", "prefetch", "weights", "recompute_every", "loss_chunks", "units", "lora")
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,25 @@ class Options(Base):
     seq: int = option(8192, "tokens in a sequence", least=1)
     accumulate: int = option(1, "micro-batches in a step", least=1, at_most=10_000)
     precision: Literal["fp32", "bf16", "fp64"] = option("bf16", "number format of the computation")
-    recompute: Literal["none", "full", "selective"] = option("full", "what backward computes again, in each block")
+    sync: Literal["every", "last"] = option("every", "after which micro-batch of a step the ranks average gradients")
+    prefetch: int = option(0, "FSDP2: gather this many units ahead; 0 leaves it to FSDP2", least=0, only=("fsdp2",))
+    weights: Literal["fp32", "bf16"] = option(
+        "fp32", "number format of parameters, gradients and optimizer state", only=TORCHS
+    )
+    recompute: Literal[networks.RECOMPUTE] = option(
+        "full",
+        "what backward computes again: nothing, blocks, or all but (every second of their) products and attention",
+    )
+    recompute_every: int = option(1, "recompute the first block, and each so many blocks further on", least=1)
+    loss_chunks: int = option(
+        1, "compute logits and loss for one in so many parts of the tokens at a time", least=1, only=TORCHS
+    )
+    units: Literal["blocks", "apart"] = option(
+        "blocks", "FSDP: what is gathered together, each block and the rest; or embedding and head apart", only=SHARDED
+    )
+    lora: int | None = option(
+        None, "freeze the model, and train LoRA adapters of this width on queries and values", least=1, only=TORCHS
+    )
     optimizer: Literal[tuple(predict.STATES)] = option("adamw", "optimizer; adamw is PyTorch's foreach implementation")
     device: Literal["cuda", "cpu"] = option("cuda", "whose kernels: they keep different tensors for backward")
     gpu: Literal[tuple(GPUS)] = option("h100", "the GPU: its memory, its peak, its link")
@@ -123,6 +144,12 @@ class Options(Base):
             raise UserError(f"--strategy {self.strategy} cannot be simulated: take {' or '.join(SIMULATED)}")
         if self.own:
             self.check_own()
+        check_choices(self, bool(self.shape and self.shape.tied))
+        for name in ALONE:
+            given = getattr(self, name) != {field.name: field.default for field in dataclasses.fields(self)}[name]
+            if given and (self.sweep or self.stages > 1):
+                what = "--sweep" if self.sweep else "a pipeline"
+                raise UserError(f"{what} is not planned together with {flag(name)}: leave one of them out")
         self.check_answers()
         if self.stages > 1 and (self.sweep or self.simulate):
             raise UserError(f"--mesh {self.mesh} is neither swept nor simulated: leave --sweep and --simulate out")
@@ -200,7 +227,7 @@ class Options(Base):
     def check_own(self):
         """UserError where an option asks for what the function of one's own model says itself, or cannot have."""
         for field in dataclasses.fields(self):
-            fixed = ("batch", "seq", "accumulate", "recompute", "optimizer", "mesh")
+            fixed = ("batch", "seq", "accumulate", "recompute", "optimizer", "mesh", *ALONE)
             if field.name in fixed and getattr(self, field.name) != field.default:
                 raise UserError(
                     f"{flag(field.name)} is for the course's models; your own function decides: leave it out"
@@ -287,8 +314,7 @@ def simulated(options: Options) -> dict:
             seq_len=options.seq,
             accumulate=options.accumulate,
             precision=options.precision,
-            recompute=options.recompute,
-            optimizer=options.optimizer,
+            **{name: getattr(options, name) for name in ("recompute", "optimizer", *ALONE)},
             reshard_after_forward=options.reshard_after_forward if options.strategy in SHARDED else None,
         )
     )

@@ -31,6 +31,8 @@ NARROW = GPTShape(layers=2, width=128, heads=4, kv_heads=2, hidden=32, vocabular
 # Many short sequences: the matrices are small, and the copy of what math attention returns is the peak.
 SHORT = GPTShape(layers=2, width=128, heads=4, kv_heads=4, hidden=8, vocabulary=8)
 UNEVEN = GPTShape(layers=2, width=96, heads=4, kv_heads=2, hidden=32, vocabulary=16)  # heads and tiles must be padded
+EIGHT_BLOCKS = replace(GPT_SHAPES["tiny"], layers=8)
+MANY_WORDS = replace(GPT_SHAPES["tiny"], layers=1, vocabulary=6000)  # here the logits are the peak
 
 
 def gpt(ranks=4, shape=None, version=HERE, workspaces=True, **options):
@@ -79,6 +81,19 @@ TRIED = [
     gpt(2, UNEVEN, seq_len=500, precision="fp64"),
     *(gpt(8, LLAMA, recompute=recompute, **LONG) for recompute in ("selective", "full")),
     gpt(64, LARGE_LLAMA, recompute="full", reshard_after_forward="8", **LONG),
+    # What people choose besides
+    *(gpt(precision=p, recompute="alternate") for p in ("fp32", "bf16", "fp64")),
+    gpt(8, LLAMA, recompute="alternate", **LONG),
+    gpt(8, EIGHT_BLOCKS, precision="bf16", recompute="selective", recompute_every=3, lora=4),
+    *(gpt(8, EIGHT_BLOCKS, strategy=s, recompute="full", recompute_every=2) for s in ("fsdp1", "fsdp2")),
+    gpt(1, strategy="single", precision="bf16", weights="bf16", optimizer="sgd"),
+    *(gpt(strategy=s, precision="bf16", weights="bf16", optimizer="adamw-fused") for s in ("fsdp1", "fsdp2")),
+    *(gpt(1, MANY_WORDS, strategy="single", precision=p, loss_chunks=4, optimizer="sgd") for p in ("fp32", "bf16", "fp64")),
+    *(gpt(3, MANY_WORDS, strategy=s, precision="bf16", loss_chunks=4) for s in ("fsdp1", "fsdp2")),
+    gpt(8, LLAMA, recompute="full", loss_chunks=8, **LONG),
+    *(gpt(3, MANY_WORDS, strategy=s, precision="bf16", units="apart", loss_chunks=4) for s in ("fsdp1", "fsdp2")),
+    *(gpt(3, MANY_WORDS, strategy=s, units="apart", reshard_after_forward="false") for s in ("fsdp1", "fsdp2")),
+    gpt(8, LLAMA, recompute="full", units="apart", loss_chunks=8, weights="bf16", **LONG),
 ]  # fmt: skip
 
 
@@ -106,14 +121,23 @@ def planned(one: dict) -> predict.Plan:
     record = {"script": f"{one['lab']}_fsdp.py", "ranks": one["ranks"], "device": "cuda", "config": asdict(config)}
     plan = predict.plan_of(record | {"batch_size": config.batch_size})
     if shape := one.get("shape"):
-        network = networks.gpt(shape, config.batch_size, config.seq_len, config.recompute, config.lora)
+        network = networks.gpt(
+            shape,
+            config.batch_size,
+            config.seq_len,
+            config.recompute,
+            config.lora,
+            recompute_every=config.recompute_every,
+            loss_chunks=config.loss_chunks,
+            apart=config.units == "apart",
+        )
         plan = replace(plan, blueprint=network)
     return replace(plan, torch=one["torch"], workspaces=one["workspaces"])
 
 
 @pytest.fixture(scope="module")
 def simulations():
-    return forked(simulated, TRIED, timeout=300)
+    return forked(simulated, TRIED, timeout=600)
 
 
 @pytest.mark.long
@@ -121,7 +145,7 @@ def simulations():
 def test_the_plan_for_a_gpu_is_what_a_gpus_operators_do(simulations, number):
     plan, found = planned(TRIED[number]), simulations[number]
     # A simulation's first step is traced nowhere, so that its losses are not there in the second.
-    losses = plan.micro_batches * plan.itemsize
+    losses = plan.micro_batches * plan.loss_itemsize
     assert predict.total(plan.peak()[1]) == sum(found["peak"].values()) + losses
     kept = predict.by_category(plan.persistent())
     assert {category: found["start"][category] for category in kept} == kept

@@ -32,7 +32,18 @@ def plan_of(options, network: networks.Blueprint | None = None) -> predict.Plan:
         raise UserError("products split among ranks are not simulated: leave --simulate out, or take rank_zero.py")
     shape = options.shape
     plan = predict.Plan(
-        network or networks.gpt(shape, options.batch, options.seq, options.recompute, tensor=mesh.tensor),
+        network
+        or networks.gpt(
+            shape,
+            options.batch,
+            options.seq,
+            options.recompute,
+            options.lora,
+            mesh.tensor,
+            recompute_every=options.recompute_every,
+            loss_chunks=options.loss_chunks,
+            apart=options.units == "apart",
+        ),
         options.strategy,
         options.ranks,
         mesh.replicate,
@@ -40,8 +51,11 @@ def plan_of(options, network: networks.Blueprint | None = None) -> predict.Plan:
         options.precision,
         options.optimizer,
         options.accumulate,
+        options.sync,
+        options.prefetch,
         on_gpu=options.device == "cuda",
         torch=installed_torch(),
+        weights=options.weights,
     )
     return plan.of_fullest_rank()
 

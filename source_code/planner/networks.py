@@ -146,9 +146,11 @@ def gpt(
     and between the products the sequence; they see the same sequences. blocks: a pipeline's stage, which has these
     alone, and with the first of all the embedding, with the last the head. loss_chunks: for one in so many parts of the
     tokens at a time the head makes logits, and the loss. apart: embedding and head are units of their own for FSDP.
-    UserError where ``tensor`` does not divide.
+    UserError where ``tensor`` does not divide, or goes without what is given besides.
     """
     shape.check_split(tensor, length)
+    if tensor > 1 and (lora or apart or loss_chunks > 1):
+        raise UserError("products split among ranks go without --lora, --units apart and --loss-chunks: leave them out")
     if loss_chunks > 1 and (shape.softcap or "head" in shape.biases):
         raise UserError(
             "the loss in chunks is planned for a head without bias and soft-capping: leave --loss-chunks out"

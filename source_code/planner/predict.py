@@ -80,6 +80,8 @@ class Plan:
             raise UserError(f"matrix products split among {self.tensor} ranks go with fsdp2, not with {self.strategy}")
         if self.deepspeed and self.precision == "fp64":
             raise UserError("DeepSpeed trains in fp32 or bf16: give another --precision")
+        if self.weights == "bf16" and (self.tensor > 1 or self.precision != "bf16"):
+            raise UserError("--weights bf16 goes with --precision bf16, and without products split among ranks")
 
     @property
     def shards_parameters(self) -> bool:

@@ -98,6 +98,16 @@ class Training(Start):
     profile: str | None = option(None, "folder for a trace of a few steps, for Perfetto or TensorBoard")
 
 
+def check_choices(chosen, tied: bool):
+    """UserError for choices that do not go together, of a lab or of a plan. tied: one weight for embedding and head."""
+    if chosen.weights == "bf16" and chosen.precision != "bf16":
+        raise UserError("--weights bf16 computes in bf16, too: give --precision bf16")
+    if chosen.recompute == "none" and chosen.recompute_every > 1:
+        raise UserError("--recompute-every needs --recompute full, selective or alternate: give both, or neither")
+    if chosen.units == "apart" and tied:
+        raise UserError("--units apart cannot part embedding and head where they share one weight: leave it out")
+
+
 def flag(name: str) -> str:
     """An option as it is typed."""
     return "--" + name.replace("_", "-")
