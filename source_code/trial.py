@@ -17,10 +17,11 @@ import sys
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
-from importlib import import_module
 
+import configurations
 import pandas
 import torch
+from configurations import lab_of
 from labkit import UserError, holds
 from labkit.measuring import records
 from labkit.measuring.meters import TRACED_STEPS
@@ -34,130 +35,39 @@ STEPS = TRACED_STEPS[-1] + 1
 LLAMA = [("llama3-8b", 8), ("llama3-8b", 128), ("llama3-70b", 64), ("llama3-70b", 1024), ("llama3-405b", 512)]
 
 
-def configurations() -> list[dict]:
-    """[{"script", "ranks", "config"}, …]: 3 sequences of 33 tokens, and 2, 3 and 4 ranks, so that little divides evenly.
-
-    Where matrix products are split among ranks they are 34 or 36 tokens: these must.
-    """
-    found = [mnist(1, strategy="single"), mnist(1, strategy="single", precision="fp64")]
-    found += [mnist(n, strategy="ddp") for n in (2, 3, 4)]
-    for strategy in ("fsdp1", "fsdp2"):
-        found += [mnist(n, strategy=strategy) for n in (2, 3)]
-        found += [mnist(n, strategy=strategy, wrap="size") for n in (2, 3, 4)]
-        found += [mnist(3, strategy=strategy, wrap="size", min_num_params=300, sharding="grad-op")]
-    for optimizer in ("adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd"):
-        found += [gpt(1, strategy="single", optimizer=optimizer)]
-        found += [gpt(2, strategy="fsdp2", optimizer=optimizer)]
-    for recompute in ("none", "full", "selective"):
-        found += [gpt(1, strategy="single", recompute=recompute, tied=True)]
-        found += [gpt(2, strategy="ddp", recompute=recompute)]
-        found += [gpt(3, strategy=strategy, recompute=recompute) for strategy in ("fsdp1", "fsdp2")]
-        found += [gpt(4, strategy="fsdp2", recompute=recompute, precision="bf16")]
-        found += [gpt(4, strategy="fsdp2", recompute=recompute, mesh="2x2")]
-    for keep in ("false", "2"):
-        found += [gpt(4, strategy="fsdp2", reshard_after_forward=keep)]
-    found += [gpt(3, strategy="fsdp1", reshard_after_forward="false"), gpt(4, strategy="fsdp1", mesh="2x2")]
-    found += [gpt(2, strategy="fsdp2", lora=4), gpt(3, strategy="fsdp2", lora=3, recompute="full")]
-    found += [gpt(2, strategy=strategy, accumulate=3, sync="last") for strategy in ("ddp", "fsdp1", "fsdp2")]
-    found += [gpt(2, strategy="fsdp2", accumulate=2), gpt(4, strategy="fsdp2", prefetch=2)]
-    found += [gpt(3, strategy="fsdp2", tied=True), gpt(2, strategy="fsdp1", precision="bf16")]
-    found += tensor_parallel()
-    for recompute in ("none", "full", "selective"):  # by autocast; AdamW's own peak would be higher than what it does
-        found += [gpt(1, strategy="single", recompute=recompute, precision="bf16", optimizer="sgd", tied=True)]
-        found += [gpt(2, strategy="ddp", recompute=recompute, precision="bf16", optimizer="sgd")]
-    found += [gpt(2, strategy="ddp", precision="bf16", lora=4, batch_size=9)]
-    for strategy in ("ddp", "fsdp1", "fsdp2"):
-        found += [gpt(2, strategy=strategy, precision="bf16", accumulate=3, sync="last")]
-        found += [mnist(3, strategy=strategy, precision="bf16")]
-    found += [mnist(2, strategy="fsdp2", precision="bf16", wrap="size"), mnist(1, strategy="single", precision="bf16")]
-    for schedule in ("gpipe", "1f1b"):
-        found += [pipeline(2, schedule=schedule, accumulate=4)]
-        found += [pipeline(4, schedule=schedule, accumulate=6, recompute="full")]
-        found += [pipeline(3, schedule=schedule, accumulate=4, precision="bf16", optimizer="sgd")]
-    return found + choices() + zero_configurations()
-
-
-def zero_configurations() -> list[dict]:
-    """Each stage of DeepSpeed's ZeRO, and of PyTorch's the one that is neither DDP nor FSDP2; see ``runnable``."""
-    found = [zero_run(2, stage="1", precision="bf16", accumulate=2)]
-    found += [zero_run(3, stage="1", recompute="full", tied=True)]
-    found += [zero_run(3, engine="deepspeed", stage="0"), zero_run(3, engine="deepspeed", stage="1", batch_size=9)]
-    found += [zero_run(3, engine="deepspeed", stage=stage, recompute="full", tied=True) for stage in ("2", "3")]
-    for stage in ("0", "1", "2", "3"):
-        found += [zero_run(4, engine="deepspeed", stage=stage, precision="bf16", accumulate=3)]
-    return found
-
-
-def choices() -> list[dict]:
-    """What people choose besides: which blocks and results to recompute, bf16 throughout, a loss in parts, units."""
-    fsdp1, fsdp2, bf16 = {"strategy": "fsdp1"}, {"strategy": "fsdp2"}, {"precision": "bf16"}
-    alternate, apart, parts = {"recompute": "alternate"}, {"units": "apart"}, {"loss_chunks": 4}
-    sgd = {"optimizer": "sgd"}  # where AdamW's own peak would be higher than what is on trial
-    pure = bf16 | {"weights": "bf16"}
-    found = [gpt(1, strategy="single", **alternate, **sgd), gpt(2, strategy="ddp", **alternate, **bf16, **sgd)]
-    found += [gpt(3, **fsdp1, **alternate), gpt(4, **fsdp2, **alternate, **bf16), gpt(2, **fsdp2, **alternate, lora=4)]
-    found += [gpt(2, **fsdp2, **alternate, **sgd, mesh="tensor=2", seq_len=34)]
-    found += [gpt(3, **fsdp2, recompute=how, recompute_every=2) for how in ("full", "selective", "alternate")]
-    found += [gpt(2, **fsdp1, recompute="full", recompute_every=3, preset="small", **sgd)]
-    found += [gpt(1, strategy="single", **pure, **sgd), gpt(2, strategy="ddp", **pure, optimizer="adamw-fused")]
-    found += [gpt(3, **fsdp1, **pure), gpt(3, **fsdp2, **pure), gpt(4, **fsdp2, **pure, mesh="2x2")]
-    found += [gpt(2, **fsdp2, **pure, accumulate=3, sync="last"), gpt(2, **fsdp1, **pure, accumulate=3, sync="last")]
-    found += [
-        gpt(1, strategy="single", **parts, **sgd),
-        gpt(1, strategy="single", **parts, **bf16, tied=True, optimizer="momentum"),
-    ]
-    found += [gpt(2, strategy="ddp", **parts, accumulate=2), gpt(2, strategy="ddp", **parts, **bf16, batch_size=5)]
-    found += [gpt(3, **fsdp1, **parts, **bf16), gpt(3, **fsdp2, **parts), gpt(3, **fsdp2, **parts, **bf16, tied=True)]
-    found += [gpt(2, **fsdp2, **parts, lora=4), gpt(4, **fsdp2, **parts, **pure, recompute="full")]
-    found += [gpt(3, **strategy, **apart) for strategy in (fsdp1, fsdp2)]
-    found += [gpt(2, **fsdp2, **apart, **bf16, reshard_after_forward="false"), gpt(4, **fsdp2, **apart, prefetch=2)]
-    found += [gpt(2, **fsdp1, **apart, **bf16, **parts), gpt(4, **fsdp2, **apart, **pure, **parts, recompute="full")]
-    return found
-
-
 def runnable(one: dict) -> bool:
-    """Whether one of ``configurations`` can be tried here: DeepSpeed need not be installed."""
+    """Whether a configuration can be tried here: DeepSpeed need not be installed."""
     return one["config"].get("engine") != "deepspeed" or holds(deepspeed_zero.check)
-
-
-def tensor_parallel() -> list[dict]:
-    """Products split among two ranks, beside one shard, two, or two replicas; and among four."""
-    found = [gpt(2, mesh="tensor=2", seq_len=34), gpt(2, mesh="tensor=2", seq_len=34, precision="bf16", batch_size=1)]
-    found += [gpt(4, mesh="shard=2,tensor=2", seq_len=34, recompute="selective", accumulate=3, sync="last")]
-    found += [gpt(4, mesh="shard=2,tensor=2", seq_len=34, recompute="full", precision="bf16")]
-    found += [gpt(4, mesh="replicate=2,tensor=2", seq_len=34, tied=True)]
-    found += [gpt(4, mesh="tensor=4", preset="small", seq_len=36)]
-    return [one | {"config": {"strategy": "fsdp2"} | one["config"]} for one in found]
-
-
-def mnist(ranks: int, **config) -> dict:
-    return {"script": "mnist_fsdp.py", "ranks": ranks, "batch_size": 9, "config": config}
-
-
-def gpt(ranks: int, **config) -> dict:
-    return {"script": "gpt_fsdp.py", "ranks": ranks, "config": {"batch_size": 3, "seq_len": 33} | config}
-
-
-def pipeline(ranks: int, **config) -> dict:
-    return gpt(ranks, **config) | {"script": "gpt_pipeline.py"}
 
 
 def measure(me, tried: list[dict]) -> list[dict]:
     """Run on every rank: train in each configuration, and return the records' "memory" and "traffic"."""
-    import gpt_fsdp
-
-    results = []
+    results, linear = [], torch.nn.functional.linear
     os.environ.pop(progress.VARIABLE, None)  # a bar that starts again with each run would say nothing
-    with contextlib.redirect_stdout(io.StringIO()):  # dozens of runs would each tell their losses
+    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed would tell a lot
         for one in tried:
-            if one["script"] == "mnist_fsdp.py":
-                measured = measure_mnist(me, one)
-            else:
-                lab = lab_of(one)
-                config = lab.Config(max_steps=STEPS, device="cpu", **one["config"])
-                measured = gpt_fsdp.train(config, me, lab.prepare, lab.compute_loss)
+            measured = (measure_mnist if one["script"] == "mnist_fsdp.py" else measure_gpt)(me, one)
             results.append({"memory": measured["memory"], "traffic": measured["traffic"]})
+            torch.nn.functional.linear = linear  # DeepSpeed's stage 3 leaves its own in its place, which saves more
     return results
+
+
+def measure_gpt(me, one: dict) -> dict:
+    """A few steps of gpt_fsdp.py's loop, without its validation."""
+    import gpt_fsdp
+    from labkit.measuring.meters import Meter
+    from labkit.running.progress import Progress
+    from labkit.training import text
+
+    lab = lab_of(one)
+    config = lab.Config(max_steps=STEPS, device="cpu", **one["config"])
+    model, optimizer, train_one = lab.prepare(config, me)
+    meter = Meter(model, optimizer, me.device, progress=Progress(me, STEPS, 0))
+    losses, tokens = [], text.load(me.device).train
+    for inputs, targets in meter.watch(gpt_fsdp.training_batches(tokens, config, me, range(STEPS))):
+        losses += train_one(inputs, targets)
+    meter.finish()
+    return meter.summary(config.batch_size)
 
 
 def measure_mnist(me, one: dict) -> dict:
@@ -179,17 +89,22 @@ def measure_mnist(me, one: dict) -> dict:
     return meter.summary(size)
 
 
-def zero_run(ranks: int, **config) -> dict:
-    return {"script": "gpt_zero.py", "ranks": ranks, "config": {"batch_size": 3, "seq_len": 33} | config}
-
-
-def lab_of(one: dict):
-    return import_module(one["script"].removesuffix(".py"))
-
-
 def planned(one: dict, rank: int = 0) -> predict.Plan:
-    """The plan of one of ``configurations``: what it does not say is as the lab script has it."""
+    """The plan of one of ``configurations.listed``: what it does not say is as the lab script has it."""
     return predict.plan_of(one | {"device": "cpu", "config": asdict(lab_of(one).Config(**one["config"]))}, rank)
+
+
+def refusal(one: dict) -> str | None:
+    """The sentence with which the lab, or the planner, refuses a configuration; None: it can be tried."""
+    try:
+        if one["config"].get("engine") == "deepspeed":
+            deepspeed_zero.check()
+        config = lab_of(one).Config(ranks=one["ranks"], **one["config"])
+        if hasattr(config, "arranged"):
+            config.arranged(one["ranks"])
+        planned(one)
+    except UserError as error:
+        return str(error)
 
 
 def compare_ranks(one: dict, measured: list[dict]) -> dict:

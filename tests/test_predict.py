@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 
 import pytest
+import configurations
 import trial
 from forked import forked
 from labkit import UserError
@@ -29,7 +30,7 @@ def plan(**options):
 
 @pytest.mark.parametrize("ranks", [1, *(pytest.param(many, marks=pytest.mark.long) for many in (2, 3, 4))])
 def test_every_prediction_is_what_the_meters_say(ranks, require_all):
-    tried = [one for one in trial.configurations() if one["ranks"] == ranks and (require_all or trial.runnable(one))]
+    tried = [one for one in configurations.listed() if one["ranks"] == ranks and (require_all or trial.runnable(one))]
     for row in trial.run(tried):
         assert abs(row["difference"]) < 0.01, row
         assert row["persistent equal"] and row["traffic equal"], row
@@ -38,7 +39,7 @@ def test_every_prediction_is_what_the_meters_say(ranks, require_all):
 def test_the_committed_trial_is_of_these_configurations_and_this_arithmetic():
     (path,) = REFERENCE.glob("trial-*.json")
     rows = json.loads(path.read_text())["rows"]
-    tried = sorted(trial.configurations(), key=lambda one: one["ranks"])
+    tried = sorted(configurations.listed(), key=lambda one: one["ranks"])
     assert len(rows) == len(tried) >= 40
     for row, one in zip(rows, tried, strict=True):
         assert {k: row[k] for k in one} == one
@@ -47,7 +48,7 @@ def test_the_committed_trial_is_of_these_configurations_and_this_arithmetic():
 
 
 def test_the_trial_tries_what_it_should():
-    tried = trial.configurations()
+    tried = configurations.listed()
     for option, values in {
         "strategy": {"single", "ddp", "fsdp1", "fsdp2"},
         "optimizer": {"adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd"},

@@ -105,12 +105,15 @@ class Stage:
     def traffic(self, plan) -> list[dict]:
         """What this rank sends and receives in a step, as ``Plan.traffic`` has it: each time a pair of ranks takes part.
 
-        Activations go to the next stage and gradients to the one before, each once a micro-batch.
+        Activations go to the next stage and gradients to the one before, each once a micro-batch; all add up the norm's
+        square, if gradients are clipped.
         """
         neighbours = 2 - self.first - self.last
         size = plan.blueprint.flowing * plan.itemsize
         passed = {"count": neighbours * plan.micro_batches, "bytes": size, "ranks": 2, "dimension": None}
-        return [{"kind": kind} | passed for kind in ("receive", "send")] if neighbours else []
+        norm = {"kind": "all-reduce", "count": 1, "bytes": plan.itemsize, "ranks": self.stages, "dimension": None}
+        sent = [{"kind": kind} | passed for kind in ("receive", "send")] if neighbours else []
+        return [norm, *sent] if plan.clip else sent
 
 
 class InFlight:

@@ -63,6 +63,7 @@ class Plan:
     optimizer: str = "adamw"  # a key of STATES
     micro_batches: int = 1  # in a step
     sync: str = "every"  # after which micro-batch the gradients are reduced: every, or last
+    clip: bool = False  # whether the gradients' norm is limited
     prefetch: int = 0  # FSDP2: so many units are gathered ahead; 0 leaves it to FSDP2
     rank: int = 0  # whose bytes: under zero1, deepspeed-1 and deepspeed-2 ranks hold different parts
     on_gpu: bool = False  # a GPU's kernels
@@ -76,6 +77,8 @@ class Plan:
     def __post_init__(self):
         if self.flat and any(module.frozen for module in self.blueprint.modules):
             raise UserError("frozen parameters in FSDP1's flat tensors are not predicted: take FSDP2")
+        if self.flat and self.shards == 1:
+            raise UserError("FSDP1 on one rank shards nothing (NO_SHARD), and is not predicted: take another strategy")
         if self.tensor > 1 and self.strategy != "fsdp2":
             raise UserError(f"matrix products split among {self.tensor} ranks go with fsdp2, not with {self.strategy}")
         if self.deepspeed and self.precision == "fp64":
@@ -105,6 +108,11 @@ class Plan:
     def shards(self) -> int:
         """Among how many ranks the parameters are cut."""
         return self.ranks // self.replicas // self.tensor if self.shards_parameters else 1
+
+    @property
+    def part_kept(self) -> int | None:
+        """FSDP2: after forward one part in so many stays of what was gathered; None where that is but the shard, or all."""
+        return int(self.reshard) if self.reshard.isdecimal() and int(self.reshard) != self.shards else None
 
     @property
     def reductions(self) -> int:
@@ -225,7 +233,7 @@ class Plan:
         """
         if self.pipeline:
             return self.pipeline.traffic(self)
-        times = Counter()
+        times = self._norm_traffic()
         reductions = self.reductions
         if self.strategy in ("ddp", "zero1"):
             for size in buckets(self):
@@ -235,7 +243,7 @@ class Plan:
         if self.deepspeed:
             times.update({(kind, size, self.ranks, None): n for (kind, size), n in self._walked_through.items()})
         if self.tensor > 1:
-            times += self._tensor_traffic(reductions)
+            times.update(self._tensor_traffic(reductions))
         shard, replicate = ("shard", "replicate") if self.strategy == "fsdp2" else (None, None)
         for number, unit in enumerate(self.make_units()):
             if not self.shards_parameters:
@@ -246,16 +254,27 @@ class Plan:
             if self.shards == 1 and self.strategy == "fsdp2":  # with itself it has nothing to exchange
                 continue
             gathered = unit.shard() * self.shards * self.compute_itemsize
-            times["all-gather", gathered, self.shards, shard] += self.micro_batches
+            # What FSDP1 does not free after forward, it does not free after backward either, if gradients wait.
+            stays = self.flat and self.reshard == "false"
+            times["all-gather", gathered, self.shards, shard] += reductions if stays else self.micro_batches
             # The root stays from forward to backward, and so does a head that is apart, but for FSDP1's.
             if number and self.reshard != "false" and (self.flat or unit.kind != "head"):
-                whole = self.reshard == "true"
-                among = self.shards if whole else int(self.reshard)
-                times["all-gather", gathered, among, shard if whole else None] += self.micro_batches
+                again = (self.part_kept, None) if self.part_kept else (self.shards, shard)
+                times["all-gather", gathered, *again] += self.micro_batches
             times["reduce-scatter", part * self.shards, self.shards, shard] += reductions
         ordered = sorted(times.items(), key=lambda item: (*item[0][:3], item[0][3] or ""))
         names = ("kind", "bytes", "ranks", "dimension")
         return [dict(zip(names, key, strict=True)) | {"count": n} for key, n in ordered if n and key[1]]
+
+    def _norm_traffic(self) -> Counter:
+        """FSDP1 adds up one number; FSDP2 the norms of all parameters, along each dimension in which they are cut."""
+        if not self.clip or not self.shards_parameters:
+            return Counter()
+        if self.flat:
+            return Counter({("all-reduce", self.itemsize, self.shards, None): 1})
+        norms = sum(len(unit.tensors(trained=True)) for unit in self.make_units()) * self.itemsize
+        dimensions = {"shard": self.shards, "tensor": self.tensor}
+        return Counter({("all-reduce", norms, size, name): 1 for name, size in dimensions.items() if size > 1})
 
     def _tensor_traffic(self, reductions: int) -> Counter:
         """Activations and their gradients, the loss's sums, and the gradients of what each rank of a group has whole."""
@@ -325,6 +344,7 @@ def plan_of(record: dict, rank: int = 0) -> Plan:
     if "versions" in record:
         common["torch"] = tuple(map(int, record["versions"]["torch"].split(".")[:2]))
     if script == "gpt_pipeline.py":
+        common["clip"] = config["clip"] is not None
         sizes = (config[name] for name in ("batch_size", "seq_len", "recompute"))
         trained = {name: config[name] for name in ("precision", "optimizer")} | {"micro_batches": config["accumulate"]}
         shape, stage = GPT_SHAPES[config["preset"]], Stage(ranks, rank, config["schedule"])
@@ -344,6 +364,7 @@ def plan_of(record: dict, rank: int = 0) -> Plan:
     choices = {name: config[name] for name in ("recompute_every", "loss_chunks")} | {
         "apart": config["units"] == "apart"
     }
+    common["clip"] = config["clip"] is not None
     return Plan(
         networks.gpt(shape, *sizes, mesh.tensor, **choices),
         replicas=mesh.replicate,

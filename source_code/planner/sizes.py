@@ -263,7 +263,8 @@ class Autograd:
             if any(saved.storage is None for saved in node.saved):
                 self.put_back(next(saved.frame for saved in node.saved if saved.frame))
             gradient, node.gradient = node.gradient, None
-            sent = node.run(gradient) or []
+            # PyTorch hands on, and adds up, what goes to other operators before a parameter gets its gradient.
+            sent = sorted(node.run(gradient) or [], key=lambda item: isinstance(item[0], SizedParameter))
             del gradient
             _drop(node)
             while sent:

@@ -68,6 +68,9 @@ class Step:
         walked = min(self.plan.micro_batches, 3)
         for number in range(walked):
             self.rules.syncs = self.plan.reductions > 1 or number == walked - 1
+            if number == 2:
+                left_out = self.plan.micro_batches - walked
+                self.held.append(self.tape.given("losses of other micro-batches", 1, self.plan.itemsize, left_out))
             self.forward_and_backward()
             self.rules.after_micro_batch()
 

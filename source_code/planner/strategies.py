@@ -154,10 +154,12 @@ class FSDP1(Sharded):
         packed = self.hold("reduce-scatter", unit, "packed gradients", size * self.plan.compute_itemsize)
         for parameter in unit.parameters.values():
             parameter.gradient = None
-        unit.whole = None
         if not self.syncs:
             self.gradients.setdefault((unit, "whole"), packed)
+            if self.plan.reshard != "false":  # what is not freed after forward stays until gradients are reduced
+                unit.whole = None
             return
+        unit.whole = None
         held = [packed]  # has been added to the one that waited, and is still there
         if self.mixed:
             held.append(self.hold("reduce-scatter", unit, "packed gradients, in fp32", size * self.plan.itemsize))
@@ -179,6 +181,7 @@ class FSDP2(Sharded):
         self.ahead = {}  # unit → the buffer of what was gathered ahead for it
         self.arrived = None  # in forward, the last unit's buffer
         self.packed = None  # the last unit's packed gradients
+        self.all_reduced = []  # gradients that have been added to those of earlier micro-batches
 
     def stays_after_forward(self, unit):
         """So does a head that is apart."""
@@ -193,6 +196,14 @@ class FSDP2(Sharded):
             self.gradients[parameter] = waiting or parameter.gradient
         if parameter in self.gradients:
             parameter.gradient = None
+
+    def reduced(self, unit):
+        """HSDP sums it up among the replicas; what is then added to what is there waits for the end of backward."""
+        if self.plan.replicas > 1 and unit in self.gradients:
+            size = unit.shard(trained=True) * self.plan.itemsize
+            self.all_reduced.append(self.hold("all-reduce buckets", unit, "gradients, summed over replicas", size))
+        else:
+            super().reduced(unit)
 
     def settle(self, unit):
         """Make this rank's part of a gradient of what a tensor group has: add up, or cut; each in a new tensor."""
@@ -233,8 +244,8 @@ class FSDP2(Sharded):
         """Free what was gathered, but for the part that --reshard-after-forward N keeps."""
         if not self.stays_after_forward(unit):
             unit.whole = None
-            if self.plan.reshard != "true":  # one part in N stays
-                part = self.gathered_size(unit) // int(self.plan.reshard)
+            if self.plan.part_kept:
+                part = self.gathered_size(unit) // self.plan.part_kept
                 unit.part = self.hold("all-gather", unit, "part kept after forward", part)
         if unit is self.root:
             self.arrived = None
@@ -268,6 +279,7 @@ class FSDP2(Sharded):
             self.reduced(unit)
         if unit is self.root:
             self.packed = None
+            self.all_reduced.clear()
 
 
 RULES = {

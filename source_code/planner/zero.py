@@ -138,6 +138,7 @@ class DeepSpeed(Replicated):
 
     def after_micro_batch(self):
         """After the last, the gradients are copied into one tensor, reduced and copied back."""
+        super().after_micro_batch()
         if self.syncs:
             for numel in _sums([parameter.numel for parameter in self.parameters], FLATTENED):
                 flat = self.hold("all-reduce buckets", "gradients, flattened", numel)
@@ -254,6 +255,7 @@ class Stage1(Stage2):
 
     def after_micro_batch(self):
         """Until then the bucket stays, too."""
+        Replicated.after_micro_batch(self)
         if self.syncs:
             for parameter in self.parameters:
                 self.put(parameter)

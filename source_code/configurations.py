@@ -1,0 +1,177 @@
+"""The configurations that trial.py puts on trial: those listed, one for each thing known to matter; and any number drawn.
+
+A configuration is {"script", "ranks", "config"}, and of mnist_fsdp.py "batch_size" too; "config" has the options that
+are given, the others are as the lab script has them.
+"""
+
+import dataclasses
+from importlib import import_module
+from random import Random
+
+
+def listed() -> list[dict]:
+    """3 sequences of 33 tokens, and 2, 3 and 4 ranks, so that little divides evenly.
+
+    Where matrix products are split among ranks they are 34 or 36 tokens: these must.
+    """
+    found = [mnist(1, strategy="single"), mnist(1, strategy="single", precision="fp64")]
+    found += [mnist(n, strategy="ddp") for n in (2, 3, 4)]
+    for strategy in ("fsdp1", "fsdp2"):
+        found += [mnist(n, strategy=strategy) for n in (2, 3)]
+        found += [mnist(n, strategy=strategy, wrap="size") for n in (2, 3, 4)]
+        found += [mnist(3, strategy=strategy, wrap="size", min_num_params=300, sharding="grad-op")]
+    for optimizer in ("adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd"):
+        found += [gpt(1, strategy="single", optimizer=optimizer)]
+        found += [gpt(2, strategy="fsdp2", optimizer=optimizer)]
+    for recompute in ("none", "full", "selective"):
+        found += [gpt(1, strategy="single", recompute=recompute, tied=True)]
+        found += [gpt(2, strategy="ddp", recompute=recompute)]
+        found += [gpt(3, strategy=strategy, recompute=recompute) for strategy in ("fsdp1", "fsdp2")]
+        found += [gpt(4, strategy="fsdp2", recompute=recompute, precision="bf16")]
+        found += [gpt(4, strategy="fsdp2", recompute=recompute, mesh="2x2")]
+    for keep in ("false", "2"):
+        found += [gpt(4, strategy="fsdp2", reshard_after_forward=keep)]
+    found += [gpt(3, strategy="fsdp1", reshard_after_forward="false"), gpt(4, strategy="fsdp1", mesh="2x2")]
+    found += [gpt(2, strategy="fsdp2", lora=4), gpt(3, strategy="fsdp2", lora=3, recompute="full")]
+    found += [gpt(2, strategy=strategy, accumulate=3, sync="last") for strategy in ("ddp", "fsdp1", "fsdp2")]
+    found += [gpt(2, strategy="fsdp2", accumulate=2), gpt(4, strategy="fsdp2", prefetch=2)]
+    found += [gpt(3, strategy="fsdp2", tied=True), gpt(2, strategy="fsdp1", precision="bf16")]
+    found += tensor_parallel()
+    for recompute in ("none", "full", "selective"):  # by autocast; AdamW's own peak would be higher than what it does
+        found += [gpt(1, strategy="single", recompute=recompute, precision="bf16", optimizer="sgd", tied=True)]
+        found += [gpt(2, strategy="ddp", recompute=recompute, precision="bf16", optimizer="sgd")]
+    found += [gpt(2, strategy="ddp", precision="bf16", lora=4, batch_size=9)]
+    for strategy in ("ddp", "fsdp1", "fsdp2"):
+        found += [gpt(2, strategy=strategy, precision="bf16", accumulate=3, sync="last")]
+        found += [mnist(3, strategy=strategy, precision="bf16")]
+    found += [mnist(2, strategy="fsdp2", precision="bf16", wrap="size"), mnist(1, strategy="single", precision="bf16")]
+    for schedule in ("gpipe", "1f1b"):
+        found += [pipeline(2, schedule=schedule, accumulate=4)]
+        found += [pipeline(4, schedule=schedule, accumulate=6, recompute="full")]
+        found += [pipeline(3, schedule=schedule, accumulate=4, precision="bf16", optimizer="sgd")]
+    return found + choices() + zero()
+
+
+def zero() -> list[dict]:
+    """Each stage of DeepSpeed's ZeRO, and of PyTorch's the one that is neither DDP nor FSDP2."""
+    found = [zero_run(2, stage="1", precision="bf16", accumulate=2)]
+    found += [zero_run(3, stage="1", recompute="full", tied=True)]
+    found += [zero_run(3, engine="deepspeed", stage="0"), zero_run(3, engine="deepspeed", stage="1", batch_size=9)]
+    found += [zero_run(3, engine="deepspeed", stage=stage, recompute="full", tied=True) for stage in ("2", "3")]
+    for stage in ("0", "1", "2", "3"):
+        found += [zero_run(4, engine="deepspeed", stage=stage, precision="bf16", accumulate=3)]
+    return found
+
+
+def choices() -> list[dict]:
+    """What people choose besides: which blocks and results to recompute, bf16 throughout, a loss in parts, units."""
+    fsdp1, fsdp2, bf16 = {"strategy": "fsdp1"}, {"strategy": "fsdp2"}, {"precision": "bf16"}
+    alternate, apart, parts = {"recompute": "alternate"}, {"units": "apart"}, {"loss_chunks": 4}
+    sgd = {"optimizer": "sgd"}  # where AdamW's own peak would be higher than what is on trial
+    pure = bf16 | {"weights": "bf16"}
+    found = [gpt(1, strategy="single", **alternate, **sgd), gpt(2, strategy="ddp", **alternate, **bf16, **sgd)]
+    found += [gpt(3, **fsdp1, **alternate), gpt(4, **fsdp2, **alternate, **bf16), gpt(2, **fsdp2, **alternate, lora=4)]
+    found += [gpt(2, **fsdp2, **alternate, **sgd, mesh="tensor=2", seq_len=34)]
+    found += [gpt(3, **fsdp2, recompute=how, recompute_every=2) for how in ("full", "selective", "alternate")]
+    found += [gpt(2, **fsdp1, recompute="full", recompute_every=3, preset="small", **sgd)]
+    found += [gpt(1, strategy="single", **pure, **sgd), gpt(2, strategy="ddp", **pure, optimizer="adamw-fused")]
+    found += [gpt(3, **fsdp1, **pure), gpt(3, **fsdp2, **pure), gpt(4, **fsdp2, **pure, mesh="2x2")]
+    found += [gpt(2, **fsdp2, **pure, accumulate=3, sync="last"), gpt(2, **fsdp1, **pure, accumulate=3, sync="last")]
+    found += [
+        gpt(1, strategy="single", **parts, **sgd),
+        gpt(1, strategy="single", **parts, **bf16, tied=True, optimizer="momentum"),
+    ]
+    found += [gpt(2, strategy="ddp", **parts, accumulate=2), gpt(2, strategy="ddp", **parts, **bf16, batch_size=5)]
+    found += [gpt(3, **fsdp1, **parts, **bf16), gpt(3, **fsdp2, **parts), gpt(3, **fsdp2, **parts, **bf16, tied=True)]
+    found += [gpt(2, **fsdp2, **parts, lora=4), gpt(4, **fsdp2, **parts, **pure, recompute="full")]
+    found += [gpt(3, **strategy, **apart) for strategy in (fsdp1, fsdp2)]
+    found += [gpt(2, **fsdp2, **apart, **bf16, reshard_after_forward="false"), gpt(4, **fsdp2, **apart, prefetch=2)]
+    found += [gpt(2, **fsdp1, **apart, **bf16, **parts), gpt(4, **fsdp2, **apart, **pure, **parts, recompute="full")]
+    return found
+
+
+def tensor_parallel() -> list[dict]:
+    """Products split among two ranks, beside one shard, two, or two replicas; and among four."""
+    found = [gpt(2, mesh="tensor=2", seq_len=34), gpt(2, mesh="tensor=2", seq_len=34, precision="bf16", batch_size=1)]
+    found += [gpt(4, mesh="shard=2,tensor=2", seq_len=34, recompute="selective", accumulate=3, sync="last")]
+    found += [gpt(4, mesh="shard=2,tensor=2", seq_len=34, recompute="full", precision="bf16")]
+    found += [gpt(4, mesh="replicate=2,tensor=2", seq_len=34, tied=True)]
+    found += [gpt(4, mesh="tensor=4", preset="small", seq_len=36)]
+    return [one | {"config": {"strategy": "fsdp2"} | one["config"]} for one in found]
+
+
+def mnist(ranks: int, **config) -> dict:
+    return {"script": "mnist_fsdp.py", "ranks": ranks, "batch_size": 9, "config": config}
+
+
+def gpt(ranks: int, **config) -> dict:
+    return {"script": "gpt_fsdp.py", "ranks": ranks, "config": {"batch_size": 3, "seq_len": 33} | config}
+
+
+def pipeline(ranks: int, **config) -> dict:
+    return gpt(ranks, **config) | {"script": "gpt_pipeline.py"}
+
+
+def zero_run(ranks: int, **config) -> dict:
+    return gpt(ranks, **config) | {"script": "gpt_zero.py"}
+
+
+def lab_of(one: dict):
+    """The lab script of a configuration, as a module."""
+    return import_module(one["script"].removesuffix(".py"))
+
+
+# Drawn at random. What an option may become, in every lab that has it; some values are there twice, to come up more often.
+CHOICES = {
+    "strategy": ("single", "ddp", "fsdp1", "fsdp1", "fsdp2", "fsdp2", "fsdp2"),
+    "stage": ("0", "1", "2", "3"),
+    "engine": ("torch", "deepspeed"),
+    "schedule": ("gpipe", "1f1b"),
+    "wrap": ("unit", "size"),
+    "min_num_params": (300, 20_000),
+    "sharding": ("full", "grad-op"),
+    "dropout": (True, False),
+    "batch_size": (1, 2, 3, 4, 5),
+    "seq_len": (8, 13, 20, 27, 32, 34, 40),
+    "precision": ("fp32", "bf16", "fp64"),
+    "recompute": ("none", "full", "selective", "alternate"),
+    "recompute_every": (1, 1, 1, 2, 3),
+    "weights": ("fp32", "fp32", "bf16"),
+    "loss_chunks": (1, 1, 1, 2, 3),
+    "units": ("blocks", "blocks", "apart"),
+    "optimizer": ("adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd"),
+    "accumulate": (1, 1, 2, 3, 4),
+    "sync": ("every", "last"),
+    "clip": (None, 1.0),
+    "tied": (None, True),
+    "lora": (None, None, None, 1, 4),
+    "reshard_after_forward": (None, "true", "false", "2", "4"),
+    "prefetch": (0, 0, 1, 2, 5),
+}
+MESHES = {
+    1: (None, None, "1x1"),
+    2: (None, None, "2x1", "tensor=2"),
+    3: (None, None, "3x1", "1x3"),
+    4: (None, None, "2x2", "4x1", "shard=2,tensor=2", "replicate=2,tensor=2"),
+}
+SCRIPTS = ("gpt_fsdp.py",) * 6 + ("mnist_fsdp.py", "gpt_pipeline.py", "gpt_zero.py", "gpt_zero.py")
+
+
+def drawn(seed: int, count: int) -> list[dict]:
+    """So many, each option chosen at random, whether or not the choices go together. They depend on nothing but the seed."""
+    random = Random(seed)
+    return [_draw(random) for _ in range(count)]
+
+
+def _draw(random: Random) -> dict:
+    """An option that is declared for some strategies only is drawn with these alone."""
+    script, ranks, config = random.choice(SCRIPTS), random.choice((1, 2, 2, 3, 4, 4)), {}
+    fields = dataclasses.fields(lab_of({"script": script}).Config)
+    for field in sorted(fields, key=lambda field: field.name != "strategy"):
+        choices = MESHES[ranks] if field.name == "mesh" and "strategy" in config else CHOICES.get(field.name)
+        if choices and config.get("strategy") in (field.metadata["only"] or (config.get("strategy"),)):
+            config[field.name] = random.choice(choices)
+    one = {"script": script, "ranks": 1 if config.get("strategy") == "single" else ranks}
+    if script == "mnist_fsdp.py":
+        one["batch_size"] = config.pop("batch_size")
+    return one | {"config": config}
