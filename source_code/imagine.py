@@ -19,6 +19,11 @@ def gpt(ranks: int, shape: GPTShape | None = None, gpu: GpuOperators | None = No
 
     shape: another than the preset's. gpu, workspaces: see ``simulate.step``.
     """
+    return simulate.step(setup_gpt(ranks, shape, **options), gpu, workspaces)
+
+
+def setup_gpt(ranks: int, shape: GPTShape | None = None, **options):
+    """What ``simulate.step`` calls for it; this process is rank 0 of ``ranks`` from here on."""
     config = gpt_fsdp.Config(**options)
     me = join(config, ranks)
 
@@ -42,7 +47,7 @@ def gpt(ranks: int, shape: GPTShape | None = None, gpu: GpuOperators | None = No
 
         return model, optimizer, (tokens, torch.zeros_like(tokens)), train
 
-    return simulate.step(setup, gpu, workspaces)
+    return setup
 
 
 def mnist(ranks: int, gpu: GpuOperators | None = None, workspaces=True, **options) -> dict:

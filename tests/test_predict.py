@@ -8,8 +8,8 @@ import json
 import sys
 from collections import Counter
 
-import pytest
 import configurations
+import pytest
 import trial
 from forked import forked
 from labkit import UserError

@@ -9,7 +9,7 @@ What comes out is *simulated*, never measured: FSDP, autograd and the optimizer 
 DDP cannot be simulated: its reducer looks inside the tensors.
 
 Private PyTorch used here, and only here: ``FakeTensorMode`` and its switch, the process group of the kind "fake",
-how FSDP2 cuts a parameter, and how DTensor decides whether to use its cache.
+how FSDP2 cuts a parameter, how DTensor decides whether to use its cache, and ``FSDPMemTracker``.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import _dispatch
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -46,10 +47,7 @@ def step(setup, gpu: GpuOperators | None = None, workspaces: bool = True) -> dic
     Returns what a record has under "memory" and "traffic": {"peak": {category: bytes}, "peak_phase",
     "peak_operator", "start", "timeline", "traffic": [{"kind", "count", "bytes", "dimension"}, …]}.
     """
-    # The first step fills DTensor's cache of what its operators return, as it does in a real run. On tensors without
-    # memory DTensor would think that it is being compiled, and work it out each time, on whole parameters.
-    cached = mock.patch.object(_dispatch, "_are_we_tracing", return_value=False)
-    with FakeTensorMode(allow_non_fake_inputs=True), _Counters(), cached:
+    with _without_memory():
         model, optimizer, batch, train = setup()
         about = model, optimizer, torch.device("meta")  # where fake tensors have their storage
         trace = GpuTrace(gpu, workspaces, *about) if gpu else StepTrace(*about)
@@ -68,6 +66,28 @@ def step(setup, gpu: GpuOperators | None = None, workspaces: bool = True) -> dic
         "timeline": [[moment["phase"], *(moment[category] for category in CATEGORIES)] for moment in timeline],
         "traffic": listed(trace.collectives),
     }
+
+
+def tracked_peak(setup) -> int:
+    """Bytes alive at the peak of two steps, by PyTorch's own tracker for ``fully_shard``; setup: as ``step`` takes it."""
+    with _without_memory():
+        model, optimizer, batch, train = setup()
+        tracker = FSDPMemTracker(model, optimizer)
+        tracker.track_inputs(batch)
+        with tracker:
+            train(*batch)
+            tracker.reset_mod_stats()
+            train(*batch)
+    return sum(found["Total"] for found in tracker.get_tracker_snapshot("peak").values())
+
+
+@contextlib.contextmanager
+def _without_memory():
+    # The first step fills DTensor's cache of what its operators return, as it does in a real run. On tensors without
+    # memory DTensor would think that it is being compiled, and work it out each time, on whole parameters.
+    cached = mock.patch.object(_dispatch, "_are_we_tracing", return_value=False)
+    with FakeTensorMode(allow_non_fake_inputs=True), _Counters(), cached:
+        yield
 
 
 @contextlib.contextmanager

@@ -1,0 +1,93 @@
+"""Ask other estimators about the course's GPT, each by its own code: notebook 11 puts them beside the plan.
+
+  python estimators.py --preset tiny --ranks 4 --batch-size 8 --seq-len 128
+
+Prints JSON: {name: bytes a rank needs at its peak, or a sentence where it cannot be asked}.
+
+  PyTorch      FSDPMemTracker: a step of fully_shard on tensors without memory, with the CPU's operators; what is alive
+  DeepSpeed    estimate_zero3_model_states_mem_needs: parameters, gradients and Adam's state shared, and the largest layer
+  Accelerate   what its estimate-memory command prints for training with Adam: the most of weights, gradients, optimizer
+               state and step, of one process
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import torch
+from labkit.measuring import simulate
+from labkit.running import gpus
+from labkit.running.options import Options, option, parse
+from labkit.training import models
+from planner import networks
+from planner.shapes import GPT_SHAPES
+
+
+@dataclass(frozen=True)
+class Asked(Options):
+    """What to ask about. The command line is made from these fields."""
+
+    preset: Literal[tuple(GPT_SHAPES)] = option("tiny", "size of the model")
+    ranks: int = option(4, "how many ranks share it", least=1, at_most=4096)
+    batch_size: int = option(8, "sequences on each rank", least=1)
+    seq_len: int = option(128, "tokens in a sequence", least=1)
+    precision: Literal["fp32", "bf16"] = option("fp32", "number format of the computation")
+    recompute: Literal[networks.RECOMPUTE] = option("none", "what backward computes again")
+
+
+def pytorch(asked: Asked) -> int:
+    import imagine
+
+    about = {"batch_size": asked.batch_size, "seq_len": asked.seq_len, "precision": asked.precision}
+    about |= {"preset": asked.preset, "recompute": asked.recompute}
+    return simulate.tracked_peak(imagine.setup_gpt(asked.ranks, **about))
+
+
+def deepspeed(asked: Asked) -> int:
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+
+    network = networks.gpt(GPT_SHAPES[asked.preset], 1, 1)
+    largest = max(prod(shape) for module in network.modules for shape in module.parameters.values())
+    nodes = {"num_gpus_per_node": asked.ranks, "num_nodes": 1}
+    whole = {"cpu_offload": False, "cpu_offload_params": False, "zero_init": True}
+    _, on_gpu, _ = estimate_zero3_model_states_mem_needs(network.numel, largest, **nodes, **whole)
+    return on_gpu
+
+
+def accelerate(asked: Asked) -> int:
+    from accelerate.commands.estimate import estimate_training_usage
+    from accelerate.utils import calculate_maximum_sizes
+
+    with torch.device("meta"):
+        model = models.GPT(GPT_SHAPES[asked.preset])
+    size, _ = calculate_maximum_sizes(model)
+    return max(estimate_training_usage(size, "float32").values())
+
+
+ESTIMATORS = {
+    "PyTorch": ("torch", pytorch),
+    "DeepSpeed": ("deepspeed", deepspeed),
+    "Accelerate": ("accelerate", accelerate),
+}
+
+
+def ask_all(asked: Asked) -> dict:
+    """{name: bytes, or a sentence}"""
+    found = {}
+    for name, (package, ask) in ESTIMATORS.items():
+        if importlib.util.find_spec(package) is None:
+            found[name] = f"not installed: pip install {package}"
+        else:
+            with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):  # DeepSpeed greets
+                found[name] = ask(asked)
+    return found
+
+
+if __name__ == "__main__":
+    options = parse(Asked, __doc__)
+    gpus.hide()
+    print(json.dumps(ask_all(options)))
