@@ -146,9 +146,10 @@ class Autograd:
         """A tensor of the batch, or a constant that the network makes: it needs no gradient. ``times``: of them."""
         return SizedTensor(self.hold("activations", name, times * numel * itemsize, itemsize), numel, itemsize)
 
-    def gradient_of(self, parameter: SizedParameter) -> SizedTensor:
+    def gradient_of(self, parameter: SizedParameter, itemsize: int | None = None) -> SizedTensor:
+        """itemsize: bytes a number, where they are not the parameter's."""
         category = self.gradients_as if parameter.uses == 1 else None  # of several parts, their sum is the gradient
-        return self.make(f"gradient of {parameter.name}", parameter.numel, parameter.itemsize, category)
+        return self.make(f"gradient of {parameter.name}", parameter.numel, itemsize or parameter.itemsize, category)
 
     # What waits for backward
 
