@@ -49,17 +49,30 @@ def listed() -> list[dict]:
         found += [pipeline(2, schedule=schedule, accumulate=4)]
         found += [pipeline(4, schedule=schedule, accumulate=6, recompute="full")]
         found += [pipeline(3, schedule=schedule, accumulate=4, precision="bf16", optimizer="sgd")]
-    return found + choices() + zero()
+    return found + accumulating() + choices() + zero()
 
 
 def zero() -> list[dict]:
-    """Each stage of DeepSpeed's ZeRO, and of PyTorch's the one that is neither DDP nor FSDP2."""
+    """Each stage of DeepSpeed's ZeRO, and of PyTorch's."""
     found = [zero_run(2, stage="1", precision="bf16", accumulate=2)]
     found += [zero_run(3, stage="1", recompute="full", tied=True)]
     found += [zero_run(3, engine="deepspeed", stage="0"), zero_run(3, engine="deepspeed", stage="1", batch_size=9)]
     found += [zero_run(3, engine="deepspeed", stage=stage, recompute="full", tied=True) for stage in ("2", "3")]
     for stage in ("0", "1", "2", "3"):
         found += [zero_run(4, engine="deepspeed", stage=stage, precision="bf16", accumulate=3)]
+    for stage in ("1", "2", "3"):
+        found += [zero_run(n, stage=stage) for n in (2, 4)]
+        found += [zero_run(n, engine="deepspeed", stage=stage) for n in (2, 4)]
+    return found
+
+
+def accumulating() -> list[dict]:
+    """Several micro-batches a step, their gradients reduced after each, or after the last; under HSDP, and kept parameters."""
+    found = [gpt(2, strategy=strategy, accumulate=2) for strategy in ("ddp", "fsdp1")]
+    for sync in ("every", "last"):
+        found += [gpt(3, strategy="fsdp2", accumulate=3, sync=sync, precision="bf16", clip=1.0)]
+        found += [gpt(3, strategy="fsdp1", accumulate=3, sync=sync, reshard_after_forward="false")]
+        found += [gpt(4, strategy=strategy, accumulate=3, sync=sync, mesh="2x2") for strategy in ("fsdp1", "fsdp2")]
     return found
 
 
@@ -121,7 +134,7 @@ def lab_of(one: dict):
     return import_module(one["script"].removesuffix(".py"))
 
 
-# Drawn at random. What an option may become, in every lab that has it; some values are there twice, to come up more often.
+# Drawn at random: what an option may become, in every lab that has it. What is here twice comes up twice as often.
 CHOICES = {
     "strategy": ("single", "ddp", "fsdp1", "fsdp1", "fsdp2", "fsdp2", "fsdp2"),
     "stage": ("0", "1", "2", "3"),
@@ -148,7 +161,7 @@ CHOICES = {
     "reshard_after_forward": (None, "true", "false", "2", "4"),
     "prefetch": (0, 0, 1, 2, 5),
 }
-MESHES = {
+MESHES = {  # by the number of ranks, where --mesh goes with a strategy
     1: (None, None, "1x1"),
     2: (None, None, "2x1", "tensor=2"),
     3: (None, None, "3x1", "1x3"),
@@ -158,9 +171,12 @@ SCRIPTS = ("gpt_fsdp.py",) * 6 + ("mnist_fsdp.py", "gpt_pipeline.py", "gpt_zero.
 
 
 def drawn(seed: int, count: int) -> list[dict]:
-    """So many, each option chosen at random, whether or not the choices go together. They depend on nothing but the seed."""
+    """So many, each option chosen at random, whether or not the choices go together; they have "seed" besides.
+
+    The first of a seed are always the same. What is left to the default is not in "config".
+    """
     random = Random(seed)
-    return [_draw(random) for _ in range(count)]
+    return [_draw(random) | {"seed": seed} for _ in range(count)]
 
 
 def _draw(random: Random) -> dict:
@@ -174,4 +190,5 @@ def _draw(random: Random) -> dict:
     one = {"script": script, "ranks": 1 if config.get("strategy") == "single" else ranks}
     if script == "mnist_fsdp.py":
         one["batch_size"] = config.pop("batch_size")
-    return one | {"config": config}
+    defaults = {field.name: field.default for field in fields}
+    return one | {"config": {name: value for name, value in config.items() if value != defaults[name]}}

@@ -2,6 +2,7 @@
 
   python trial.py                          all of them (three minutes on two cores); a table, and a record in results/runs/
   python trial.py --every 6 --record trial.json
+  python trial.py --random 60 --seed 7     so many drawn at random from all that the labs accept; what is refused is listed
   python trial.py --simulated              Llama 3's shapes on 8 to 1024 ranks: predicted beside simulated
 
 Each configuration trains for six steps on the CPU, where the meters count to the byte; those with equally many ranks
@@ -17,6 +18,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
+from datetime import date
 
 import configurations
 import pandas
@@ -107,6 +109,16 @@ def refusal(one: dict) -> str | None:
         return str(error)
 
 
+def sorted_out(drawn: list[dict]) -> tuple[list[dict], list[dict]]:
+    """Those that can be tried, and those refused, with the sentence under "refused"."""
+    told = [(one, refusal(one)) for one in drawn]
+    return [one for one, sentence in told if not sentence], [one | {"refused": why} for one, why in told if why]
+
+
+def todays_seed() -> int:
+    return int(f"{date.today():%Y%m%d}")
+
+
 def compare_ranks(one: dict, measured: list[dict]) -> dict:
     """The row of one configuration: of rank 0, or where ranks differ of the one that agrees least."""
     differ = one["script"] == "gpt_pipeline.py" or planned(one).strategy in zero.UNEVEN
@@ -149,17 +161,19 @@ def run(tried: list[dict]) -> list[dict]:
     return rows
 
 
-def table(rows: list[dict]) -> pandas.DataFrame:
-    def name(row):
-        how = next((name for name in ("strategy", "schedule") if name in row["config"]), None)
-        options = {k: v for k, v in row["config"].items() if k not in (how, "batch_size", "seq_len")}
-        return " ".join([row["config"].get(how, ""), *(f"{k}={v}" for k, v in options.items())]).strip()
+def name_of(one: dict) -> str:
+    """A configuration's options in a line."""
+    how = next((name for name in ("strategy", "schedule") if name in one["config"]), None)
+    options = {k: v for k, v in one["config"].items() if k not in (how, "batch_size", "seq_len")}
+    return " ".join([one["config"].get(how, ""), *(f"{k}={v}" for k, v in options.items())]).strip()
 
+
+def table(rows: list[dict]) -> pandas.DataFrame:
     return pandas.DataFrame(
         {
             "network": row["script"].split("_")[0],
             "ranks": row["ranks"],
-            "configuration": name(row),
+            "configuration": name_of(row),
             "measured [bytes]": f"{sum(row['measured'].values()):,}",
             "difference": f"{row['difference']:+.3%}",
             "persistent": "equal" if row["persistent equal"] else "DIFFERS",
@@ -212,25 +226,33 @@ class Trial(Options):
     """The trial. The command line is made from these fields."""
 
     every: int = option(1, "take one configuration in so many", least=1)
+    random: int | None = option(None, "draw so many configurations at random instead", least=1)
+    seed: int | None = option(None, "of the draws (default: the day's, such as 20261122)", needs="random")
     simulated: bool = option(False, "compare with simulations of Llama 3's shapes instead")
     record: str | None = option(None, "where the record goes (default: results/runs/)")
+
+
+def chosen(options: Trial) -> tuple[list[dict], list[dict]]:
+    """The configurations to try; and those drawn that are refused, with the sentence under "refused"."""
+    if not options.random:
+        return [*filter(runnable, configurations.listed())][:: options.every], []
+    return sorted_out(configurations.drawn(options.seed or todays_seed(), options.random))
 
 
 def main():
     options = parse(Trial, __doc__)
     try:
         path = records.new_path("trial", options.record)
-        rows = (
-            [simulate(*one) for one in LLAMA]
-            if options.simulated
-            else run([*filter(runnable, configurations())][:: options.every])
-        )
+        tried, refused = chosen(options)
+        rows = [simulate(*one) for one in LLAMA] if options.simulated else run(tried)
     except UserError as error:
         ranks.leave(str(error))
     shown = simulated_table(rows) if options.simulated else table(rows)
     print(shown.to_markdown(index=False, disable_numparse=True))
-    records.write_rows(path, rows)
-    worst = max(abs(row["difference"]) for row in rows)
+    for one in refused:
+        print(f"refused: {name_of(one)}: {one['refused']}")
+    records.write_rows(path, rows, **({"refused": refused} if options.random else {}))
+    worst = max((abs(row["difference"]) for row in rows), default=0)
     print(f"\n{len(rows)} configurations; the largest difference of a peak is {worst:.3%}; record: {path}")
 
 

@@ -45,6 +45,7 @@ class Tape(Autograd):
         super().__init__()
         self.fused, self.autocast, self.workspaces, self.torch = fused, autocast, workspaces, torch
         self.casts = {}  # parameter → its Cast: autocast keeps those of trained parameters until it is left
+        self.wide_gradients = False  # whether a norm's weight gets its gradient as it is computed, in fp32
 
     def put_back(self, frame):
         super().put_back(frame)
@@ -284,7 +285,7 @@ class Tape(Autograd):
             of_weight = self.make("norm: gradient of weight, a row each", numel, wide) if weight.trained else None
             made = [(node, self.make("norm: gradient of normalized", numel, wide))] if node else []
             if weight.trained:
-                made.append((weight, self.gradient_of(weight)))
+                made.append((weight, self.gradient_of(weight, wide if self.wide_gradients else weight.itemsize)))
             del of_weight
             return made
 

@@ -30,7 +30,7 @@ from planner.networks import Blueprint
 from planner.pipeline import Stage, StageStep, blocks_of
 from planner.shapes import GPT_SHAPES, GPTShape
 from planner.step import Step
-from planner.strategies import Unit
+from planner.strategies import WIDE_GRADIENTS, Unit
 
 STEP_COUNTER = 4  # bytes: the number of steps done, one for each tensor that Adam or Adadelta updates
 # What an optimizer keeps, for each number it updates unless it is a counter.
@@ -43,7 +43,6 @@ STATES = {
     "momentum": ("momentum",),
     "sgd": (),
 }
-WIDE_SUMS = (2, 15)  # from this PyTorch on, a tensor group sums the norms' gradients in fp32, not in bf16
 FP32 = 4  # bytes a number
 # Options that older records do not know, as runs were without them
 ADDED_LATER = {"weights": "fp32", "recompute_every": 1, "loss_chunks": 1, "units": "blocks"}
@@ -283,7 +282,7 @@ class Plan:
         times["all-gather", activation, exchange.parts, "tensor"] = exchange.gathers * self.micro_batches
         times["reduce-scatter", activation, exchange.parts, "tensor"] = exchange.scatters * self.micro_batches
         times["all-reduce", exchange.rows * self.itemsize, exchange.parts, "tensor"] = 3 * self.micro_batches
-        itemsize = self.compute_itemsize if self.torch < WIDE_SUMS else self.itemsize
+        itemsize = self.compute_itemsize if self.torch < WIDE_GRADIENTS else self.itemsize
         for unit in self.make_units():
             for parameter in unit.everywhere:
                 times["all-reduce", parameter.numel * itemsize, exchange.parts, "tensor"] += reductions

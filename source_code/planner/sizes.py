@@ -169,11 +169,14 @@ class Autograd:
         """A tensor of the batch, or a constant that the network makes: it needs no gradient. ``times``: of them."""
         return SizedTensor(self.hold("activations", name, times * numel * itemsize, itemsize), numel, itemsize)
 
-    def gradient_of(self, parameter: SizedParameter) -> SizedTensor:
+    def gradient_of(self, parameter: SizedParameter, itemsize: int | None = None) -> SizedTensor:
+        """itemsize: bytes a number, where they are not the parameter's."""
         category = self.gradients_as if parameter.uses == 1 else None  # of several parts, their sum is the gradient
         if self.made_as == "activations" and category != "gradients":  # already in forward: see chunked_loss.py
             category = None
-        return self.make(f"gradient of {parameter.name}", parameter.numel, parameter.itemsize, category, False)
+        return self.make(
+            f"gradient of {parameter.name}", parameter.numel, itemsize or parameter.itemsize, category, False
+        )
 
     # What waits for backward
 

@@ -170,6 +170,9 @@ class FSDP1(Sharded):
         self.gradients.pop((unit, "whole"), None)
 
 
+WIDE_GRADIENTS = (2, 15)  # from this PyTorch on, FSDP2 leaves norms' gradients in fp32, where the norms are computed
+
+
 class FSDP2(Sharded):
     """Parameters arrive in one buffer and are copied out of it; gradients are packed into another."""
 
@@ -178,6 +181,7 @@ class FSDP2(Sharded):
         if self.alone:
             self.gradients_as = "temporary"
         super().__init__(plan, *about)
+        self.tape.wide_gradients = self.mixed and plan.torch >= WIDE_GRADIENTS
         self.ahead = {}  # unit → the buffer of what was gathered ahead for it
         self.arrived = None  # in forward, the last unit's buffer
         self.packed = None  # the last unit's packed gradients
@@ -210,7 +214,7 @@ class FSDP2(Sharded):
         for parameter in unit.parameters.values():
             if parameter in unit.everywhere or parameter.times > 1:
                 waiting = self.gradients.pop(parameter, None)
-                itemsize = self.plan.itemsize if waiting else parameter.itemsize
+                itemsize = self.plan.itemsize if waiting else parameter.gradient.itemsize
                 size = parameter.numel * itemsize
                 settled = self.hold(self.gradients_as, unit, f"gradient of {parameter.name}, settled", size)
                 parameter.gradient, settled, waiting = settled, None, None
