@@ -4,9 +4,12 @@ import importlib.metadata
 import re
 import sys
 from math import prod
+from types import ModuleType
 
 import pytest
-from forked import by_value, forked
+from forked import by_value
+from IPython.core.history import HistoryManager
+from IPython.core.interactiveshell import InteractiveShell
 from labkit.running import cells, launch
 from labkit.teaching.exercises import chapter_14, check
 from labkit.teaching.exercises.chapter_14 import DEVICES
@@ -163,13 +166,7 @@ def test_what_is_not_sharded_recomputed_or_multiplied_out_is_noticed():
     ]
 
 
-def first_cell(source: str) -> tuple[str, bool]:
-    """(what a notebook shows of its first cell where JAX is not installed, whether JAX was imported all the same)."""
-    import contextlib
-    import io
-
-    from IPython.core.interactiveshell import InteractiveShell
-
+def test_without_jax_its_first_cell_says_so_in_a_sentence(monkeypatch, capsys):
     there = importlib.metadata.version
 
     def version(name):
@@ -177,17 +174,12 @@ def first_cell(source: str) -> tuple[str, bool]:
             raise importlib.metadata.PackageNotFoundError(name)
         return there(name)
 
-    importlib.metadata.version = version
-    shown = io.StringIO()
-    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
-        InteractiveShell.instance(colors="nocolor").run_cell(source.replace("../source_code", "source_code"))
-    return shown.getvalue(), "jax" in sys.modules
-
-
-def test_without_jax_its_first_cell_says_so_in_a_sentence():
-    shown, imported = forked(first_cell, code_cells(read(PATH))[0].source)
-    assert shown.strip() == "jax is not installed, which FSDP in JAX needs: run make jax"
-    assert not imported
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setitem(sys.modules, "jax", None)  # importing it fails, with other words
+    monkeypatch.setattr(sys, "path", sys.path.copy())  # which the cell changes
+    monkeypatch.setattr(HistoryManager, "enabled", False)
+    InteractiveShell(colors="nocolor", user_module=ModuleType("cells")).run_cell(code_cells(read(PATH))[0].source)
+    assert capsys.readouterr().out.strip() == "jax is not installed, which FSDP in JAX needs: run make jax"
 
 
 def sections(notebook) -> dict[str, str]:
