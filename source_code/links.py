@@ -56,10 +56,10 @@ class Config(options.Options):
     folder: str | None = option(None, "where the records go (default: a new folder in results/runs)")
 
 
-def sweep(rates: list[str], steps: int, cluster=None, size=SMALL, names=tuple(STRATEGIES)):
-    """Yield the record of each speed and strategy. size: the options that say how much a rank computes."""
-    for rate, of_ranks in at_each_speed(rates, measure, steps, size, names, cluster=cluster):
-        for name in names:
+def sweep(rates: list[str], steps: int, cluster=None):
+    """Yield the record of each speed and strategy."""
+    for rate, of_ranks in at_each_speed(rates, measure, steps, SMALL, [*STRATEGIES], cluster=cluster):
+        for name in STRATEGIES:
             yield summary(name, rate, [rank[name] for rank in of_ranks])
 
 
@@ -83,13 +83,18 @@ def measure(me, steps: int, size: dict, names) -> dict:
 
     latency = shortest_call()
     return {
-        name: observe(me, gpt_fsdp, gpt_fsdp.Config(**size | STRATEGIES[name]), steps) | {"latency": latency}
+        name: observe(me, gpt_fsdp, gpt_fsdp.Config(**size | STRATEGIES[name]), steps, (steps + 1) // 2)
+        | {"latency": latency}
         for name in names
     }
 
 
-def shortest_call(numbers: int = 64, group=None) -> float:
-    """Seconds of an all-reduce of so many numbers in fp32, among all ranks or those of a group."""
+def shortest_call() -> float:
+    return min(calls())
+
+
+def calls(numbers: int = 64, group=None) -> list[float]:
+    """Seconds of each of 60 all-reduces of so many numbers in fp32, among all ranks or those of a group."""
     import torch
     import torch.distributed as dist
 
@@ -99,17 +104,17 @@ def shortest_call(numbers: int = 64, group=None) -> float:
         begin = time.perf_counter()
         dist.all_reduce(torch.zeros(numbers), group=group)
         taken.append(time.perf_counter() - begin)
-    return min(taken)
+    return taken
 
 
-def observe(me, lab, config, steps: int) -> dict:
-    """Train with the lab script's own functions: some steps timed, then some watched."""
+def observe(me, lab, config, steps: int, watched: int) -> dict:
+    """Train with the lab script's own functions: some steps timed, then some watched by the profiler."""
     import torch.distributed as dist
 
     data = lab.text.load(me.device)
     model, _ = lab.build(config, me)
     optimizer = lab.make_optimizer(model, config)
-    batches = lab.training_batches(data.train, config, me, range(WARM_UP + 2 * steps))
+    batches = lab.training_batches(data.train, config, me, range(WARM_UP + steps + watched))
 
     def train() -> float:
         lab.train_step(model, optimizer, *next(batches), config)
@@ -128,8 +133,8 @@ def observe(me, lab, config, steps: int) -> dict:
     about |= {"nodes": NODES, "command": "links.py"}
     about["data"] = {"name": lab.text.NAME, "train": len(data.train), "test": len(data.validation)}
     moved = {way: (after[way] - before[way]) / steps for way in ("sent", "received")}
-    watched = [collectives(train) for _ in range((steps + 1) // 2)]
-    return {"about": about, "ends": ends, "watched": watched, **moved}
+    seen = [collectives(train) for _ in range(watched)]
+    return {"about": about, "ends": ends, "watched": seen, **moved}
 
 
 def collectives(step) -> list[tuple]:

@@ -6,16 +6,18 @@ Inside a practice cluster with a network, as root; it changes the link's speed a
   python step_trial.py                     three speeds, four strategies: three minutes; a table, and a record
   python step_trial.py --record results/reference/step-times-intel-xeon-2-cores.json
 
-One run is for calibration: one strategy on the link before it is slowed. Its step less its communication is what a
-step computes. (It is one of FSDP's, which under gloo waits for each call, so that the two add up.) The latency of both
-links, and the bandwidth within a node, are all-reduces of two sizes there. From these, the speeds that the link will be
-given, and the arithmetic of planner/cost.py, come the predictions. They are in the record, with their time, before the
-first measured step.
+One run is for calibration: one strategy on the link before it is slowed. PyTorch's profiler says how long its
+collectives took; the rest of a step is what it computes. (It is one of FSDP's, which under gloo waits for each call, so
+that the two add up.) What a rank sent in that time is the bandwidth within a node, where nothing but the machine slows
+messages down, and small all-reduces give the latency of both links. From these, the speeds that the link will be given,
+and the arithmetic of planner/cost.py, come the predictions. They are written, with their time, before the first
+measured step.
 """
 
 import statistics
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from itertools import pairwise
 
 import links
 from labkit import UserError
@@ -28,7 +30,7 @@ from planner.flops import of_hardware
 SIZE = {"batch_size": 12, "seq_len": 128}  # computing takes about as long as the link
 CALIBRATION = "FSDP2, kept"
 NODE_SIZE = links.RANKS // links.NODES
-LARGE = 2**18  # numbers in fp32: 1 MiB, about as much as a unit sends
+ROUNDS = 3  # through all strategies, so that what disturbs the machine for a while does not meet one of them only
 
 
 @dataclass(frozen=True)
@@ -36,37 +38,49 @@ class Config(options.Options):
     """What to try. The command line is made from these fields."""
 
     rates: str = option("400mbit,200mbit,100mbit", "speeds of the link, with commas between them", form=links.RATES)
-    steps: int = option(10, "steps to time; half as many more are watched by the profiler", least=5)
+    steps: int = option(4, f"steps to time in each of {ROUNDS} rounds", least=2)
     record: str | None = option(None, "where the record goes (default: results/runs/)")
 
 
 def calibrate(me, steps: int) -> dict:
-    """What this rank sees on a link that is not slowed: the calibration's steps, and all-reduces. Every rank runs it."""
+    """What this rank sees on a link that is not slowed: the calibration's steps, and small calls. Every rank runs it."""
     import torch.distributed as dist
 
     groups = [dist.new_group(range(first, first + NODE_SIZE)) for first in range(0, me.world_size, NODE_SIZE)]
-    mine = groups[me.rank // NODE_SIZE]
-    within = {"within": links.shortest_call(group=mine), "large within": links.shortest_call(LARGE, mine)}
-    return links.measure(me, steps, SIZE, [CALIBRATION])[CALIBRATION] | within
+    small = {"among all": links.calls(), "within": links.calls(group=groups[me.rank // NODE_SIZE])}
+    return links.measure(me, steps, SIZE, [CALIBRATION])[CALIBRATION] | small
 
 
 def calibration(steps: int) -> dict:
-    """Run it: {"strategy", "size", "config", …, seconds that a step computes, the links}."""
+    """Run it: {"record", and in seconds "step", "communication", "compute", the latencies; "node bandwidth"}."""
     ((_, of_ranks),) = links.at_each_speed(["none"], calibrate, steps)
     record = links.summary(CALIBRATION, "none", of_ranks)
     step, communication = (statistics.median(record["link"][name]) for name in ("steps", "communication"))
-    small, large = (max(rank[name] for rank in of_ranks) for name in ("within", "large within"))
-    sent = 2 * (NODE_SIZE - 1) / NODE_SIZE * 4 * LARGE  # by each rank, to all-reduce
+    latency, within = (  # of a step of a ring: an all-reduce takes 2 (n − 1)
+        typical(of_ranks, name) / (2 * (n - 1)) for name, n in (("among all", links.RANKS), ("within", NODE_SIZE))
+    )
     return {
         "record": record,
         "step": step,
         "communication": communication,
         "compute": step - communication,
-        # of a step of a ring: an all-reduce takes 2 (n − 1)
-        "network latency": record["link"]["latency"] / (2 * (links.RANKS - 1)),
-        "node latency": small / (2 * (NODE_SIZE - 1)),
-        "node bandwidth": sent / (large - small),
+        "network latency": latency,
+        "node latency": within,
+        "node bandwidth": handed_over(record, communication, latency),
     }
+
+
+def handed_over(record: dict, communication: float, latency: float) -> float:
+    """Bytes a second that a rank sends where no link is slowed: as fast as the machine hands messages over."""
+    plan = predict.plan_of(record)
+    calls = [(c["count"], cost.ring_bytes(c, plan, NODE_SIZE, "gloo")) for c in plan.traffic()]
+    sent, steps = (sum(count * call[what] for count, call in calls) for what in ("rank", "steps"))
+    return sent / (communication - steps * latency)
+
+
+def typical(of_ranks: list[dict], name: str) -> float:
+    """The median of the calls. One begins when the last rank makes it, so that rank's time counts."""
+    return statistics.median(map(min, zip(*(rank[name] for rank in of_ranks), strict=True)))
 
 
 def predicted(calibrated: dict, name: str, rate: str) -> dict:
@@ -86,12 +100,24 @@ def config_of(name: str) -> dict:
     return asdict(gpt_fsdp.Config(**SIZE | links.STRATEGIES[name]))
 
 
-def compared(row: dict, record: dict) -> dict:
-    """The row with what was measured, of which the median counts."""
-    measured = statistics.median(record["link"]["steps"])
-    known = {name: record["link"][name] for name in ("steps", "communication")}
+def measure(me, steps: int) -> dict:
+    """{strategy: seconds of each of its steps on this rank}. Every rank runs it."""
+    import gpt_fsdp
+
+    taken = {name: [] for name in links.STRATEGIES}
+    for _ in range(ROUNDS):
+        for name, given in links.STRATEGIES.items():
+            seen = links.observe(me, gpt_fsdp, gpt_fsdp.Config(**SIZE | given), steps, watched=0)
+            taken[name] += [after - before for before, after in pairwise(seen["ends"])]
+    return taken
+
+
+def compared(row: dict, of_ranks: list[dict]) -> dict:
+    """The row with what was measured: of a step, the time of the slowest rank; of the steps, the median counts."""
+    steps = [max(of_step) for of_step in zip(*(rank[row["strategy"]] for rank in of_ranks), strict=True)]
+    measured = statistics.median(steps)
     difference = row["predicted"]["overlapped"] / measured - 1
-    return row | {"measured_at": record["date"], "measured": measured, "difference": difference} | known
+    return row | {"measured_at": now(), "measured": measured, "difference": difference, "steps": steps}
 
 
 def now() -> str:
@@ -107,19 +133,19 @@ def line(row: dict) -> str:
 
 def main(config: Config):
     path, rates = records.new_path("step-times", config.record), config.rates.split(",")
-    calibrated = calibration(config.steps)
-    rows = {(rate, name): predicted(calibrated, name, rate) for rate in rates for name in links.STRATEGIES}
-    about = {"calibration": calibrated, "predictions_written_at": now()}
-    records.write_rows(path, [*rows.values()], **about)
-    print(f"a step computes for {calibrated['compute']:.3f} s; {len(rows)} predictions are in {path}")
+    about = {"calibration": calibration(ROUNDS * config.steps)}
+    rows = [predicted(about["calibration"], name, rate) for rate in rates for name in links.STRATEGIES]
+    records.write_rows(path, rows, **about)
+    print(f"a step computes for {about['calibration']['compute']:.3f} s; {len(rows)} predictions are in {path}")
     print("    link  strategy    predicted  measured   from … to         difference  exposed", flush=True)
     about["measured_from"] = now()
-    for record in links.sweep(rates, config.steps, size=SIZE):
-        place = record["link"]["rate"], record["link"]["strategy"]
-        rows[place] = compared(rows[place], record)
-        print(line(rows[place]), flush=True)
-    records.write_rows(path, [*rows.values()], **about)
-    print(f"the largest difference is {max(abs(row['difference']) for row in rows.values()):.1%}; record: {path}")
+    for rate, of_ranks in links.at_each_speed(rates, measure, config.steps):
+        for number, row in enumerate(rows):
+            if row["rate"] == rate:
+                rows[number] = compared(row, of_ranks)
+                print(line(rows[number]), flush=True)
+    records.write_rows(path, rows, **about)
+    print(f"the largest difference is {max(abs(row['difference']) for row in rows):.1%}; record: {path}")
 
 
 if __name__ == "__main__":

@@ -195,19 +195,30 @@ def test_utilisation_of_model_and_hardware():
 
 
 @pytest.mark.parametrize(
-    ("kind", "backend", "ranks", "steps"),
+    ("kind", "backend", "ranks", "latency"),
     [
         ("all-gather", "ring", 8, 7),
-        ("all-gather", "ring", 16, 15),
-        ("reduce-scatter", "ring", 16, 15),
-        ("reduce-scatter", "gloo", 16, 30),
-        ("all-reduce", "ring", 16, 30),
+        ("all-gather", "ring", 16, 1500),
+        ("reduce-scatter", "ring", 16, 1500),
+        ("reduce-scatter", "gloo", 16, 3000),
+        ("all-reduce", "ring", 16, 3000),
     ],
 )
-def test_latency_counts_once_a_step_of_the_ring_over_the_slowest_link(kind, backend, ranks, steps):
-    plan = predict.Plan(networks.gpt(TINY, 1, 64), "fsdp2", 16)
+def test_latency_counts_once_a_step_of_the_ring_over_the_slowest_link(kind, backend, ranks, latency):
+    plan = predict.Plan(networks.gpt(TINY, 1, 64), "fsdp2", ranks)
     near, far = cost.Link(1e9, 1.0, ""), cost.Link(1e9, 100.0, "")
-    call = {"kind": kind, "bytes": 0, "ranks": ranks, "dimension": "shard"}
-    if ranks == 8:
-        plan = predict.Plan(networks.gpt(TINY, 1, 64), "fsdp2", 8)
-    assert cost.seconds(call, plan, 16 if ranks == 8 else 8, near, far, backend) == steps
+    call = {"kind": kind, "bytes": 1, "ranks": ranks, "dimension": "shard"}
+    assert cost.seconds(call, plan, 8, near, far, backend) == pytest.approx(latency)
+
+
+def test_what_stays_within_a_node_leaves_the_network_to_others(monkeypatch):
+    """Each call of HSDP is on the lane of the slowest link that it crosses."""
+    lanes = {}
+    monkeypatch.setattr(
+        cost.overlap,
+        "step_end",
+        lambda plan, timed, *_, **__: lanes.update({c["kind"]: timed(c)[0] for c in plan.traffic()}) or 0.0,
+    )
+    plan = predict.Plan(networks.gpt(TINY, 1, 64), "fsdp2", 16, replicas=2)
+    cost.step_time(plan, 8, cost.LINKS["nvlink"], cost.NETWORKS["ethernet"], 1e12)
+    assert lanes == {"all-gather": "link", "reduce-scatter": "link", "all-reduce": "network"}
