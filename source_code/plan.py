@@ -40,7 +40,7 @@ STRATEGIES = ("single", "ddp", "zero1", *(f"deepspeed-{stage}" for stage in rang
 TORCHS = ("single", "ddp", "zero1", "fsdp1", "fsdp2")  # what DeepSpeed makes of some choices is not predicted
 SIMULATED = ("single", "fsdp1", "fsdp2")
 # What is planned of one run at a time, and not of the stages of a pipeline
-ALONE = ("sync", "prefetch", "weights", "recompute_every", "loss_chunks", "units", "lora")
+ALONE = ("sync", "prefetch", "weights", "recompute_every", "loss_chunks", "units", "lora", "cpu_offload")
 SLOWEST, FASTEST = 1e-6, 1e6  # GB/s of a link
 
 
@@ -88,7 +88,12 @@ class Options(Base):
     lora: int | None = option(
         None, "freeze the model, and train LoRA adapters of this width on queries and values", least=1, only=TORCHS
     )
-    optimizer: Literal[tuple(predict.STATES)] = option("adamw", "optimizer; adamw is PyTorch's foreach implementation")
+    cpu_offload: bool = option(
+        False, "shards, gradients and optimizer state in CPU memory; its copies are not in the time", only=("fsdp2",)
+    )
+    optimizer: Literal[tuple(predict.STATES)] = option(
+        "adamw", "optimizer; adamw is PyTorch's foreach implementation; adamw-8bit is bitsandbytes' (not on trial)"
+    )
     device: Literal["cuda", "cpu"] = option("cuda", "whose kernels: they keep different tensors for backward")
     gpu_memory: float = option(80.0, "GiB that a rank may use", above=0, at_most=1e9)
     flops: float = option(989e12, "operations a second a rank does at best (default: H100's data sheet, bf16)", least=1)
@@ -122,6 +127,8 @@ class Options(Base):
             raise UserError(f"--strategy {self.strategy} cannot be simulated: take {' or '.join(SIMULATED)}")
         if self.own:
             self.check_own()
+        if self.simulate and (self.cpu_offload or self.optimizer == "adamw-8bit"):
+            raise UserError("neither --cpu-offload nor --optimizer adamw-8bit is simulated: leave --simulate out")
         check_choices(self, self.model in GPT_SHAPES and GPT_SHAPES[self.model].tied)
         for name in ALONE:
             given = getattr(self, name) != {field.name: field.default for field in dataclasses.fields(self)}[name]
@@ -191,6 +198,7 @@ def plan_of(options: Options, network: networks.Blueprint | None = None) -> pred
         on_gpu=options.device == "cuda",
         torch=installed_torch(),
         weights=options.weights,
+        offload=options.cpu_offload and options.device == "cuda",  # on the CPU there is but one memory
     )
     return plan.of_fullest_rank()
 
