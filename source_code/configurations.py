@@ -99,6 +99,8 @@ def choices() -> list[dict]:
     found += [gpt(2, **fsdp2, **parts, lora=4), gpt(4, **fsdp2, **parts, **pure, recompute="full")]
     found += [gpt(3, **strategy, **apart) for strategy in (fsdp1, fsdp2)]
     found += [gpt(2, **fsdp2, **apart, **bf16, reshard_after_forward="false"), gpt(4, **fsdp2, **apart, prefetch=2)]
+    # On the CPU what is offloaded stays in the same memory: the same bytes, on two sides (chapter 06).
+    found += [gpt(3, **fsdp2, cpu_offload=True), gpt(2, **fsdp2, **bf16, cpu_offload=True, accumulate=2)]
     found += [gpt(2, **fsdp1, **apart, **bf16, **parts), gpt(4, **fsdp2, **apart, **pure, **parts, recompute="full")]
     return found
 

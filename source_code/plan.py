@@ -47,7 +47,7 @@ from planner.shapes import GPT_SHAPES, GPTShape
 TORCHS = ("single", "ddp", "zero1", "fsdp1", "fsdp2")  # what DeepSpeed makes of some choices is not predicted
 SIMULATED = ("single", "fsdp1", "fsdp2")
 # What is planned of one run at a time, and not of the stages of a pipeline
-ALONE = ("sync", "prefetch", "weights", "recompute_every", "loss_chunks", "units", "lora")
+ALONE = ("sync", "prefetch", "weights", "recompute_every", "loss_chunks", "units", "lora", "cpu_offload")
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,12 @@ class Options(Base):
     lora: int | None = option(
         None, "freeze the model, and train LoRA adapters of this width on queries and values", least=1, only=TORCHS
     )
-    optimizer: Literal[tuple(predict.STATES)] = option("adamw", "optimizer; adamw is PyTorch's foreach implementation")
+    cpu_offload: bool = option(
+        False, "shards, gradients and optimizer state in CPU memory; its copies are not in the time", only=("fsdp2",)
+    )
+    optimizer: Literal[tuple(predict.STATES)] = option(
+        "adamw", "optimizer; adamw is PyTorch's foreach implementation; adamw-8bit is bitsandbytes' (not on trial)"
+    )
     device: Literal["cuda", "cpu"] = option("cuda", "whose kernels: they keep different tensors for backward")
     gpu: Literal[tuple(GPUS)] = option("h100", "the GPU: its memory, its peak, its link")
     gpu_memory: float | None = option(None, "GiB that a rank may use (default: the GPU's)", above=0, at_most=1e9)
@@ -144,6 +149,8 @@ class Options(Base):
             raise UserError(f"--strategy {self.strategy} cannot be simulated: take {' or '.join(SIMULATED)}")
         if self.own:
             self.check_own()
+        if self.simulate and (self.cpu_offload or self.optimizer == "adamw-8bit"):
+            raise UserError("neither --cpu-offload nor --optimizer adamw-8bit is simulated: leave --simulate out")
         check_choices(self, bool(self.shape and self.shape.tied))
         for name in ALONE:
             given = getattr(self, name) != {field.name: field.default for field in dataclasses.fields(self)}[name]

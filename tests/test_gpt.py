@@ -479,6 +479,12 @@ BAD = {
     "--strategy fsdp1 --mesh 2x1": "FSDP1 on --mesh 2x1 has nothing to shard",
     "--strategy fsdp1 --cpu-offload --accumulate 2": "forgets all but the last micro-batch: use --sync last",
     "--prefetch -1": "--prefetch must be at least 0, but is -1",
+    "--recompute-every 2": "--recompute-every needs --recompute full, selective or alternate",
+    "--recompute full --recompute-every 0": "--recompute-every must be at least 1",
+    "--weights bf16": "--weights bf16 computes in bf16, too: give --precision bf16",
+    "--loss-chunks 0": "--loss-chunks must be at least 1",
+    "--units apart --tied": "--units apart cannot part embedding and head where they share one weight",
+    "--units apart --strategy ddp": "--units apart goes with --strategy fsdp1 or fsdp2; with ddp leave it out",
     "--clip 0": "--clip must be above 0, but is 0.0",
     "--lr nan": "--lr must be a finite number, but is nan",
 }

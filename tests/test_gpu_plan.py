@@ -325,3 +325,29 @@ def test_plans_are_for_the_pytorch_that_is_here(monkeypatch):
 def test_where_there_is_no_pytorch_the_newest_is_planned_for(monkeypatch):
     monkeypatch.setattr(answers, "find_spec", lambda name: None)
     assert answers.installed_torch.__wrapped__() == predict.Plan.torch
+
+
+HOST = ("parameters", "gradients", "optimizer state")
+OFFLOADED = [
+    gpt(8, MANY_WORDS, cpu_offload=True, precision="bf16", recompute=how, loss_chunks=chunks, batch_size=size)
+    for how, chunks, size in (("full", 4, 16), ("none", 1, 2))
+]
+
+
+@pytest.mark.long
+def test_with_offload_the_device_has_what_the_host_has_not():
+    """Simulated, all of it lies in one memory: on the device's side is what is none of HOST, until the optimizer steps."""
+    for one, found in zip(OFFLOADED, forked(simulated, OFFLOADED), strict=True):
+        plan = planned(one)
+        device = [
+            sum(size for name, size in zip(trace.CATEGORIES, sizes, strict=True) if name not in HOST)
+            for phase, *sizes in found["timeline"]
+            if phase != "optimizer"
+        ]
+        assert predict.total(plan.peak()[1]) == max(device) + plan.loss_itemsize
+        in_one = replace(plan, offload=False)
+        assert predict.total(plan.peak()[1]) < predict.total(in_one.peak()[1])
+        host, kept = predict.by_category(plan.on_host()), predict.by_category(in_one.persistent())
+        assert {name: host[name] for name in ("parameters", "gradients")} == dict.fromkeys(HOST[:2], kept["parameters"])
+        counters = predict.STEP_COUNTER * len(plan.updated)
+        assert host["optimizer state"] == kept["optimizer state"] + counters

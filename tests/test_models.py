@@ -1,10 +1,13 @@
 """The GPT is what its description says: sizes, causality, positions, and weights that start the same anywhere."""
 
+import gpt_fsdp
 import pytest
 import torch
 import torch.nn.functional as F
 from labkit.training.models import GPT, apply_rope, rotary
 from planner.shapes import GPT_SHAPES, GPTShape
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 TINY = GPT_SHAPES["tiny"]
 
@@ -71,6 +74,58 @@ def test_tied_head_is_the_embedding():
     tied = GPT(GPTShape(layers=1, width=32, heads=2, kv_heads=1, hidden=48, tied=True))
     assert tied.head.weight is tied.embedding.weight
     assert sum(1 for name, _ in tied.named_parameters() if name in ("head.weight", "embedding.weight")) == 1
+
+
+class Seen(TorchDispatchMode):
+    """Counts matrix products, and notes how many numbers the largest tensor has."""
+
+    def __enter__(self):
+        self.products = self.largest = 0
+        return super().__enter__()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        self.products += operator == torch.ops.aten.mm.default
+        sizes = [t.numel() for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        self.largest = max([self.largest, *sizes])
+        return result
+
+
+@pytest.mark.parametrize(("recompute", "again"), [("none", 0), ("selective", 0), ("alternate", 3), ("full", 6)])
+@pytest.mark.parametrize("every", [1, 3])
+def test_products_that_are_computed_again(recompute, again, every):
+    """Of a block's seven "alternate" keeps query, value, gate and down; full stops before down, whose result nobody needs."""
+    if recompute == "none" and every > 1:
+        return
+    model = GPT(TINY)
+    config = gpt_fsdp.Config(recompute=recompute, recompute_every=every)
+    for number, block in enumerate(model.blocks):
+        gpt_fsdp.change_forward(block, config, number)
+    with Seen() as seen:
+        model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+    blocks = 4 if every == 1 else 2  # the first, and the fourth
+    assert seen.products == 3 * (4 * 7 + 1) + blocks * again
+
+
+@pytest.mark.parametrize("chunks", [2, 5, 100])
+def test_a_loss_in_chunks_is_the_loss(chunks):
+    """So are its gradients, to the last digits; and no tensor is as large as the logits."""
+    shape = GPTShape(layers=1, width=16, heads=2, kv_heads=1, hidden=16, vocabulary=400)
+    model, (tokens, targets) = GPT(shape).double(), torch.randint(400, (2, 3, 11))
+    whole = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    (whole / 3).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    with Seen() as seen:
+        parts = model(tokens, targets, chunks)
+        (parts / 3).backward()
+    assert parts.item() == pytest.approx(whole.item(), rel=1e-12)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.allclose(parameter.grad, gradient, rtol=1e-9, atol=1e-15)
+    assert seen.largest == max(400 * 16, -(-33 // chunks) * 400) < 33 * 400  # the head's weight, or a chunk's logits
+    with torch.no_grad(), Seen() as seen:
+        assert model(tokens, targets, chunks).item() == pytest.approx(whole.item(), rel=1e-12)
+    assert seen.products == 7 + min(chunks, 33)  # in validation nothing but the loss is computed
 
 
 def test_weights_made_on_the_meta_device_start_the_same():

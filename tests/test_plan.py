@@ -9,7 +9,7 @@ import plan
 import pytest
 from commands import call, script
 from labkit.running import launch, options
-from planner import answers, predict, report
+from planner import answers, fewer_bits, predict, report
 
 ISSUE = "--model llama3-8b --ranks 8 --strategy fsdp2 --seq 8192 --batch 1 --precision bf16 --recompute full --gpu-memory 80"
 TINY = "--model tiny --ranks 4 --batch 2 --seq 64 --precision fp32 --recompute none --device cpu"
@@ -113,6 +113,33 @@ def test_a_row_of_the_sweep_is_that_plan():
     assert row["peak"] == found(TINY.replace("--recompute none", "--recompute full"))["peak"]
 
 
+def test_8_bit_adam_keeps_bytes_and_a_number_for_each_block_of_256():
+    """Tensors below 4,096 numbers keep their moments in fp32, and both codes have 256 numbers."""
+    sizes = fewer_bits.adam_states([10_000, 4_095])
+    assert sizes["first moments"] == sizes["second moments"] == 10_000 + 4 * 4_095
+    assert sizes["largest of each block"] == 2 * 4 * 40 and sizes["codes"] == 2 * 4 * 256
+    assert fewer_bits.adam_states([4_095])["codes"] == 0
+    planned, plain = found("--optimizer adamw-8bit"), found("")
+    state = planned["by_category"]["optimizer state"] / plain["by_category"]["optimizer state"]
+    assert state == pytest.approx((1 + 4 / 256) / 4, rel=1e-3)
+    assert plain["peak"] - planned["peak"] == pytest.approx(8 * 8.03e9 / 8 * (1 - state), rel=1e-3)
+
+
+def test_what_is_offloaded_is_not_on_the_device():
+    offloaded, planned = plan.plan_of(asked("--cpu-offload")), plan.plan_of(asked(""))
+    assert offloaded.persistent() == {} and planned.on_host() == {}
+    less = predict.total(planned.peak()[1]) - predict.total(offloaded.peak()[1])
+    assert less == pytest.approx(predict.total(planned.persistent()), rel=0.05)
+    on_host = predict.by_category(offloaded.on_host())
+    numel = sum(planned.updated)
+    assert on_host == {
+        "parameters": 4 * numel,
+        "gradients": 4 * numel,
+        "optimizer state": 8 * numel + 4 * len(planned.updated),
+        "temporary": 4 * numel,
+    }
+
+
 def test_a_slower_network_costs_time_and_no_memory():
     near, far = found("--ranks 16"), found("--ranks 16 --network 1")
     assert far["peak"] == near["peak"]
@@ -127,6 +154,8 @@ def test_a_slower_network_costs_time_and_no_memory():
         "--strategy fsdp1 --reshard-after-forward false",
         "--precision bf16 --mesh 2x2",
         "--device cuda --precision bf16",
+        "--recompute alternate --recompute-every 2 --precision bf16 --weights bf16 --loss-chunks 3 --units apart --prefetch 1",
+        "--device cuda --lora 4 --recompute alternate --accumulate 2 --sync last",
     ],
 )
 def test_simulated_beside_predicted(extra):
@@ -309,6 +338,17 @@ BAD = {
     "--network -3": "--network is infiniband, ethernet, or a number of GB/s between",
     "--model mnist": "--model mnist: ladder.py predicts the MNIST lab and measures it; plan.py is for transformers",
     "--strategy ddp --precision fp32 --simulate": "--strategy ddp cannot be simulated",
+    "--weights bf16 --precision fp32": "--weights bf16 computes in bf16, too",
+    "--strategy deepspeed-1 --weights bf16": "--weights bf16 goes with --strategy single or ddp or zero1 or fsdp1 or fsdp2",
+    "--recompute none --recompute-every 2": "--recompute-every needs --recompute full, selective or alternate",
+    "--model 1b --units apart": "--units apart cannot part embedding and head where they share one weight",
+    "--strategy fsdp1 --lora 4": "frozen parameters in FSDP1's flat tensors are not predicted: take FSDP2",
+    "--mesh shard=4,tensor=2 --loss-chunks 2": "products split among ranks go without --lora, --units apart and --loss-chunks",
+    "--mesh pipeline=8 --accumulate 8 --prefetch 1": "a pipeline is not planned together with --prefetch",
+    "--sweep --loss-chunks 8": "--sweep is not planned together with --loss-chunks",
+    "--cpu-offload --simulate": "neither --cpu-offload nor --optimizer adamw-8bit is simulated",
+    "--strategy deepspeed-2 --optimizer adamw-8bit": "what DeepSpeed makes of 8-bit Adam is not predicted",
+    "--model {own}/own.py:build --lora 4": "--lora is for the course's models",
     "--sweep --simulate": "leave --simulate and --explain out",
     "--gpu h1000": "argument --gpu: invalid choice: 'h1000'",
     "--gpu l4 --precision fp64": "no peak is known of l4 in fp64: give --flops, or another --precision",

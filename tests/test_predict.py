@@ -101,7 +101,9 @@ def test_the_trial_tries_what_it_should():
     for option, values in {
         "strategy": {"single", "ddp", "fsdp1", "fsdp2"},
         "optimizer": {"adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd"},
-        "recompute": {"none", "full", "selective"},
+        "recompute": {"none", "full", "selective", "alternate"},
+        "weights": {"bf16"},
+        "units": {"apart"},
         "reshard_after_forward": {"false", "2"},
     }.items():
         assert values <= {one["config"].get(option) for one in tried}
@@ -173,6 +175,17 @@ def test_leaving_out_the_middle_of_a_long_row_changes_nothing(monkeypatch, strat
     shape = GPTShape(layers=12, width=32, heads=4, kv_heads=2, hidden=96)
     ranks = 1 if strategy == "single" else 4
     long = predict.Plan(networks.gpt(shape, 2, 16, "full"), strategy, ranks, **options)
+    shortened = long.peak(), long.timeline()["backward of the loss"]
+    monkeypatch.setattr("planner.step.WALKED", 100)
+    assert (long.peak(), long.timeline()["backward of the loss"]) == shortened
+
+
+@pytest.mark.parametrize(("layers", "every", "kind"), [(25, 3, "full"), (30, 4, "alternate"), (17, 2, "selective")])
+def test_nor_does_leaving_out_periods_of_blocks_that_differ(monkeypatch, layers, every, kind):
+    shape = GPTShape(layers=layers, width=32, heads=4, kv_heads=2, hidden=96)
+    network = networks.gpt(shape, 2, 16, kind, recompute_every=every)
+    long = predict.Plan(network, "fsdp2", 4)
+    assert predict.Step(long, first=False).skipped
     shortened = long.peak(), long.timeline()["backward of the loss"]
     monkeypatch.setattr("planner.step.WALKED", 100)
     assert (long.peak(), long.timeline()["backward of the loss"]) == shortened

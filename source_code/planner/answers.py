@@ -56,6 +56,7 @@ def plan_of(options, network: networks.Blueprint | None = None) -> predict.Plan:
         on_gpu=options.device == "cuda",
         torch=installed_torch(),
         weights=options.weights,
+        offload=options.cpu_offload and options.device == "cuda",  # on the CPU there is but one memory
     )
     return plan.of_fullest_rank()
 

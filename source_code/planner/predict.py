@@ -24,12 +24,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from planner import UserError, networks, zero
+from planner import UserError, fewer_bits, networks, zero
 from planner.mesh import arrange
 from planner.networks import Blueprint
 from planner.pipeline import Stage, StageStep, blocks_of
 from planner.shapes import GPT_SHAPES, GPTShape
-from planner.step import Step
+from planner.step import Step, optimizer_temporary
 from planner.strategies import WIDE_GRADIENTS, Unit
 
 STEP_COUNTER = 4  # bytes: the number of steps done, one for each tensor that Adam or Adadelta updates
@@ -40,6 +40,7 @@ STATES = {
     "adamw": ADAM,
     "adamw-fused": ADAM,
     "adamw-for-loop": ADAM,
+    "adamw-8bit": (),  # planner/fewer_bits.py has them
     "momentum": ("momentum",),
     "sgd": (),
 }
@@ -68,10 +69,9 @@ class Plan:
     on_gpu: bool = False  # a GPU's kernels
     workspaces: bool = True  # count what these allocate inside them, as the allocator does, and a tracer cannot
     torch: tuple[int, int] = (2, 15)  # the version, where versions differ
+    weights: str = "fp32"  # of parameters, gradients and optimizer state; or bf16, where precision is bf16
+    offload: bool = False  # FSDP2: what persists is in the CPU's memory, where the optimizer steps, not in the device's
     pipeline: Stage | None = None  # the blueprint is that of one stage, and this says which
-    weights: str = (
-        "fp32"  # number format of parameters, gradients and optimizer state: or bf16, where precision is bf16
-    )
 
     def __post_init__(self):
         if self.flat and any(module.frozen for module in self.blueprint.modules):
@@ -82,6 +82,10 @@ class Plan:
             raise UserError(f"matrix products split among {self.tensor} ranks go with fsdp2, not with {self.strategy}")
         if self.deepspeed and self.precision == "fp64":
             raise UserError("DeepSpeed trains in fp32 or bf16: give another --precision")
+        if self.deepspeed and self.optimizer == "adamw-8bit":
+            raise UserError("what DeepSpeed makes of 8-bit Adam is not predicted: take another strategy or optimizer")
+        if self.offload and self.strategy != "fsdp2":
+            raise UserError(f"offload is predicted for fsdp2, not for {self.strategy}")
         if self.weights == "bf16" and (self.tensor > 1 or self.precision != "bf16"):
             raise UserError("--weights bf16 goes with --precision bf16, and without products split among ranks")
 
@@ -172,7 +176,22 @@ class Plan:
         return [Unit(m, self.blueprint.tied, self.shards, self.flat, self.compute_itemsize) for m in self.units]
 
     def persistent(self) -> dict[tuple[str, str], int]:
-        """What a rank keeps from step to step: {(category, name): bytes}."""
+        """What a rank keeps from step to step on its device: {(category, name): bytes}."""
+        return {} if self.offload else self._kept()
+
+    def on_host(self) -> dict[tuple[str, str], int]:
+        """With offload, what a rank has in the CPU's memory as the optimizer steps, where that is most: likewise."""
+        if not self.offload:
+            return {}
+        numel = sum(self.updated)
+        terms = self._kept() | {("gradients", "gradients, this rank's part"): numel * self.itemsize}
+        if "step counters" in STATES[self.optimizer]:
+            terms["optimizer state", "step counters"] = len(self.updated) * STEP_COUNTER
+        temporary = optimizer_temporary(self.optimizer, self.updated) * self.itemsize
+        return terms | {("temporary", "intermediate results"): temporary}
+
+    def _kept(self) -> dict[tuple[str, str], int]:
+        """What a rank keeps from step to step, wherever it is; of counters, those that its device has."""
         units, updated = self.make_units(), self.updated
         held = sum(unit.shard() for unit in units) * self.itemsize
         trained = sum(updated) * self.itemsize
@@ -180,6 +199,8 @@ class Plan:
         if self.strategy in ("ddp", "zero1"):
             whole = sum(unit.shard(trained=True) for unit in units) * self.itemsize
             terms["all-reduce buckets", "all-reduce buckets"] = whole
+        if self.optimizer == "adamw-8bit":
+            terms |= {("optimizer state", name): size for name, size in fewer_bits.adam_states(updated).items()}
         for name in STATES[self.optimizer]:
             if name != "step counters":
                 terms["optimizer state", name] = trained
@@ -220,7 +241,7 @@ class Plan:
         samples = self.blueprint.samples
         times = size // (numel * itemsize)
         many = f"{times} × " if times > 1 else ""
-        if of_samples and numel > samples and numel % samples == 0:
+        if of_samples and itemsize > 1 and numel > samples and numel % samples == 0:
             return f"{many}{samples:,} samples × {numel // samples:,} numbers × {itemsize} bytes"
         return f"{many}{numel:,} numbers × {itemsize} bytes" if itemsize > 1 else f"{many}{numel:,} bytes"
 
@@ -369,6 +390,8 @@ def plan_of(record: dict, rank: int = 0) -> Plan:
         replicas=mesh.replicate,
         reshard=reshard,
         micro_batches=config["accumulate"],
+        # On the CPU there is but one memory, and what is offloaded is in it.
+        offload=config["cpu_offload"] and record["device"] == "cuda" and common["strategy"] == "fsdp2",
         **{name: config[name] for name in ("optimizer", "sync", "prefetch", "weights")},
         on_gpu=record["device"] == "cuda",
         rank=rank,

@@ -45,8 +45,9 @@ class Step:
     def run(self) -> dict:
         plan, tape = self.plan, self.tape
         terms = plan.persistent().items()
+        of_state = 1 if plan.optimizer == "adamw-8bit" else plan.itemsize
         held = [
-            tape.hold(*term, size, plan.itemsize if term[0] == "optimizer state" else plan.parameter_itemsize)
+            tape.hold(*term, size, of_state if term[0] == "optimizer state" else plan.parameter_itemsize)
             for term, size in terms
             if not (self.first and term[0] == "optimizer state")
         ]
@@ -59,7 +60,8 @@ class Step:
             held += [tape.hold(*term, size) for term, size in terms if term[0] == "optimizer state"]
         # PyTorch's default for Adadelta: all plain tensors of a GPU at once, DTensors and the CPU's one after the other.
         at_once = plan.on_gpu and plan.strategy != "fsdp2"
-        temporary = optimizer_temporary(plan.optimizer, plan.updated, at_once) * plan.itemsize
+        numel = 0 if plan.offload else optimizer_temporary(plan.optimizer, plan.updated, at_once)
+        temporary = numel * plan.itemsize
         held.append(tape.hold("temporary", "intermediate results", temporary))
         return tape.moments
 

@@ -125,7 +125,8 @@ class Sharded(Replicated):
         part = self.hold(
             "gradients", unit, "gradients, this rank's part", unit.shard(trained=True) * self.plan.itemsize
         )
-        self.gradients.setdefault(unit, part)
+        if not self.plan.offload:  # then it goes to the CPU's memory
+            self.gradients.setdefault(unit, part)
 
 
 class FSDP1(Sharded):
@@ -224,7 +225,8 @@ class FSDP2(Sharded):
         if self.alone:
             return None
         size = unit.shard() * self.plan.compute_itemsize
-        cast = self.hold(self.tape.made_as, unit, "shard, cast", size) if self.mixed else None
+        how = "cast" if self.mixed else "copied to the device" if self.plan.offload else None
+        cast = self.hold(self.tape.made_as, unit, f"shard, {how}", size) if how else None
         buffer = self.hold("all-gather", unit, "arriving parameters", self.gathered_size(unit))
         del cast
         return buffer

@@ -46,7 +46,9 @@ def refuse_if_too_big(config, me):
     except UserError:  # not predicted: nothing to go by
         return
     # With offload, what persists lies in the CPU's memory.
-    needed = max(predict.total(plan.persistent() if config.cpu_offload else plan.peak()[1]) for plan in plans)
+    needed = max(
+        predict.total(plan.on_host() or plan.persistent() if config.cpu_offload else plan.peak()[1]) for plan in plans
+    )
     free = meters.free_memory_of_a_rank(me, torch.device("cpu") if config.cpu_offload else me.device)
     if needed > free:
         how = f"--stage {config.stage}" if config.script == "gpt_zero.py" else f"--strategy {config.strategy}"

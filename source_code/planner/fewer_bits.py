@@ -1,0 +1,33 @@
+"""Numbers in fewer bits, by the layouts that are published: bytes, from sizes alone. Not on trial: no lab trains so. No torch.
+
+8-bit Adam   bitsandbytes.optim.AdamW8bit: two states of a byte a number, and in fp32 the largest of each block of 256,
+             from version 0.44 on (2048 before); tensors below 4,096 numbers keep states in fp32; one code of 256
+             numbers in fp32 for each state (bitsandbytes/optim/optimizer.py, arXiv:2110.02861)
+NF4          QLoRA's weights: 4 bits a number, and of each block of 64 the largest, of which all but their mean is in
+             8 bits with, of each 256 of them, the largest in fp32 (arXiv:2305.14314, section 3)
+"""
+
+from math import ceil
+
+FP32 = 4
+SMALLEST, ADAM_BLOCK, CODE = 4096, 256, 256
+BLOCK, BLOCKS_OF_BLOCK = 64, 256
+
+
+def adam_states(sizes: list[int]) -> dict[str, int]:
+    """{name: bytes} of what 8-bit Adam keeps for tensors of so many numbers."""
+    wide = [numel for numel in sizes if numel < SMALLEST]
+    narrow = [numel for numel in sizes if numel >= SMALLEST]
+    moments = FP32 * sum(wide) + sum(narrow)
+    return {
+        "first moments": moments,
+        "second moments": moments,
+        "largest of each block": 2 * FP32 * sum(ceil(numel / ADAM_BLOCK) for numel in narrow),
+        "codes": 2 * FP32 * CODE if narrow else 0,
+    }
+
+
+def nf4(numel: int) -> int:
+    """Bytes of a weight of so many numbers, with its doubly quantised constants: 4.127 bits a number."""
+    blocks = ceil(numel / BLOCK)
+    return ceil(numel / 2) + blocks + FP32 * ceil(blocks / BLOCKS_OF_BLOCK) + FP32
