@@ -170,8 +170,8 @@ def gpt(
         return positions(tape, tensor_parallel.scatter(tape, x, tensor, batch), p)
 
     def positions(tape, x, _):
-        for name in ("cosines", "sines"):
-            tape.until_backward(tape.given(name, length * shape.in_head, x.itemsize))
+        size = length * shape.in_head, x.itemsize
+        tape.tables = [tape.given(name, *size) for name in ("cosines", "sines")]
         return x
 
     def call_block(tape, x, p):

@@ -292,9 +292,9 @@ class Tape(Autograd):
         return self.record(out, run, saved)
 
     def rotate(self, x: SizedTensor, name: str) -> SizedTensor:
-        """Rotary positions of x (batch, heads, length, width): x · cos + cat(−second half, first half) · sin. Keeps nothing of x.
+        """Rotary positions of x (batch, heads, length, width): x · cos + cat(−second half, first half) · sin.
 
-        Under autocast x is narrow; cosines and sines are not, and make the result as wide as they are.
+        Keeps nothing of x, but the cosines and sines, which all blocks share. Under autocast x is narrow; cosines and sines are not, and make the result as wide as they are.
         """
         node, numel, itemsize = x.node, x.numel, x.itemsize
         wide = FP32 if self.autocast else itemsize
@@ -329,7 +329,7 @@ class Tape(Autograd):
             return [(together, product("cos"))]  # then the gradient that came can go
 
         together = self.record(out, put_together).node
-        return self.record(out, multiply)
+        return self.record(out, multiply, self.save(*self.tables))
 
     def view(self, x: SizedTensor) -> SizedTensor:
         """The same storage, for an operator's backward of its own."""

@@ -192,7 +192,7 @@ class StageStep(Step):
         flowing = [flight.input or self.batch[0]]
         for module in self.plan.blueprint.modules:
             self.call(module, flowing)
-        self.leave_autocast()
+        self.leave_forward()
         flight.output = flowing.pop()
         flight.end = flight.output.node
         if self.stage.last:

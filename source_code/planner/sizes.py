@@ -77,7 +77,7 @@ class Recomputed:
     """What recomputation knows of one call: the places to fill, and the results that it kept."""
 
     def __init__(self, again, kind: str):
-        self.again, self.kind = again, kind
+        self.again, self.kind, self.tables = again, kind, ()
         self.places, self.filled, self.kept, self.running = [], 0, [], False
         self.products = 0  # matrix products so far, in forward; then in recomputation
 
@@ -121,6 +121,7 @@ class Autograd:
         self.when_whole = lambda parameter: None  # called when a parameter's gradient has all its parts
         self.module = ""  # put before names
         self.frame = None  # the call under recomputation that is running
+        self.tables = ()  # constants of this forward that every block is called with
 
     # What is alive
 
@@ -224,18 +225,19 @@ class Autograd:
         frame = self.frame = Recomputed(None, kind)
         out = function(x)
         frame.again = function, SizedTensor(x.storage, x.numel, x.itemsize), x.node is not None
+        frame.tables = self.tables
         self.frame = None
         return out
 
     def put_back(self, frame: Recomputed):
-        made_as, module = self.made_as, self.module
+        made_as, module, self.tables = self.made_as, self.module, frame.tables
         self.made_as, self.frame, frame.running, frame.products = "activations", frame, True, 0
         function, x, wanted = frame.again
         x.node = WANTED if wanted else None
         with suppress(AllPutBack):
             function(x)
         frame.places = []  # the frame keeps the call's input until the last of its saved tensors has gone
-        self.made_as, self.module, self.frame = made_as, module, None
+        self.made_as, self.module, self.frame, self.tables = made_as, module, None, ()
 
     def send(self, receiver, gradient: SizedTensor):
         """A gradient arrives. A second one for the same tensor is added to the first, in a third."""
@@ -285,7 +287,3 @@ class Autograd:
     def when_backward_passes(self, action):
         """Call ``action`` when backward comes by this point: between two modules."""
         self.nodes.append(Node(lambda _: action()))
-
-    def until_backward(self, tensor: SizedTensor):
-        """Some operator saves this constant, which nothing else holds."""
-        self.nodes.append(Node(lambda _: None, self.save(tensor)))

@@ -91,7 +91,7 @@ class Step:
             elif module is self.skipped[0]:
                 self.leave_out(grown=after[-1] - after[-1 - self.plan.blueprint.period])
         rules.after_forward(root)
-        self.leave_autocast()
+        self.leave_forward()
         tape.when_backward_passes(lambda: self.enter("backward", root))
         tape.go_to("loss")
         output = flowing.pop()
@@ -119,9 +119,9 @@ class Step:
             rules.after_forward(unit)
         tape.when_backward_passes(lambda: self.enter(f"backward of {module.name}", unit if ends else None, module.kind))
 
-    def leave_autocast(self):
-        """Its casts go, but for those that backward needs. So do the skipped modules', where those of the others do."""
-        self.tape.casts = {}
+    def leave_forward(self):
+        """Autocast's casts and the tables go, but for what backward needs; the skipped modules' casts as the others' do."""
+        self.tape.casts, self.tape.tables = {}, ()
         for term, storage in list(self.left_out.items()):
             if self.tape.live[term] == storage.size:
                 del self.left_out[term]

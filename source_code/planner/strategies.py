@@ -121,10 +121,9 @@ class Sharded(Replicated):
             self.gather_ahead(following)
 
     def reduced(self, unit):
-        """This rank's part of a unit's gradient: new, or added to what is there."""
-        part = self.hold(
-            "gradients", unit, "gradients, this rank's part", unit.shard(trained=True) * self.plan.itemsize
-        )
+        """This rank's part of a unit's gradient: it stays, or is added to what is there."""
+        category = "temporary" if unit in self.gradients else "gradients"
+        part = self.hold(category, unit, "gradients, this rank's part", unit.shard(trained=True) * self.plan.itemsize)
         if not self.plan.offload:  # then it goes to the CPU's memory
             self.gradients.setdefault(unit, part)
 
