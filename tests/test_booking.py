@@ -112,7 +112,7 @@ def test_find_says_why_and_shows_the_neighbours():
     facts = found("--model llama3-70b --gpu-memory 80 --find ranks")
     assert head.startswith(f"the least --ranks that fits in 80 GiB: {facts['found']}")
     assert why.startswith(f"({facts['found'] - 1} needs ") and "of 80)" in why
-    assert sum(line.endswith(("fits", "tight")) or ", lacks " in line for line in rest) == len(facts["rows"])
+    assert sum(line.endswith(("fits", "tight")) or ": lacks " in line for line in rest) == len(facts["rows"])
 
 
 def test_where_nothing_fits_it_says_so():

@@ -7,7 +7,6 @@ import dataclasses
 import re
 from functools import cache
 from importlib.util import find_spec
-from itertools import product
 from pathlib import Path
 
 from planner import UserError, cost, gpus, networks, pipeline, predict, search
@@ -27,11 +26,16 @@ def plan_of(options, network: networks.Blueprint | None = None) -> predict.Plan:
     """
     if options.stages > 1:
         return max(stage_plans(options), key=lambda plan: predict.total(plan.peak()[1]))
+    return of_first_rank(options, network).of_fullest_rank()
+
+
+def of_first_rank(options, network: networks.Blueprint | None = None) -> predict.Plan:
+    """The same for rank 0, where there is no pipeline."""
     mesh = arrange(options.ranks, options.mesh, options.reshard_after_forward)
     if mesh.tensor > 1 and options.simulate:
         raise UserError("products split among ranks are not simulated: leave --simulate out, or take rank_zero.py")
     shape = options.shape
-    plan = predict.Plan(
+    return predict.Plan(
         network
         or networks.gpt(
             shape,
@@ -58,7 +62,6 @@ def plan_of(options, network: networks.Blueprint | None = None) -> predict.Plan:
         weights=options.weights,
         offload=options.cpu_offload and options.device == "cuda",  # on the CPU there is but one memory
     )
-    return plan.of_fullest_rank()
 
 
 def stage_plans(options) -> list[predict.Plan]:
@@ -117,6 +120,7 @@ def describe(options, plan: predict.Plan) -> dict:
         "parameters": sum(one.blueprint.numel for one in plans),
         "stages": [predict.total(one.peak()[1]) for one in plans],
         "persistent": {name: size for (_, name), size in plan.persistent().items()},
+        "host": predict.by_category(plan.on_host()) if plan.offload else {},
         "peak": peak,
         "where": where,
         "rank": plan.rank,
@@ -172,12 +176,19 @@ def booking(options, samples: int, times: dict) -> dict:
 def sweep(options) -> list[dict]:
     """Every strategy with every kind of recomputation: what fits by throughput, the others by what they lack.
 
-    "place": of those that fit; rows whose throughputs differ by less than ``TIE`` share one.
+    Where what stays from step to step is too much already, one row stands for every recomputation ("any"), and says no
+    more than that. "place": of those that fit; rows whose throughputs differ by less than ``TIE`` share one.
     """
     rows = []
-    for (name, changes), recompute in product(variants(options), ("none", "selective", "full")):
-        tried = dataclasses.replace(options, recompute=recompute, **changes)
-        rows.append({"strategy": name, "recompute": recompute} | in_short(tried))
+    for name, changes in variants(options):
+        tried = dataclasses.replace(options, **changes)
+        state = predict.total(of_first_rank(tried).persistent())
+        if gpus.verdict(state, options.memory, options.gpu, options.ranks)["answer"] == "does not fit":
+            rows.append({"strategy": name, "recompute": "any"} | in_short(tried, state))
+            continue
+        for recompute in networks.RECOMPUTE:
+            one = dataclasses.replace(tried, recompute=recompute)
+            rows.append({"strategy": name, "recompute": recompute} | in_short(one))
     rows.sort(key=_first_what_fits)
     best, place = None, 0
     for number, row in enumerate(rows, 1):
@@ -192,12 +203,18 @@ def _first_what_fits(row: dict) -> tuple:
     return ORDER.index(row["answer"]), lacking, -row["samples_per_second"]
 
 
-def in_short(options) -> dict:
-    """A row of a table: {"peak": bytes, "answer", "needs", "least": GiB, "samples_per_second", "…_at_least"}."""
-    plan = plan_of(options)
-    peak = predict.total(plan.peak()[1])
+def in_short(options, state: int | None = None) -> dict:
+    """A row of a table: {"peak": bytes, "answer", "needs", "least": GiB, "samples_per_second", "…_at_least"}.
+
+    state: bytes to be taken for the peak, where these alone do not fit.
+    """
+    plan = of_first_rank(options)
+    peak = state or predict.total(plan.of_fullest_rank().peak()[1])
     memory = gpus.verdict(peak, options.memory, options.gpu, options.ranks)
-    return {"peak": peak} | pace(options, plan)[1] | {name: memory[name] for name in ("answer", "needs", "least")}
+    kept = {name: memory[name] for name in ("answer", "needs", "least")}
+    if state:
+        return {"peak": peak, "samples_per_second": 0.0, "samples_per_second_at_least": 0.0} | kept
+    return {"peak": peak} | pace(options, plan)[1] | kept
 
 
 def variants(options) -> list[tuple[str, dict]]:

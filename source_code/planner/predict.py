@@ -128,7 +128,7 @@ class Plan:
         """The numbers of each tensor that the optimizer updates on this rank."""
         if self.strategy in zero.RULES:
             return zero.updated(self)
-        return [size for unit in self.make_units() for size in unit.tensors(trained=True)]
+        return [size for unit in self.resting for size in unit.tensors(trained=True)]
 
     @property
     def itemsize(self) -> int:
@@ -172,6 +172,11 @@ class Plan:
                 units[0].append(module)
         return units
 
+    @cached_property
+    def resting(self) -> list[Unit]:
+        """The units before a step, for their sizes: a step needs units of its own, which it changes."""
+        return self.make_units()
+
     def make_units(self) -> list[Unit]:
         return [Unit(m, self.blueprint.tied, self.shards, self.flat, self.compute_itemsize) for m in self.units]
 
@@ -192,7 +197,7 @@ class Plan:
 
     def _kept(self) -> dict[tuple[str, str], int]:
         """What a rank keeps from step to step, wherever it is; of counters, those that its device has."""
-        units, updated = self.make_units(), self.updated
+        units, updated = self.resting, self.updated
         held = sum(unit.shard() for unit in units) * self.itemsize
         trained = sum(updated) * self.itemsize
         terms = zero.kept(self) if self.deepspeed else {("parameters", "parameters"): held}
@@ -213,7 +218,13 @@ class Plan:
 
         first: the step in which the optimizer makes its state.
         """
-        return self._step(first).run()
+        return self._step(first).run() if first else self._steady[0]
+
+    @cached_property
+    def _steady(self) -> tuple[dict, dict, Counter]:
+        """Of a steady step, walked through once: (its timeline, what each term is made of, what DeepSpeed has sent)."""
+        step = self._step(first=False)
+        return step.run(), step.tape.each, getattr(step.rules, "sent", Counter())
 
     def _step(self, first: bool) -> Step:
         return StageStep(self, first) if self.pipeline else Step(self, first)
@@ -231,11 +242,9 @@ class Plan:
 
     def explain(self) -> list[tuple]:
         """The terms of the peak, the largest first: [((category, name), bytes, its numbers as text), …]."""
-        step = self._step(first=False)
-        moments = step.run()
-        where = max(reversed(moments), key=lambda place: moments[place][0])
-        largest_first = sorted(moments[where][1].items(), key=lambda item: -item[1])
-        return [(term, size, self._numbers(size, *step.tape.each[term])) for term, size in largest_first]
+        _, each, _ = self._steady
+        largest_first = sorted(self.peak()[1].items(), key=lambda item: -item[1])
+        return [(term, size, self._numbers(size, *each[term])) for term, size in largest_first]
 
     def _numbers(self, size: int, numel: int, itemsize: int, of_samples: bool) -> str:
         samples = self.blueprint.samples
@@ -265,7 +274,7 @@ class Plan:
         if self.tensor > 1:
             times.update(self._tensor_traffic(reductions))
         shard, replicate = ("shard", "replicate") if self.strategy == "fsdp2" else (None, None)
-        for number, unit in enumerate(self.make_units()):
+        for number, unit in enumerate(self.resting):
             if not self.shards_parameters:
                 continue
             part = unit.shard(trained=True) * self.itemsize
@@ -292,7 +301,7 @@ class Plan:
             return Counter()
         if self.flat:
             return Counter({("all-reduce", self.itemsize, self.shards, None): 1})
-        norms = sum(len(unit.tensors(trained=True)) for unit in self.make_units()) * self.itemsize
+        norms = sum(len(unit.tensors(trained=True)) for unit in self.resting) * self.itemsize
         dimensions = {"shard": self.shards, "tensor": self.tensor}
         return Counter({("all-reduce", norms, size, name): 1 for name, size in dimensions.items() if size > 1})
 
@@ -304,7 +313,7 @@ class Plan:
         times["reduce-scatter", activation, exchange.parts, "tensor"] = exchange.scatters * self.micro_batches
         times["all-reduce", exchange.rows * self.itemsize, exchange.parts, "tensor"] = 3 * self.micro_batches
         itemsize = self.compute_itemsize if self.torch < WIDE_GRADIENTS else self.itemsize
-        for unit in self.make_units():
+        for unit in self.resting:
             for parameter in unit.everywhere:
                 times["all-reduce", parameter.numel * itemsize, exchange.parts, "tensor"] += reductions
         return times
@@ -314,9 +323,8 @@ class Plan:
         """DeepSpeed's collectives of a step: {(kind, bytes): how many}. Each micro-batch after the first adds the same."""
 
         def sent(micro_batches):
-            step = Step(replace(self, micro_batches=micro_batches), first=False)
-            step.run()
-            return step.rules.sent
+            plan = self if micro_batches == self.micro_batches else replace(self, micro_batches=micro_batches)
+            return plan._steady[2]
 
         one = sent(1)
         two = sent(2) if self.micro_batches > 1 else one

@@ -9,6 +9,9 @@ KERNELS = {"cuda": "a GPU's kernels", "cpu": "the CPU's kernels"}
 NOT_MODELLED = "not modelled: context parallelism, experts, fp8, offloaded activations"
 COMPARED = """(a GPU's kernels: compared with PyTorch's own code on tensors without memory, not yet with a GPU. What only a GPU can show
 is in the answer as a factor: workspaces of cuDNN and cuBLAS, streams, what the allocator rounds up and reserves)"""
+# Options that a title names where they are given.
+BESIDES = ("accumulate", "sync", "reshard_after_forward", "weights", "recompute_every", "loss_chunks", "units", "lora")
+BESIDES += ("prefetch", "cpu_offload")
 SMALL = 1e-3  # terms below this share of the peak are explained together
 
 
@@ -23,9 +26,14 @@ def title(asked) -> str:
     ranks, batch, seq = (
         "?" if asked.find == name else f"{getattr(asked, name):,}" for name in ("ranks", "batch", "seq")
     )
+    besides = [
+        f", --{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+        for name, value in ((name, getattr(asked, name)) for name in BESIDES)
+        if value != getattr(type(asked), name)
+    ]
     return (
         f"{asked.named}, {how} on {ranks} ranks{mesh}, {batch} × {seq} tokens each, "
-        f"{asked.precision}, recompute {asked.recompute}, {asked.optimizer}"
+        f"{asked.precision}, recompute {asked.recompute}, {asked.optimizer}{''.join(besides)}"
     )
 
 
@@ -44,6 +52,7 @@ def as_text(asked, found: dict) -> str:
         *(f"  {name:18}{gib(size):>14}" for name, size in found["by_category"].items()),
         f"kept between steps  {gib(sum(found['persistent'].values())):>14}",
         f"peak of step 1      {gib(found['first_step_peak']):>14}   before it there is no optimizer state",
+        *([f"in the CPU's memory {gib(sum(found['host'].values())):>14}   per rank, pinned"] if found["host"] else []),
         "",
         "collectives of a step           size each   a rank sends   leave a node, in all",
     ]
@@ -135,8 +144,11 @@ def sweep_text(asked, rows: list[dict]) -> str:
 
 def short(asked, row: dict) -> str:
     """The columns that each row of a table ends with: planned, reserved, tokens a second, and what it lacks."""
+    if row.get("recompute") == "any":
+        state = f"{row['least']:>9,.2f} GiB"
+        return f"{state}{'':33}{row['answer']}: lacks {row['least'] - asked.memory:,.2f} GiB for its state alone"
     sizes = f"{row['least']:>9,.2f} GiB{row['needs']:>9,.2f} GiB  {throughput(row):18}"
-    lacks = f", lacks {row['least'] - asked.memory:,.2f} GiB" if row["answer"] == "does not fit" else ""
+    lacks = f": lacks {row['least'] - asked.memory:,.2f} GiB" if row["answer"] == "does not fit" else ""
     return f"{sizes}{row['answer']}{lacks}"
 
 

@@ -106,7 +106,7 @@ def kept(plan) -> dict[tuple[str, str], int]:
 
 def numels(plan) -> list[int]:
     """The numbers of each parameter, in the model's order."""
-    (unit,) = plan.make_units()
+    (unit,) = plan.resting
     return unit.tensors(trained=True)
 
 
