@@ -130,11 +130,10 @@ class Options(Base):
         if self.simulate and (self.cpu_offload or self.optimizer == "adamw-8bit"):
             raise UserError("neither --cpu-offload nor --optimizer adamw-8bit is simulated: leave --simulate out")
         check_choices(self, self.model in GPT_SHAPES and GPT_SHAPES[self.model].tied)
-        for name in ALONE:
-            given = getattr(self, name) != {field.name: field.default for field in dataclasses.fields(self)}[name]
-            if given and (self.sweep or self.stages > 1):
-                what = "--sweep" if self.sweep else "a pipeline"
-                raise UserError(f"{what} is not planned together with {flag(name)}: leave one of them out")
+        changed = [f.name for f in dataclasses.fields(self) if f.name in ALONE and getattr(self, f.name) != f.default]
+        if changed and (self.sweep or self.stages > 1):
+            what = "--sweep" if self.sweep else "a pipeline"
+            raise UserError(f"{what} is not planned together with {flag(changed[0])}: leave one of them out")
         if self.stages > 1 and (self.sweep or self.simulate):
             raise UserError(f"--mesh {self.mesh} is neither swept nor simulated: leave --sweep and --simulate out")
         if self.stages == 1 and self.schedule != "1f1b":
