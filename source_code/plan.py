@@ -88,6 +88,9 @@ class Options(Base):
     lora: int | None = option(
         None, "freeze the model, and train LoRA adapters of this width on queries and values", least=1, only=TORCHS
     )
+    frozen: Literal["fp32", "nf4"] = option(
+        "fp32", "number format of the blocks' frozen matrices; nf4 is QLoRA's (not on trial)", needs="lora"
+    )
     cpu_offload: bool = option(
         False, "shards, gradients and optimizer state in CPU memory; its copies are not in the time", only=("fsdp2",)
     )
@@ -127,8 +130,8 @@ class Options(Base):
             raise UserError(f"--strategy {self.strategy} cannot be simulated: take {' or '.join(SIMULATED)}")
         if self.own:
             self.check_own()
-        if self.simulate and (self.cpu_offload or self.optimizer == "adamw-8bit"):
-            raise UserError("neither --cpu-offload nor --optimizer adamw-8bit is simulated: leave --simulate out")
+        if self.simulate and (self.cpu_offload or self.optimizer == "adamw-8bit" or self.frozen == "nf4"):
+            raise UserError("neither --cpu-offload, adamw-8bit nor nf4 is simulated: leave --simulate out")
         check_choices(self, self.model in GPT_SHAPES and GPT_SHAPES[self.model].tied)
         changed = [f.name for f in dataclasses.fields(self) if f.name in ALONE and getattr(self, f.name) != f.default]
         if changed and (self.sweep or self.stages > 1):
@@ -184,6 +187,7 @@ def plan_of(options: Options, network: networks.Blueprint | None = None) -> pred
             recompute_every=options.recompute_every,
             loss_chunks=options.loss_chunks,
             apart=options.units == "apart",
+            packed=options.frozen == "nf4",
         ),
         options.strategy,
         options.ranks,
