@@ -311,7 +311,7 @@ def train(config, me, prepare=prepare, compute_loss=compute_loss):
     return {
         "data": {"name": text.NAME, "train": len(data.train), "test": len(data.validation)},
         "batch_size": config.batch_size,
-        "units": sum(isinstance(m, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)) for m in model.modules()),
+        "units": count_units(model),
         "first_step": first_step,
         "losses": losses,
         "validation_loss": validation_loss,
@@ -320,6 +320,12 @@ def train(config, me, prepare=prepare, compute_loss=compute_loss):
         "tokens_per_second": rate and rate * config.seq_len,
         "model_flops_utilisation": {"flops_per_token": flops.per_token(config.shape, config.seq_len, config.lora)},
     }
+
+
+def count_units(model) -> int:
+    """How many units FSDP gathers: of FSDP2's modules, the last norm and the head are one if they are apart."""
+    units = sum(isinstance(m, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)) for m in model.modules())
+    return units - isinstance(getattr(model, "norm", None), fsdp.FSDPModule)
 
 
 def main(config, me, prepare=prepare, compute_loss=compute_loss):

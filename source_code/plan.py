@@ -95,6 +95,9 @@ class Options(Base):
     lora: int | None = option(
         None, "freeze the model, and train LoRA adapters of this width on queries and values", least=1, only=TORCHS
     )
+    frozen: Literal["fp32", "nf4"] = option(
+        "fp32", "number format of the blocks' frozen matrices; nf4 is QLoRA's (not on trial)", needs="lora"
+    )
     cpu_offload: bool = option(
         False, "shards, gradients and optimizer state in CPU memory; its copies are not in the time", only=("fsdp2",)
     )
@@ -149,14 +152,13 @@ class Options(Base):
             raise UserError(f"--strategy {self.strategy} cannot be simulated: take {' or '.join(SIMULATED)}")
         if self.own:
             self.check_own()
-        if self.simulate and (self.cpu_offload or self.optimizer == "adamw-8bit"):
-            raise UserError("neither --cpu-offload nor --optimizer adamw-8bit is simulated: leave --simulate out")
+        if self.simulate and (self.cpu_offload or self.optimizer == "adamw-8bit" or self.frozen == "nf4"):
+            raise UserError("neither --cpu-offload, adamw-8bit nor nf4 is simulated: leave --simulate out")
         check_choices(self, bool(self.shape and self.shape.tied))
-        for name in ALONE:
-            given = getattr(self, name) != {field.name: field.default for field in dataclasses.fields(self)}[name]
-            if given and (self.sweep or self.stages > 1):
-                what = "--sweep" if self.sweep else "a pipeline"
-                raise UserError(f"{what} is not planned together with {flag(name)}: leave one of them out")
+        changed = [f.name for f in dataclasses.fields(self) if f.name in ALONE and getattr(self, f.name) != f.default]
+        if changed and (self.sweep or self.stages > 1):
+            what = "--sweep" if self.sweep else "a pipeline"
+            raise UserError(f"{what} is not planned together with {flag(changed[0])}: leave one of them out")
         self.check_answers()
         if self.stages > 1 and (self.sweep or self.simulate):
             raise UserError(f"--mesh {self.mesh} is neither swept nor simulated: leave --sweep and --simulate out")

@@ -129,6 +129,20 @@ def test_8_bit_adam_keeps_bytes_and_a_number_for_each_block_of_256():
     assert plain["peak"] - planned["peak"] == pytest.approx(8 * 8.03e9 / 8 * (1 - state), rel=1e-3)
 
 
+def test_qloras_weights_take_little_more_than_half_a_byte():
+    """And none of them waits for backward in bf16, as autocast's casts do: each is unpacked twice."""
+    words = "--ranks 1 --strategy single --lora 16 --recompute none --loss-chunks 8"
+    packed, plain = plan.plan_of(asked(f"{words} --frozen nf4")), plan.plan_of(asked(words))
+    matrices = 32 * (4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    rest = (2 * 128_256 + 65) * 4096 + 32 * 16 * (3 * 4096 + 1024)
+    each = 4096 * 4096  # of a weight, in bytes: half a one a number, one a block, four for 256 blocks, and four
+    assert fewer_bits.nf4(each) == each / 2 + each / 64 + 4 * each / 64 / 256 + 4
+    assert packed.persistent()["parameters", "parameters"] == pytest.approx(matrices * 4.127 / 8 + 4 * rest, rel=1e-5)
+    assert plain.persistent()["parameters", "parameters"] == 4 * (matrices + rest)
+    in_bf16 = ("activations", "block: gate.weight in bf16")
+    assert in_bf16 in plain.peak()[1] and in_bf16 not in packed.peak()[1]
+
+
 def test_what_is_offloaded_is_not_on_the_device():
     offloaded, planned = plan.plan_of(asked("--cpu-offload")), plan.plan_of(asked(""))
     assert offloaded.persistent() == {} and planned.on_host() == {}
@@ -349,8 +363,10 @@ BAD = {
     "--strategy fsdp1 --lora 4": "frozen parameters in FSDP1's flat tensors are not predicted: take FSDP2",
     "--mesh shard=4,tensor=2 --loss-chunks 2": "products split among ranks go without --lora, --units apart and --loss-chunks",
     "--mesh pipeline=8 --accumulate 8 --prefetch 1": "a pipeline is not planned together with --prefetch",
+    "--frozen nf4": "--frozen needs --lora: give both, or neither",
+    "--frozen nf4 --lora 4": "weights in 4 bits are predicted for single and ddp, with --precision bf16",
     "--sweep --loss-chunks 8": "--sweep is not planned together with --loss-chunks",
-    "--cpu-offload --simulate": "neither --cpu-offload nor --optimizer adamw-8bit is simulated",
+    "--cpu-offload --simulate": "neither --cpu-offload, adamw-8bit nor nf4 is simulated",
     "--strategy deepspeed-2 --optimizer adamw-8bit": "what DeepSpeed makes of 8-bit Adam is not predicted",
     "--model {own}/own.py:build --lora 4": "--lora is for the course's models",
     "--sweep --simulate": "leave --simulate and --explain out",

@@ -6,12 +6,12 @@ It needs only the standard library, and imports nothing of this course. From the
   huggingface   the sizes of other people's, from their config.json
   mesh         how ranks are arranged: a grid with named dimensions
   sizes        autograd on sizes: what is alive when
+  fewer_bits   8-bit Adam's states and 4-bit weights, by their published layouts
   attention    what attention keeps for backward, and makes, kernel by kernel
   flops        how much a step computes: the model's operations, and the hardware's
   operators    what each other operator keeps, and makes
   chunked_loss   the head's product and the loss, for some tokens at a time
   tensor_parallel   what tensor parallelism gathers, scatters and makes of embedding and loss
-  fewer_bits   8-bit Adam's states and 4-bit weights, by their published layouts
   networks     the course's networks, as operators on sizes
   strategies   what DDP and FSDP gather, free and reduce around each unit
   zero         what PyTorch's ZeroRedundancyOptimizer and DeepSpeed's stages split, keep and send

@@ -47,6 +47,7 @@ def of_first_rank(options, network: networks.Blueprint | None = None) -> predict
             recompute_every=options.recompute_every,
             loss_chunks=options.loss_chunks,
             apart=options.units == "apart",
+            packed=options.frozen == "nf4",
         ),
         options.strategy,
         options.ranks,

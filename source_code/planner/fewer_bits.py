@@ -27,7 +27,12 @@ def adam_states(sizes: list[int]) -> dict[str, int]:
     }
 
 
+def blocks(numel: int) -> int:
+    """Of a weight of so many numbers, those that share a constant."""
+    return ceil(numel / BLOCK)
+
+
 def nf4(numel: int) -> int:
     """Bytes of a weight of so many numbers, with its doubly quantised constants: 4.127 bits a number."""
-    blocks = ceil(numel / BLOCK)
-    return ceil(numel / 2) + blocks + FP32 * ceil(blocks / BLOCKS_OF_BLOCK) + FP32
+    constants = blocks(numel)
+    return ceil(numel / 2) + constants + FP32 * ceil(constants / BLOCKS_OF_BLOCK) + FP32

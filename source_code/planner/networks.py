@@ -20,7 +20,8 @@ class SizedModule:
     """A piece of a network that runs once in forward.
 
     parameters: {name: shape}, in the order in which they are registered; ``frozen`` names those not trained, and
-    ``everywhere`` those that every rank of a tensor group has, where of the others it has its part.
+    ``everywhere`` those that every rank of a tensor group has, where of the others it has its part, and ``packed``
+    those of the frozen that are kept in 4 bits.
     forward(tape, x, parameters): computes on sizes. wrapped: FSDP makes a unit of it; the rest belongs to the root.
     with_next: so does this under FSDP1; FSDP2 makes one unit of it and the module that follows. again: what backward
     computes a second time, the products with so many parameters, and attention or not.
@@ -32,6 +33,7 @@ class SizedModule:
     wrapped: bool = False
     frozen: frozenset = frozenset()
     everywhere: frozenset = frozenset()
+    packed: frozenset = frozenset()
     with_next: bool = False
     again: tuple[int, bool] = (0, False)
 
@@ -139,6 +141,7 @@ def gpt(
     recompute_every: int = 1,
     loss_chunks: int = 1,
     apart: bool = False,
+    packed: bool = False,
 ) -> Blueprint:
     """batch: sequences on each rank, of ``length`` tokens. recompute: one of ``RECOMPUTE``, for one block in so many.
 
@@ -146,6 +149,7 @@ def gpt(
     and between the products the sequence; they see the same sequences. blocks: a pipeline's stage, which has these
     alone, and with the first of all the embedding, with the last the head. loss_chunks: for one in so many parts of the
     tokens at a time the head makes logits, and the loss. apart: embedding and head are units of their own for FSDP.
+    packed: with adapters, the matrices of the blocks are kept in 4 bits (QLoRA, arXiv:2305.14314).
     UserError where ``tensor`` does not divide, or goes without what is given besides.
     """
     shape.check_split(tensor, length)
@@ -182,10 +186,10 @@ def gpt(
         return tape.recomputed(lambda x: call_block(tape, x, p), x, recompute)
 
     def block(i):
-        if i not in recomputed:
-            return SizedModule(f"block {i}", in_block, call_block, True, frozen(in_block), norms)
-        again = flops.again(shape, recompute, lora)
-        return SizedModule(f"block {i}", in_block, call_recomputed, True, frozen(in_block), norms, again=again)
+        forward, again = call_block, (0, False)
+        if i in recomputed:
+            forward, again = call_recomputed, flops.again(shape, recompute, lora)
+        return SizedModule(f"block {i}", in_block, forward, True, frozen(in_block), norms, matrices, again=again)
 
     def norm(tape, x, p):
         return tensor_parallel.gather(tape, _norm(tape, x, p, "norm"), tensor, batch)
@@ -213,6 +217,7 @@ def gpt(
     of_norm = norm_parameters(shape, "norm")
     of_head = product_parameters(shape, "head", shape.vocabulary // tensor, shape.width)
     last = of_norm | of_head
+    matrices = frozenset(n for n in frozen(in_block) if packed and len(in_block[n]) > 1)
     norms = frozenset(name for name in (in_block | last) if name.endswith("norm.weight"))
     end = [SizedModule("head", last, norm_and_head, frozen=frozen(last), everywhere=norms)]
     if apart:

@@ -8,7 +8,7 @@ steps (labkit/measuring/trace.py).
 
 from functools import partial
 
-from planner import attention
+from planner import attention, fewer_bits
 from planner.attention import FP32, INT64, Heads
 from planner.sizes import Autograd, Saved, SizedParameter, SizedTensor, Storage
 
@@ -115,12 +115,43 @@ class Tape(Autograd):
 
     def linear(self, x: SizedTensor, weight: SizedParameter, bias: SizedParameter | None = None) -> SizedTensor:
         """x (…, in) and weight (out, in) → x @ weight.T + bias, (…, out). Keeps x."""
+        if weight.packed:
+            return self._linear_unpacking(self.to(x, self.autocast or x.itemsize), weight)
         x, weight, bias = self._in_one_format(x, weight, bias)
         saved = self._save_factors(x, weight)
         outs, ins = weight.shape
         rows, itemsize = x.numel // ins, x.itemsize
         out = self.kept(lambda: [self.make(result_of(weight), rows * outs, itemsize)], product=True)[0]
         return self._weighed(x, out, weight, bias, saved)
+
+    def _linear_unpacking(self, x: SizedTensor, weight: SizedParameter) -> SizedTensor:
+        """The same with a frozen weight in 4 bits, unpacked for this product, and once more for that of its backward.
+
+        Keeps nothing. Source: bitsandbytes/autograd/_functions.py, MatMul4Bit; functional.py, dequantize_4bit.
+        """
+        numel, itemsize, node, name, size = x.numel, x.itemsize, x.node, weight.name, weight.numel
+        outs, ins = weight.shape
+
+        def unpack():
+            largest = self.make(f"{name}: largest of each block", fewer_bits.blocks(size), FP32)
+            unpacked = self.make(f"{name}, unpacked", size, itemsize)
+            del largest
+            return unpacked
+
+        def compute():
+            unpacked = unpack()
+            out = self.make(name, numel // ins * outs, itemsize)
+            del unpacked
+            return [out]
+
+        def run(_):
+            unpacked = unpack()
+            of_input = self.make(f"gradient of {name}'s input", numel, itemsize)
+            del unpacked
+            return [(node, of_input)]
+
+        out = self.kept(compute, product=True)[0]
+        return self.record(out, run) if node else out
 
     def convolution(self, x: SizedTensor, weight: SizedParameter, bias: SizedParameter, places: int) -> SizedTensor:
         """x (images, in, height, width), weight (out, in, 3, 3) → (images, out, height', width'). Keeps x and weight.

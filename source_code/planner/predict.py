@@ -84,6 +84,10 @@ class Plan:
             raise UserError("DeepSpeed trains in fp32 or bf16: give another --precision")
         if self.deepspeed and self.optimizer == "adamw-8bit":
             raise UserError("what DeepSpeed makes of 8-bit Adam is not predicted: take another strategy or optimizer")
+        if any(m.packed for m in self.blueprint.modules) and (
+            self.strategy not in ("single", "ddp") or self.precision != "bf16" or self.weights != "fp32"
+        ):
+            raise UserError("weights in 4 bits are predicted for single and ddp, with --precision bf16, not for this")
         if self.offload and self.strategy != "fsdp2":
             raise UserError(f"offload is predicted for fsdp2, not for {self.strategy}")
         if self.weights == "bf16" and (self.tensor > 1 or self.precision != "bf16"):
@@ -199,6 +203,8 @@ class Plan:
         """What a rank keeps from step to step, wherever it is; of counters, those that its device has."""
         units, updated = self.resting, self.updated
         held = sum(unit.shard() for unit in units) * self.itemsize
+        packed = [p.numel for unit in units for p in unit.parameters.values() if p.packed]
+        held += sum(fewer_bits.nf4(numel) - numel * self.itemsize for numel in packed)
         trained = sum(updated) * self.itemsize
         terms = zero.kept(self) if self.deepspeed else {("parameters", "parameters"): held}
         if self.strategy in ("ddp", "zero1"):

@@ -11,7 +11,7 @@ COMPARED = """(a GPU's kernels: compared with PyTorch's own code on tensors with
 is in the answer as a factor: workspaces of cuDNN and cuBLAS, streams, what the allocator rounds up and reserves)"""
 # Options that a title names where they are given.
 BESIDES = ("accumulate", "sync", "reshard_after_forward", "weights", "recompute_every", "loss_chunks", "units", "lora")
-BESIDES += ("prefetch", "cpu_offload")
+BESIDES += ("frozen", "prefetch", "cpu_offload")
 SMALL = 1e-3  # terms below this share of the peak are explained together
 
 

@@ -41,10 +41,10 @@ class SizedTensor:
 
 
 class SizedParameter:
-    """A leaf: backward leaves its gradient here, whole."""
+    """A leaf: backward leaves its gradient here, whole. packed: it is kept in 4 bits (planner/fewer_bits.py)."""
 
-    def __init__(self, name: str, shape: tuple, itemsize: int, trained: bool = True):
-        self.name, self.shape, self.itemsize, self.trained = name, shape, itemsize, trained
+    def __init__(self, name: str, shape: tuple, itemsize: int, trained: bool = True, packed: bool = False):
+        self.name, self.shape, self.itemsize, self.trained, self.packed = name, shape, itemsize, trained, packed
         self.numel = prod(shape)
         self.uses = 0  # by how many operators: each will send a part of the gradient
         self.parts = 0  # so many have come

@@ -24,7 +24,7 @@ class Unit:
         together = len(modules) == 1 or (modules and modules[0].with_next)
         self.kind = modules[-1].kind if together else "root"
         self.parameters = {
-            (module, name): SizedParameter(name, shape, itemsize, name not in module.frozen)
+            (module, name): SizedParameter(name, shape, itemsize, name not in module.frozen, name in module.packed)
             for module in modules
             for name, shape in module.parameters.items()
             if name not in tied
