@@ -259,7 +259,9 @@ class Tape(Autograd):
         normal = self._normalized(x, rows=x.numel // weight.numel)
         out = self.like(x, "norm")
         del x
-        return self.to(self._weigh(out, normal, weight), itemsize, "norm")
+        out = self._weigh(out, normal, weight)
+        del normal  # backward has it, if the weight is trained
+        return self.to(out, itemsize, "norm")
 
     def _rms_norm_fused(self, x, weight):
         """On a GPU: keeps its input and one number a row, in fp32 at least."""

@@ -85,8 +85,9 @@ def embedding(tape, tokens, weight, parts: int):
     tape.use(weight)
 
     def run(_):
-        whole = tape.make(f"gradient of {weight.name}, whole", parts * weight.numel, weight.itemsize)
-        if weight.uses > 1:  # it is added to the head's gradient, which is there in parts
+        added = weight.uses > 1  # a copy of this rank's part, to the head's gradient, which is there in parts
+        whole = tape.make(f"gradient of {weight.name}, whole", (parts + added) * weight.numel, weight.itemsize)
+        if added:
             whole.numel = weight.numel
         else:
             weight.times = parts

@@ -238,7 +238,8 @@ class Stage2(Bucketed):
         if self.itemsize != FP32:
             self.send("all-reduce", 1)  # whether a number has overflowed
         self.summed = None
-        self.send("all-gather", self.size * self.plan.ranks * self.itemsize)
+        if self.plan.ranks > 1:
+            self.send("all-gather", self.size * self.plan.ranks * self.itemsize)
 
 
 class Stage1(Stage2):
