@@ -16,6 +16,7 @@ It needs only the standard library, and imports nothing of this course. From the
   strategies   what DDP and FSDP gather, free and reduce around each unit
   zero         what PyTorch's ZeroRedundancyOptimizer and DeepSpeed's stages split, keep and send
   jax_sharding   FSDP in JAX: what each device keeps, what is sent, what the compiler needs in between
+  traffic      the collectives of a step
   step         one training step, walked through
   pipeline     stages: which blocks each has, and what it computes when
   predict      a plan: its peak, what persists, its collectives

@@ -24,13 +24,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from planner import UserError, fewer_bits, networks, zero
+from planner import UserError, fewer_bits, networks, traffic, zero
 from planner.mesh import arrange
 from planner.networks import Blueprint
 from planner.pipeline import Stage, StageStep, blocks_of
 from planner.shapes import GPT_SHAPES, GPTShape
 from planner.step import Step, optimizer_temporary
-from planner.strategies import WIDE_GRADIENTS, Unit
+from planner.strategies import Unit
 
 STEP_COUNTER = 4  # bytes: the number of steps done, one for each tensor that Adam or Adadelta updates
 # What an optimizer keeps, for each number it updates unless it is a counter.
@@ -47,7 +47,6 @@ STATES = {
 FP32 = 4  # bytes a number
 # Options that older records do not know, as runs were without them
 ADDED_LATER = {"weights": "fp32", "recompute_every": 1, "loss_chunks": 1, "units": "blocks"}
-FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes after which DDP closes its first bucket, and each other
 
 
 @dataclass(frozen=True)
@@ -224,10 +223,10 @@ class Plan:
 
         first: the step in which the optimizer makes its state.
         """
-        return self._step(first).run() if first else self._steady[0]
+        return self._step(first).run() if first else self.steady[0]
 
     @cached_property
-    def _steady(self) -> tuple[dict, dict, Counter]:
+    def steady(self) -> tuple[dict, dict, Counter]:
         """Of a steady step, walked through once: (its timeline, what each term is made of, what DeepSpeed has sent)."""
         step = self._step(first=False)
         return step.run(), step.tape.each, getattr(step.rules, "sent", Counter())
@@ -248,7 +247,7 @@ class Plan:
 
     def explain(self) -> list[tuple]:
         """The terms of the peak, the largest first: [((category, name), bytes, its numbers as text), …]."""
-        _, each, _ = self._steady
+        _, each, _ = self.steady
         largest_first = sorted(self.peak()[1].items(), key=lambda item: -item[1])
         return [(term, size, self._numbers(size, *each[term])) for term, size in largest_first]
 
@@ -266,75 +265,7 @@ class Plan:
         bytes: of the whole tensor, as labkit/measuring/trace.py counts. ranks: how many take part in one. dimension: of
         FSDP2's mesh, along which these lie; None for the pairs and the like of reshard N, and for the other strategies.
         """
-        if self.pipeline:
-            return self.pipeline.traffic(self)
-        times = self._norm_traffic()
-        reductions = self.reductions
-        if self.strategy in ("ddp", "zero1"):
-            for size in buckets(self):
-                times["all-reduce", size, self.ranks, None] += reductions
-        if self.strategy == "zero1":
-            times.update(("broadcast", size * self.itemsize, self.ranks, None) for size in zero.numels(self))
-        if self.deepspeed:
-            times.update({(kind, size, self.ranks, None): n for (kind, size), n in self._walked_through.items()})
-        if self.tensor > 1:
-            times.update(self._tensor_traffic(reductions))
-        shard, replicate = ("shard", "replicate") if self.strategy == "fsdp2" else (None, None)
-        for number, unit in enumerate(self.resting):
-            if not self.shards_parameters:
-                continue
-            part = unit.shard(trained=True) * self.itemsize
-            if self.replicas > 1:
-                times["all-reduce", part, self.replicas, replicate] += reductions
-            if self.shards == 1 and self.strategy == "fsdp2":  # with itself it has nothing to exchange
-                continue
-            gathered = unit.shard() * self.shards * self.compute_itemsize
-            # What FSDP1 does not free after forward, it does not free after backward either, if gradients wait.
-            stays = self.flat and self.reshard == "false"
-            times["all-gather", gathered, self.shards, shard] += reductions if stays else self.micro_batches
-            # The root stays from forward to backward, and so does a head that is apart, but for FSDP1's.
-            if number and self.reshard != "false" and (self.flat or unit.kind != "head"):
-                again = (self.part_kept, None) if self.part_kept else (self.shards, shard)
-                times["all-gather", gathered, *again] += self.micro_batches
-            times["reduce-scatter", part * self.shards, self.shards, shard] += reductions
-        ordered = sorted(times.items(), key=lambda item: (*item[0][:3], item[0][3] or ""))
-        names = ("kind", "bytes", "ranks", "dimension")
-        return [dict(zip(names, key, strict=True)) | {"count": n} for key, n in ordered if n and key[1]]
-
-    def _norm_traffic(self) -> Counter:
-        """FSDP1 adds up one number; FSDP2 the norms of all parameters, along each dimension in which they are cut."""
-        if not self.clip or not self.shards_parameters:
-            return Counter()
-        if self.flat:
-            return Counter({("all-reduce", self.itemsize, self.shards, None): 1})
-        norms = sum(len(unit.tensors(trained=True)) for unit in self.resting) * self.itemsize
-        dimensions = {"shard": self.shards, "tensor": self.tensor}
-        return Counter({("all-reduce", norms, size, name): 1 for name, size in dimensions.items() if size > 1})
-
-    def _tensor_traffic(self, reductions: int) -> Counter:
-        """Activations and their gradients, the loss's sums, and the gradients of what each rank of a group has whole."""
-        exchange, times = self.blueprint.tensor, Counter()
-        activation = exchange.numel * self.compute_itemsize
-        times["all-gather", activation, exchange.parts, "tensor"] = exchange.gathers * self.micro_batches
-        times["reduce-scatter", activation, exchange.parts, "tensor"] = exchange.scatters * self.micro_batches
-        times["all-reduce", exchange.rows * self.itemsize, exchange.parts, "tensor"] = 3 * self.micro_batches
-        itemsize = self.compute_itemsize if self.torch < WIDE_GRADIENTS else self.itemsize
-        for unit in self.resting:
-            for parameter in unit.everywhere:
-                times["all-reduce", parameter.numel * itemsize, exchange.parts, "tensor"] += reductions
-        return times
-
-    @cached_property
-    def _walked_through(self) -> Counter:
-        """DeepSpeed's collectives of a step: {(kind, bytes): how many}. Each micro-batch after the first adds the same."""
-
-        def sent(micro_batches):
-            plan = self if micro_batches == self.micro_batches else replace(self, micro_batches=micro_batches)
-            return plan._steady[2]
-
-        one = sent(1)
-        two = sent(2) if self.micro_batches > 1 else one
-        return Counter({key: n + (self.micro_batches - 1) * (two[key] - n) for key, n in one.items()})
+        return self.pipeline.traffic(self) if self.pipeline else traffic.of_step(self)
 
 
 def by_category(terms: dict) -> dict[str, int]:
@@ -347,22 +278,6 @@ def by_category(terms: dict) -> dict[str, int]:
 
 def total(terms: dict) -> int:
     return sum(terms.values())
-
-
-def buckets(plan: Plan) -> list[int]:
-    """The sizes of DDP's all-reduces, in bytes. A bucket is closed when it has reached its limit."""
-    sizes, filled, limit = [], 0, FIRST_BUCKET
-    for module in reversed(plan.blueprint.modules):
-        arriving = Unit([module], plan.blueprint.tied, 1, False, plan.itemsize).tensors(trained=True)
-        # A bias's gradient is there before its weight's, but not through autocast's casts.
-        if not (plan.autocast and any(name.endswith("bias") for name in module.parameters)):
-            arriving.reverse()
-        for parameter in arriving:
-            filled += parameter * plan.itemsize
-            if filled >= limit:
-                sizes.append(filled)
-                filled, limit = 0, BUCKET
-    return [*sizes, filled] if filled else sizes
 
 
 def plan_of(record: dict, rank: int = 0) -> Plan:
