@@ -37,6 +37,7 @@ class Asked(Options):
     seq_len: int = option(128, "tokens in a sequence", least=1)
     precision: Literal["fp32", "bf16"] = option("fp32", "number format of the computation")
     recompute: Literal[networks.RECOMPUTE] = option("none", "what backward computes again")
+    tracker: bool = option(True, "ask PyTorch's, which walks through a step: minutes for billions of parameters")
 
 
 def pytorch(asked: Asked) -> int:
@@ -79,6 +80,8 @@ def ask_all(asked: Asked) -> dict:
     """{name: bytes, or a sentence}"""
     found = {}
     for name, (package, ask) in ESTIMATORS.items():
+        if ask is pytorch and not asked.tracker:
+            continue
         if importlib.util.find_spec(package) is None:
             found[name] = f"not installed: pip install {package}"
         else:

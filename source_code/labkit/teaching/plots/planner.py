@@ -150,12 +150,18 @@ def save(figure, path: str):
 
 
 def errors(panels: dict[str, dict[str, float]], title: str, under: str):
-    """Signed relative errors of estimators: {what they estimated: {estimator: error}}, a panel each."""
+    """Signed relative errors of estimators: {what they estimated: {estimator: error}}, a panel each.
+
+    The first panel has them all, the planner last; who is missing in another was not asked.
+    """
     names = list(next(iter(panels.values())))
     figure, axes = plt.subplots(1, len(panels), figsize=(10, 0.5 * len(names) + 2.2), sharey=True, layout="constrained")
     for panel, (about, found) in zip(axes, panels.items(), strict=True):
         reach = max(abs(error) for error in found.values()) * 100
         for place, name in enumerate(names):
+            if name not in found:
+                panel.text(0.05 * reach, place, "not asked", va="center", color="#666666")
+                continue
             error = found[name] * 100
             panel.barh(place, error, color="#222222" if place == len(names) - 1 else "#999999", height=0.6)
             side, gap = ("left", 0.05 * reach) if error >= 0 else ("right", -0.05 * reach)
