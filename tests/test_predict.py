@@ -49,10 +49,11 @@ def test_the_committed_trial_is_of_these_configurations_and_this_arithmetic():
         assert predict.total(row["predicted"]) == pytest.approx(sum(row["measured"].values()), rel=0.01)
 
 
+@pytest.mark.long
 def test_todays_draws_are_what_the_meters_say():
     seed = trial.todays_seed()
-    print(f"to repeat it: python trial.py --random 16 --seed {seed}")
-    tried, _ = trial.sorted_out(configurations.drawn(seed, 16))
+    print(f"to repeat it: python trial.py --random 12 --seed {seed}")
+    tried, _ = trial.sorted_out(configurations.drawn(seed, 12))
     for row in trial.run(tried):
         assert abs(row["difference"]) <= 1e-4, row
         assert row["persistent equal"] and row["traffic equal"], row
@@ -60,7 +61,7 @@ def test_todays_draws_are_what_the_meters_say():
 
 def test_the_committed_draws_are_predicted():
     record = json.loads((REFERENCE / "random-trial-intel-xeon-2-cores.json").read_text())
-    assert len(record["rows"]) >= 180 and len({row["seed"] for row in record["rows"]}) >= 4
+    assert len(record["rows"]) >= 200 and len({row["seed"] for row in record["rows"]}) >= 5
     for row in record["rows"]:
         predicted = predict.total(trial.planned(row, row["rank"]).peak()[1])
         assert predicted == row["predicted"] == pytest.approx(row["measured"], rel=1e-4), row
