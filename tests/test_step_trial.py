@@ -8,7 +8,6 @@ import pytest
 import step_trial
 from labkit import UserError
 
-
 # The command, with what notebook 10's records say in the place of runs
 
 
