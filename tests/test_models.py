@@ -77,15 +77,16 @@ def test_tied_head_is_the_embedding():
 
 
 class Seen(TorchDispatchMode):
-    """Counts matrix products, and notes how many numbers the largest tensor has."""
+    """Notes how wide each matrix product's result is, and how many numbers the largest tensor has."""
 
     def __enter__(self):
-        self.products = self.largest = 0
+        self.products, self.largest = [], 0
         return super().__enter__()
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
-        self.products += operator == torch.ops.aten.mm.default
+        if operator == torch.ops.aten.mm.default:
+            self.products.append(result.shape[1])
         sizes = [t.numel() for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
         self.largest = max([self.largest, *sizes])
         return result
@@ -104,7 +105,17 @@ def test_products_that_are_computed_again(recompute, again, every):
     with Seen() as seen:
         model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
     blocks = 4 if every == 1 else 2  # the first, and the fourth
-    assert seen.products == 3 * (4 * 7 + 1) + blocks * again
+    assert len(seen.products) == 3 * (4 * 7 + 1) + blocks * again
+
+
+def test_alternate_keeps_the_first_product_and_the_third():
+    """So backward begins, after the head's two, with those of the last block that are gone: of key, output and up."""
+    model = GPT(TINY)
+    for block in model.blocks:
+        gpt_fsdp.change_forward(block, gpt_fsdp.Config(recompute="alternate"))
+    with Seen() as seen:
+        model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+    assert seen.products[4 * 7 + 1 :][2:5] == [TINY.kv_width, TINY.width, TINY.hidden]
 
 
 @pytest.mark.parametrize("chunks", [2, 5, 100])
@@ -125,7 +136,7 @@ def test_a_loss_in_chunks_is_the_loss(chunks):
     assert seen.largest == max(400 * 16, -(-33 // chunks) * 400) < 33 * 400  # the head's weight, or a chunk's logits
     with torch.no_grad(), Seen() as seen:
         assert model(tokens, targets, chunks).item() == pytest.approx(whole.item(), rel=1e-12)
-    assert seen.products == 7 + min(chunks, 33)  # in validation nothing but the loss is computed
+    assert len(seen.products) == 7 + min(chunks, 33)  # in validation nothing but the loss is computed
 
 
 def test_weights_made_on_the_meta_device_start_the_same():
