@@ -1,12 +1,59 @@
-"""The trial of step times: what is predicted before the runs, and what is told."""
+"""The trial of step times: what is predicted before the runs, the record that comes with the course."""
 
 import json
 import math
+from datetime import datetime
 
 import links
 import pytest
 import step_trial
 from labkit import UserError
+from labkit.measuring import records
+
+REFERENCE = records.RESULTS / "reference" / "step-times-intel-xeon-2-cores.json"
+SPEEDS = ("400mbit", "200mbit", "100mbit")
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return json.loads(REFERENCE.read_text())
+
+
+# The course's record
+
+
+def test_every_step_time_is_within_15_percent(reference):
+    found = {(row["rate"], row["strategy"]): row for row in reference["rows"]}
+    assert set(found) == {(rate, name) for rate in SPEEDS for name in links.STRATEGIES}
+    for place, row in found.items():
+        assert len(row["steps"]) >= 5
+        assert min(row["steps"]) <= row["measured"] <= max(row["steps"])
+        assert row["difference"] == row["predicted"]["overlapped"] / row["measured"] - 1
+        assert abs(row["difference"]) <= 0.15, place
+
+
+def test_predictions_were_there_before_the_runs(reference):
+    predicted = max(datetime.fromisoformat(row["predicted_at"]) for row in reference["rows"])
+    began = datetime.fromisoformat(reference["measured_from"])
+    measured = min(datetime.fromisoformat(row["measured_at"]) for row in reference["rows"])
+    calibrated = datetime.fromisoformat(reference["calibration"]["record"]["date"])
+    assert calibrated <= predicted <= began < measured
+
+
+def test_the_planner_still_predicts_what_the_record_says(reference):
+    for row in reference["rows"]:
+        again = step_trial.predicted(reference["calibration"], row["strategy"], row["rate"])
+        assert again["predicted"] == pytest.approx(row["predicted"])
+
+
+def test_one_run_calibrates_them_all(reference):
+    """On the link before it is slowed, by a strategy that waits for each of its collectives."""
+    known = reference["calibration"]
+    assert known["record"]["link"]["rate"] == "none" and known["record"]["config"]["strategy"] == "fsdp2"
+    assert known["compute"] == pytest.approx(known["step"] - known["communication"])
+    for row in reference["rows"]:
+        assert row["predicted"]["compute"] == pytest.approx(known["compute"])
+
 
 # The command, with what notebook 10's records say in the place of runs
 
