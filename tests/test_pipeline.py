@@ -241,6 +241,6 @@ def test_what_cannot_be_planned_is_one_sentence(changes, sentence):
 def test_a_plans_page_shows_the_stages_and_the_bubble():
     words = "--model llama3-8b --ranks 8 --mesh pipeline=8 --accumulate 16"
     page = plan_command.answer(options.parse(plan_command.Options, "", words.split()))
-    assert "8,030,261,248 parameters, 8 stages (1f1b) on 8 ranks" in page
+    assert "llama3-8b, 8 stages (1f1b) on 8 ranks" in page and "8,030,261,248 parameters" in page
     assert "the pipeline's bubble" in page
     assert "peaks of the stages" in page

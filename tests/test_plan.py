@@ -94,7 +94,7 @@ def test_the_sweep_is_sorted_and_whole():
     for row in rows:
         if row["recompute"] == "any" and "," not in row["strategy"]:  # its state is too much, whatever is recomputed
             alone = found(f"--model llama3-70b --ranks 64 --strategy {row['strategy']} --recompute none")
-            assert sum(alone["persistent"].values()) == row["peak"]
+            assert row["peak"] == pytest.approx(sum(alone["persistent"].values()), rel=0.01)  # that of the fullest rank
     names = {row["strategy"] for row in rows}
     known = {"ddp", "zero1", "fsdp1", "fsdp2", "fsdp2, HSDP 8x8", "fsdp2, HSDP 2x32"}
     assert known | {f"deepspeed-{stage}" for stage in (0, 2, 3)} <= names

@@ -99,9 +99,8 @@ LARGEST = 10**9  # of any number: a larger one is a slip
 
 def load(path: str) -> GPTShape:
     """The shape that a config.json, or the folder it lies in, describes. UserError: there is none, or it is not known."""
-    file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
     try:
+        file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
         config = json.loads(file.read_text())
     except OSError as error:
         raise UserError(f"--config {path} cannot be read ({error.strerror}): name a model's config.json") from None
