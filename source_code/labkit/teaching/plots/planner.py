@@ -176,8 +176,8 @@ def errors(panels: dict[str, dict[str, float]], title: str, under: str):
         panel.set_yticks(range(len(names)), names)
         panel.tick_params(axis="y", length=0)
     axes[0].set_ylim(len(names) - 0.5, -0.5)
-    figure.suptitle(f"{title}\n", x=0.01, ha="left", fontweight="bold")
-    figure.text(0.01, 0.9, under, fontsize=11, va="top")
+    figure.suptitle(f"{title}\n\n", x=0.01, ha="left", fontweight="bold")
+    figure.text(0.01, 0.925, under, fontsize=11, va="top")
     show(figure)
 
 
