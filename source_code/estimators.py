@@ -70,7 +70,7 @@ def accelerate(asked: Asked) -> int:
 
 
 ESTIMATORS = {
-    "PyTorch": ("torch", pytorch),
+    "PyTorch's tracker": ("torch", pytorch),
     "DeepSpeed": ("deepspeed", deepspeed),
     "Accelerate": ("accelerate", accelerate),
 }
