@@ -5,6 +5,7 @@
   python plan.py --model llama3-70b --ranks 64 --sweep        every strategy, those that fit first
   python plan.py --config config.json --gpu a100 --ranks 16   a model of others, by Hugging Face's configuration
   python plan.py --ranks 8 --tokens 15e9 --price 2.5          hours, GPU-hours and money
+  python plan.py --ranks 1 --strategy single --lora 16 --frozen nf4 --loss-chunks 8 --gpu rtx4090        QLoRA
   python plan.py --model llama3-8b --ranks 8 --explain        each term of the peak with its numbers
   python plan.py --ranks 8 --plot plan.png                    the same as a picture, and the memory of a step
   python plan.py --model tiny --ranks 4 --simulate            the real PyTorch code beside it, on tensors without memory
@@ -79,7 +80,7 @@ class Options(Base):
     sync: Literal["every", "last"] = option("every", "after which micro-batch of a step the ranks average gradients")
     prefetch: int = option(0, "FSDP2: gather this many units ahead; 0 leaves it to FSDP2", least=0, only=("fsdp2",))
     weights: Literal["fp32", "bf16"] = option(
-        "fp32", "number format of parameters, gradients and optimizer state", only=TORCHS
+        "fp32", "number format of parameters (LoRA's frozen ones too), gradients and optimizer state", only=TORCHS
     )
     recompute: Literal[networks.RECOMPUTE] = option(
         "full",
@@ -105,18 +106,27 @@ class Options(Base):
         "adamw", "optimizer; adamw is PyTorch's foreach implementation; adamw-8bit is bitsandbytes' (not on trial)"
     )
     device: Literal["cuda", "cpu"] = option("cuda", "whose kernels: they keep different tensors for backward")
-    gpu: Literal[tuple(GPUS)] = option("h100", "the GPU: its memory, its peak, its link")
+    gpu: Literal[tuple(GPUS)] = option(
+        "h100",
+        "the GPU, with the GiB that PyTorch finds on it: "
+        + ", ".join(f"{name} {gpu.memory:g}" for name, gpu in GPUS.items()),
+    )
     gpu_memory: float | None = option(None, "GiB that a rank may use (default: the GPU's)", above=0, at_most=1e9)
     flops: float | None = option(
         None, "operations a second a rank does at best (default: of the GPU's data sheet, for --precision)", least=1
     )
     efficiency: float = option(0.4, "share of these that training attains", least=1e-6, at_most=1)
     link: str | None = option(None, f"within a node: {', '.join(cost.LINKS)}, or GB/s a rank (default: the GPU's)")
-    network: str = option("infiniband", f"between nodes: {', '.join(cost.NETWORKS)}, or GB/s a node")
+    network: str = option(
+        "infiniband",
+        "between nodes: "
+        + ", ".join(f"{name} ({link.bandwidth / 1e9:g} GB/s a node)" for name, link in cost.NETWORKS.items())
+        + ", or GB/s a node",
+    )
     find: Literal["ranks", "batch", "seq"] | None = option(
         None, "search for the least --ranks, or the most of the others, that fits"
     )
-    tokens: float | None = option(None, "how many tokens to train on: says the hours", least=1)
+    tokens: float | None = option(None, "how many tokens to train on, such as 15e9: says the hours", least=1)
     price: float | None = option(None, "of a GPU for an hour, in any currency", above=0, needs="tokens")
     sweep: bool = option(False, "list every strategy: what fits, the fastest first, then what does not")
     explain: bool = option(False, "show each term of the peak with its numbers")
@@ -186,6 +196,10 @@ class Options(Base):
         if self.find == "ranks" and (self.mesh or self.reshard_after_forward.isdecimal() or self.strategy == "single"):
             raise UserError(
                 "--find ranks tries any number of them: leave --mesh, --strategy single and a part to keep out"
+            )
+        if self.find == "ranks" and self.cpu_offload:
+            raise UserError(
+                "--find ranks asks for the GPUs' memory, and --cpu-offload for the CPUs': give --ranks instead"
             )
         if self.plot and (self.sweep or self.own or self.stages > 1 or self.json):
             raise UserError(

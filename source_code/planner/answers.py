@@ -191,11 +191,11 @@ def sweep(options) -> list[dict]:
             one = dataclasses.replace(tried, recompute=recompute)
             rows.append({"strategy": name, "recompute": recompute} | in_short(one))
     rows.sort(key=_first_what_fits)
-    best, place = None, 0
+    best, place, answer = 0.0, 0, None
     for number, row in enumerate(rows, 1):
-        if best is None or row["samples_per_second"] < (1 - TIE) * best:
-            best, place = row["samples_per_second"], number
-        row["place"] = place if row["answer"] != "does not fit" else None
+        if row["answer"] != answer or row["samples_per_second"] < (1 - TIE) * best:
+            best, place, answer = row["samples_per_second"], number, row["answer"]
+        row["place"] = place if answer != "does not fit" else None
     return rows
 
 

@@ -33,12 +33,12 @@ def chunked_loss(tape, x, weight, chunks: int):
 
 def one_chunk(tape, rows: int, vocabulary: int, dtype: int, wide: int):
     """Logits, in fp32 at least, their log-probabilities, and of these the gradient of the logits."""
-    logits = tape.make("logits, a chunk", rows * vocabulary, dtype)
+    logits = tape.make("logits, a chunk", rows * vocabulary, dtype, of_samples=False)
     if wide != dtype:
-        logits = tape.make("logits, a chunk in fp32", rows * vocabulary, wide)
-    logarithms = tape.make("log-softmax, a chunk", rows * vocabulary, wide)
+        logits = tape.make("logits, a chunk in fp32", rows * vocabulary, wide, of_samples=False)
+    logarithms = tape.make("log-softmax, a chunk", rows * vocabulary, wide, of_samples=False)
     del logits
     held = [tape.make("loss: of the targets", rows, wide), tape.make("loss of a chunk", 1, wide)]
     if wide != dtype:
-        held.append(tape.make("gradient of logits, a chunk", rows * vocabulary, dtype))
+        held.append(tape.make("gradient of logits, a chunk", rows * vocabulary, dtype, of_samples=False))
     del held, logarithms

@@ -77,8 +77,13 @@ def time_lines(asked, found: dict) -> list[str]:
         ),
         f"a step takes {times['overlapped']:.3g} s overlapped, {times['in turn']:.3g} s one after the other",
         f"{throughput(found)} tokens a second, all ranks together",
-        f"overlapped, {shares['MFU']:.0%} of all ranks' peak goes into the model (MFU); the GPUs do {shares['HFU']:.0%} (HFU)",
+        f"overlapped, MFU {shares['MFU']:.0%} and HFU {shares['HFU']:.0%} of all ranks' peak: MFU counts all of attention, as PaLM does, "
+        "HFU the half that a causal kernel computes, and what is recomputed",
     ]
+    if found["host"]:
+        lines.append(
+            "the time leaves out copies to and from the CPU's memory, and the optimizer, which steps on the CPU"
+        )
     if booked := found["booking"]:
         lines.append(f"{asked.tokens:,.0f} tokens are {booked['steps']:,.0f} steps of {found['tokens_of_a_step']:,}:")
         costs = [("hours", booked["hours"]), ("GPU-hours", booked["gpu_hours"]), ("money", booked["money"])]
@@ -103,7 +108,7 @@ def verdict(asked, memory: dict) -> str:
     rest = {
         "fits": f"{room:,.2f} GiB to spare",
         "tight": f"only if the allocator reserves nothing beyond the plan: it may lack {memory['needs'] - asked.memory:,.2f} GiB",
-        "does not fit": f"{-room:,.2f} GiB too much",
+        "does not fit": f"{-room:,.2f} GiB too much, {memory['needs'] - asked.memory:,.2f} with what the allocator reserves",
     }[answer]
     which = f" of {asked.gpu}" if asked.gpu_memory is None else ""
     return (
@@ -177,10 +182,23 @@ def reason(asked, found: dict) -> str:
     beyond = rows.get((number or 0) + (-1 if what == "ranks" else 1))
     if number is None:
         row = next(iter(rows.values()))
-        return f"({row[what]:,} needs {row['needs']:,.2f} GiB with what the allocator reserves: recompute, shorten, or shard more)"
+        return f"({row[what]:,} needs {row['needs']:,.2f} GiB with what the allocator reserves: {advice(asked)})"
     if beyond is None:
         return "(the search ends there)"
     return f"({beyond[what]:,} needs {beyond['needs']:,.2f} GiB with what the allocator reserves, of {asked.memory:g})"
+
+
+def advice(asked) -> str:
+    """What may still be tried."""
+    tried = {
+        "--recompute full": asked.recompute != "full",
+        "--loss-chunks 8": asked.loss_chunks == 1,
+        "--cpu-offload": asked.strategy == "fsdp2" and not asked.cpu_offload,
+        "--weights bf16": asked.precision == "bf16" and asked.weights == "fp32",
+        "more --ranks": asked.find != "ranks",
+        "a shorter --seq": asked.find != "seq",
+    }
+    return "try " + ", ".join(name for name, left in tried.items() if left)
 
 
 def own_text(asked, plan: Plan, found: dict) -> str:
