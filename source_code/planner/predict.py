@@ -242,7 +242,7 @@ class Plan:
 
     def of_fullest_rank(self) -> "Plan":
         """The same for the rank with the highest peak, where ranks differ: see ``rank``, and ``zero.fullest``."""
-        plans = [replace(self, rank=rank) for rank in zero.fullest(self)]
+        plans = [self if rank == self.rank else replace(self, rank=rank) for rank in zero.fullest(self)]
         return max(plans, key=lambda plan: total(plan.peak()[1])) if len(plans) > 1 else plans[0]
 
     def explain(self) -> list[tuple]:
