@@ -208,4 +208,5 @@ def test_nothing_hides_what_a_tensor_group_sends():
     assert times["overlapped"] == pytest.approx(times["compute"] + times["communication"])
     alone = predict.Plan(networks.gpt(shape, 1, 8192, "full"), ranks=8, precision="bf16")
     times = cost.step_time(alone, 8, nvlink, nvlink, flops=4e14)
-    assert times["overlapped"] < times["compute"] + 0.1 * times["communication"]
+    # What is left is the root's: gathered before all else, reduced after
+    assert times["overlapped"] < times["compute"] + 0.15 * times["communication"]
