@@ -102,7 +102,11 @@ PLANS = {
 @pytest.mark.parametrize("accumulated", [{}, {"micro_batches": 3}, {"micro_batches": 3, "sync": "last"}])
 @pytest.mark.parametrize("options", PLANS.values(), ids=PLANS)
 def test_a_step_that_is_walked_through_sends_what_the_plan_says(options, accumulated):
-    for network in (networks.gpt(TINY, 2, 64, "full"), networks.mnist(8, min_num_params=300)):
+    for network in (
+        networks.gpt(TINY, 2, 64, "full"),
+        networks.gpt(TINY, 2, 64, apart=True),  # FSDP's root has nothing of its own
+        networks.mnist(8, min_num_params=300),
+    ):
         plan = predict.Plan(network, **options | accumulated)
         done = overlap.walked(plan, lambda call: ("network", 0.0), 1.0, False, plan.micro_batches)
         walked, planned = Counter(), Counter()

@@ -16,7 +16,7 @@ Sources: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_coll
 FSDP's gathers and reductions may share a link instead of queueing up.
 """
 
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 from planner import zero
 from planner.flops import of_modules
@@ -125,7 +125,11 @@ class Sharded:
         self.units = plan.make_units()
         modules = plan.blueprint.modules
         number_of = {module: number for number, unit in enumerate(plan.units) for module in unit}
-        self.order = [(number_of[module], *times) for module, times in zip(modules, seconds, strict=True)]
+        timed = zip((number_of[module] for module in modules), seconds, strict=True)
+        self.order = [  # what of a unit comes together: (its number, seconds of forward, of backward)
+            (number, *map(sum, zip(*(times for _, times in together), strict=True)))
+            for number, together in groupby(timed, key=lambda one: one[0])
+        ]
         self.ahead = max(1, plan.prefetch)
         self.arrived = {}  # number of a unit that is gathered, or will be → when it is there
         self.names = ("shard", "replicate") if plan.strategy == "fsdp2" else (None, None)
@@ -135,8 +139,13 @@ class Sharded:
         for number, seconds, _ in self.order:
             entered = number or entered
             self.compute(number, seconds, self.units_after(entered), self.plan.shards)
-            if number and self.plan.reshard != "false":
+            if not self.stays(number):
                 del self.arrived[number]
+
+    def stays(self, number: int) -> bool:
+        """From forward to backward: the root, which comes last and first, and but for FSDP1's a head that is apart."""
+        head = not self.plan.flat and self.units[number].kind == "head"
+        return number == 0 or head or self.plan.reshard == "false"
 
     def backward(self, syncs: bool):
         among = int(self.plan.reshard) if self.plan.reshard.isdecimal() else self.plan.shards
