@@ -1,6 +1,6 @@
 """Put the predictions on trial: train in dozens of configurations, and compare peak memory and traffic with the arithmetic.
 
-  python trial.py                          all of them (three minutes on two cores); a table, and a record in results/runs/
+  python trial.py                          all of them (five minutes on two cores); a table, and a record in results/runs/
   python trial.py --every 6 --record trial.json
   python trial.py --random 60 --seed 7     so many drawn at random from all that the labs accept; what is refused is listed
   python trial.py --simulated              Llama 3's shapes on 8 to 1024 ranks: predicted beside simulated

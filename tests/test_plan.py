@@ -90,7 +90,8 @@ def test_the_sweep_is_sorted_and_whole():
         assert speeds == sorted(speeds, reverse=True)
     lacking = [row["least"] for row in rows if row["answer"] == "does not fit"]
     assert lacking == sorted(lacking)
-    assert {row["recompute"] for row in rows} == {*networks.RECOMPUTE, "any"}
+    assert {row["recompute"] for row in rows} == {"full", "alternate", "any"}  # what keeps more than "alternate" is left out
+    assert {*answers.KEEPS_MORE_AND_MORE} == {*networks.RECOMPUTE} == {r["recompute"] for r in found(f"{TINY} --sweep")}
     for row in rows:
         if row["recompute"] == "any" and "," not in row["strategy"]:  # its state is too much, whatever is recomputed
             alone = found(f"--model llama3-70b --ranks 64 --strategy {row['strategy']} --recompute none")
@@ -99,8 +100,16 @@ def test_the_sweep_is_sorted_and_whole():
     known = {"ddp", "zero1", "fsdp1", "fsdp2", "fsdp2, HSDP 8x8", "fsdp2, HSDP 2x32"}
     assert known | {f"deepspeed-{stage}" for stage in (0, 2, 3)} <= names
     text = answer("--model llama3-70b --ranks 64 --sweep")
-    assert len(text.splitlines()) == len(rows) + 4
-    assert text.count("does not fit") == len(lacking)
+    assert len(text.splitlines()) == len(rows) + 5
+    assert text.count("does not fit:") == len(lacking)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2", "deepspeed-3", "fsdp2 --reshard-after-forward false", "zero1 --device cpu"])
+@pytest.mark.parametrize("model", ["tiny", "small --batch 1 --seq 16", "llama3-8b --seq 8192 --precision bf16"])
+def test_what_is_left_out_of_the_sweep_keeps_more(how, model):
+    words = f"--model {model} --ranks 8 --strategy {how} --recompute "
+    peaks = [found(words + recompute)["peak"] for recompute in answers.KEEPS_MORE_AND_MORE]
+    assert peaks == sorted(peaks)
 
 
 def test_what_is_equally_fast_shares_a_place():

@@ -16,6 +16,7 @@ STRATEGIES = ("single", "ddp", "zero1", *(f"deepspeed-{stage}" for stage in rang
 SLOWEST, FASTEST = 1e-6, 1e6  # GB/s of a link
 ORDER = ("fits", "tight", "does not fit")
 TIE = 0.02  # throughputs that differ by less are the same: no prediction here is better than that
+KEEPS_MORE_AND_MORE = ("full", "alternate", "selective", "none")  # what is recomputed, by what is kept from forward
 LAST = {"ranks": 65_536, "batch": 65_536, "seq": 2**24}  # where a search ends
 
 
@@ -177,8 +178,9 @@ def booking(options, samples: int, times: dict) -> dict:
 def sweep(options) -> list[dict]:
     """Every strategy with every kind of recomputation: what fits by throughput, the others by what they lack.
 
-    Where what stays from step to step is too much already, one row stands for every recomputation ("any"), and says no
-    more than that. "place": of those that fit; rows whose throughputs differ by less than ``TIE`` share one.
+    Of the kinds of recomputation that do not fit there is the one that keeps least. Where what stays from step to step is
+    too much already, one row stands for all ("any"), and says no more than that. "place": of those that fit; rows whose
+    throughputs differ by less than ``TIE`` share one.
     """
     rows = []
     for name, changes in variants(options):
@@ -187,9 +189,11 @@ def sweep(options) -> list[dict]:
         if gpus.verdict(state, options.memory, options.gpu, options.ranks)["answer"] == "does not fit":
             rows.append({"strategy": name, "recompute": "any"} | in_short(tried, state))
             continue
-        for recompute in networks.RECOMPUTE:
+        for recompute in KEEPS_MORE_AND_MORE:
             one = dataclasses.replace(tried, recompute=recompute)
             rows.append({"strategy": name, "recompute": recompute} | in_short(one))
+            if rows[-1]["answer"] == "does not fit":
+                break
     rows.sort(key=_first_what_fits)
     best, place, answer = 0.0, 0, None
     for number, row in enumerate(rows, 1):
@@ -207,13 +211,13 @@ def _first_what_fits(row: dict) -> tuple:
 def in_short(options, state: int | None = None) -> dict:
     """A row of a table: {"peak": bytes, "answer", "needs", "least": GiB, "samples_per_second", "…_at_least"}.
 
-    state: bytes to be taken for the peak, where these alone do not fit.
+    state: bytes to be taken for the peak, where these alone do not fit. What does not fit does 0 samples a second.
     """
     plan = of_first_rank(options)
     peak = state or predict.total(plan.of_fullest_rank().peak()[1])
     memory = gpus.verdict(peak, options.memory, options.gpu, options.ranks)
     kept = {name: memory[name] for name in ("answer", "needs", "least")}
-    if state:
+    if memory["answer"] == "does not fit":
         return {"peak": peak, "samples_per_second": 0.0, "samples_per_second_at_least": 0.0} | kept
     return {"peak": peak} | pace(options, plan)[1] | kept
 

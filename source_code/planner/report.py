@@ -138,6 +138,7 @@ def sweep_text(asked, rows: list[dict]) -> str:
             f"predicted, at {asked.efficiency:.0%} of {asked.peak_flops / 1e12:g} TFLOP/s"
         ),
         f"{NOT_MODELLED}; equal places: less than 2 % apart",
+        "left out: of each strategy, recomputation that keeps more than the row that does not fit",
         "",
         f"{'':4}{'strategy':30}{'recompute':11}{'planned':>13}{'reserved':>13}  {'tokens/s':18}",
     ]
@@ -152,9 +153,10 @@ def short(asked, row: dict) -> str:
     if row.get("recompute") == "any":
         state = f"{row['least']:>9,.2f} GiB"
         return f"{state}{'':33}{row['answer']}: lacks {row['least'] - asked.memory:,.2f} GiB for its state alone"
-    sizes = f"{row['least']:>9,.2f} GiB{row['needs']:>9,.2f} GiB  {throughput(row):18}"
-    lacks = f": lacks {row['least'] - asked.memory:,.2f} GiB" if row["answer"] == "does not fit" else ""
-    return f"{sizes}{row['answer']}{lacks}"
+    sizes = f"{row['least']:>9,.2f} GiB{row['needs']:>9,.2f} GiB  "
+    if row["answer"] == "does not fit":
+        return f"{sizes}{'':18}{row['answer']}: lacks {row['least'] - asked.memory:,.2f} GiB"
+    return f"{sizes}{throughput(row):18}{row['answer']}"
 
 
 def find_text(asked, found: dict) -> str:
