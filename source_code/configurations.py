@@ -63,7 +63,8 @@ def zero() -> list[dict]:
     for stage in ("1", "2", "3"):
         found += [zero_run(n, stage=stage) for n in (2, 4)]
         found += [zero_run(n, engine="deepspeed", stage=stage) for n in (2, 4)]
-    return found
+    found += [zero_run(3, engine="deepspeed", stage="3", recompute=how) for how in ("selective", "alternate")]
+    return [*found, zero_run(2, engine="deepspeed", stage="0", clip=1.0, accumulate=2)]
 
 
 def accumulating() -> list[dict]:
@@ -101,7 +102,8 @@ def choices() -> list[dict]:
     found += [gpt(2, **fsdp2, **apart, **bf16, reshard_after_forward="false"), gpt(4, **fsdp2, **apart, prefetch=2)]
     # On the CPU what is offloaded stays in the same memory: the same bytes, on two sides (chapter 06).
     found += [gpt(3, **fsdp2, cpu_offload=True), gpt(2, **fsdp2, **bf16, cpu_offload=True, accumulate=2)]
-    found += [gpt(2, **fsdp1, **apart, **bf16, **parts), gpt(4, **fsdp2, **apart, **pure, **parts, recompute="full")]
+    found += [gpt(4, **fsdp1, **pure, clip=1.0), gpt(2, **fsdp1, **apart, **bf16, **parts)]
+    found += [gpt(4, **fsdp2, **apart, **pure, **parts, recompute="full")]
     return found
 
 
@@ -153,7 +155,7 @@ CHOICES = {
     "recompute_every": (1, 1, 2, 3),
     "weights": ("fp32", "fp32", "bf16"),
     "loss_chunks": (1, 1, 3),
-    "units": ("together", "together", "apart"),
+    "units": ("blocks", "blocks", "apart"),
     "optimizer": ("adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd"),
     "accumulate": (1, 1, 2, 3, 4),
     "sync": ("every", "last"),

@@ -86,7 +86,8 @@ def losses_of(me, ways: list[tuple[Way, str]]) -> list[list[float]]:
     meters.TRACED_STEPS = range(0)  # tracing slows, and here the losses are asked for
     found = []
     for way, precision in ways:
-        with contextlib.redirect_stdout(io.StringIO()):  # dozens of runs would each tell their losses
+        # Dozens of runs would each tell their losses.
+        with contextlib.redirect_stdout(io.StringIO()), deepspeed_zero.contained():
             lab = import_module(way.lab)
             config = config_of(way, me.world_size, precision)
             found.append(gpt_fsdp.train(config, me, lab.prepare, lab.compute_loss)["losses"])

@@ -47,7 +47,7 @@ from planner.shapes import GPT_SHAPES, GPTShape
 
 TORCHS = ("single", "ddp", "zero1", "fsdp1", "fsdp2")  # what DeepSpeed makes of some choices is not predicted
 SIMULATED = ("single", "fsdp1", "fsdp2")
-# What is planned of one run at a time, and not of the stages of a pipeline
+# What is not planned of the stages of a pipeline
 ALONE = ("sync", "prefetch", "weights", "recompute_every", "loss_chunks", "units", "lora", "cpu_offload")
 
 
@@ -166,9 +166,8 @@ class Options(Base):
             raise UserError("neither --cpu-offload, adamw-8bit nor nf4 is simulated: leave --simulate out")
         check_choices(self, bool(self.shape and self.shape.tied))
         changed = [f.name for f in dataclasses.fields(self) if f.name in ALONE and getattr(self, f.name) != f.default]
-        if changed and (self.sweep or self.stages > 1):
-            what = "--sweep" if self.sweep else "a pipeline"
-            raise UserError(f"{what} is not planned together with {flag(changed[0])}: leave one of them out")
+        if changed and self.stages > 1:
+            raise UserError(f"a pipeline is not planned together with {flag(changed[0])}: leave one of them out")
         self.check_answers()
         if self.stages > 1 and (self.sweep or self.simulate):
             raise UserError(f"--mesh {self.mesh} is neither swept nor simulated: leave --sweep and --simulate out")
@@ -197,9 +196,10 @@ class Options(Base):
             raise UserError(
                 "--find ranks tries any number of them: leave --mesh, --strategy single and a part to keep out"
             )
-        if self.find == "ranks" and self.cpu_offload:
+        if (self.find == "ranks" or self.sweep) and self.cpu_offload:
+            which = "--sweep" if self.sweep else "--find ranks"
             raise UserError(
-                "--find ranks asks for the GPUs' memory, and --cpu-offload for the CPUs': give --ranks instead"
+                f"{which} asks for the GPUs' memory, and --cpu-offload for the CPUs': leave one of them out"
             )
         if self.plot and (self.sweep or self.own or self.stages > 1 or self.json):
             raise UserError(

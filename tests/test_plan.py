@@ -90,7 +90,11 @@ def test_the_sweep_is_sorted_and_whole():
         assert speeds == sorted(speeds, reverse=True)
     lacking = [row["least"] for row in rows if row["answer"] == "does not fit"]
     assert lacking == sorted(lacking)
-    assert {row["recompute"] for row in rows} == {"full", "alternate", "any"}  # what keeps more than "alternate" is left out
+    assert {row["recompute"] for row in rows} == {
+        "full",
+        "alternate",
+        "any",
+    }  # what keeps more than "alternate" is left out
     assert {*answers.KEEPS_MORE_AND_MORE} == {*networks.RECOMPUTE} == {r["recompute"] for r in found(f"{TINY} --sweep")}
     for row in rows:
         if row["recompute"] == "any" and "," not in row["strategy"]:  # its state is too much, whatever is recomputed
@@ -104,7 +108,19 @@ def test_the_sweep_is_sorted_and_whole():
     assert text.count("does not fit:") == len(lacking)
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp2", "deepspeed-3", "fsdp2 --reshard-after-forward false", "zero1 --device cpu"])
+def test_the_sweep_says_why_a_strategy_is_not_planned():
+    words = "--model llama3-70b --ranks 16 --lora 16 --recompute full --recompute-every 2"
+    rows = {(row["strategy"], row["recompute"]): row for row in found(f"{words} --sweep")}
+    assert rows["fsdp1", "any"]["answer"] == "not planned" and "take FSDP2" in rows["fsdp1", "any"]["why"]
+    assert rows["deepspeed-3", "any"]["place"] is None
+    assert rows["fsdp2", "full"]["peak"] == found(words)["peak"]
+    lines = answer(f"{words} --sweep").splitlines()
+    assert "not planned: frozen parameters" in lines[-1] and "not planned" not in lines[5]
+
+
+@pytest.mark.parametrize(
+    "how", ["ddp", "fsdp2", "deepspeed-3", "fsdp2 --reshard-after-forward false", "zero1 --device cpu"]
+)
 @pytest.mark.parametrize("model", ["tiny", "small --batch 1 --seq 16", "llama3-8b --seq 8192 --precision bf16"])
 def test_what_is_left_out_of_the_sweep_keeps_more(how, model):
     words = f"--model {model} --ranks 8 --strategy {how} --recompute "
@@ -375,7 +391,7 @@ BAD = {
     "--mesh pipeline=8 --accumulate 8 --prefetch 1": "a pipeline is not planned together with --prefetch",
     "--frozen nf4": "--frozen needs --lora: give both, or neither",
     "--frozen nf4 --lora 4": "weights in 4 bits are predicted for single and ddp, with --precision bf16",
-    "--sweep --loss-chunks 8": "--sweep is not planned together with --loss-chunks",
+    "--sweep --cpu-offload": "--sweep asks for the GPUs' memory",
     "--cpu-offload --simulate": "neither --cpu-offload, adamw-8bit nor nf4 is simulated",
     "--strategy deepspeed-2 --optimizer adamw-8bit": "what DeepSpeed makes of 8-bit Adam is not predicted",
     "--model {own}/own.py:build --lora 4": "--lora is for the course's models",

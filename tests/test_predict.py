@@ -33,7 +33,7 @@ def plan(**options):
 
 # Older versions free some buffers at other moments: 2.11 is 1.3 % above the plan where gradients in bf16 wait for the last
 # of three micro-batches on three ranks, and 0.3 % where a head apart is kept.
-LIMIT = 0.01 if torch.__version__ >= "2.15" else 0.02
+LIMIT = 1e-4 if torch.__version__ >= "2.15" else 0.02
 
 
 @pytest.mark.parametrize("ranks", [1, *(pytest.param(many, marks=pytest.mark.long) for many in (2, 3, 4))])
@@ -52,7 +52,7 @@ def test_the_committed_trial_is_of_these_configurations_and_this_arithmetic():
     for row, one in zip(rows, tried, strict=True):
         assert {k: row[k] for k in one} == one
         assert row["predicted"] == predict.by_category(trial.planned(one, row["rank"]).peak()[1])
-        assert predict.total(row["predicted"]) == pytest.approx(sum(row["measured"].values()), rel=0.01)
+        assert predict.total(row["predicted"]) == pytest.approx(sum(row["measured"].values()), rel=1e-4)
 
 
 @pytest.mark.long
@@ -60,8 +60,8 @@ def test_todays_draws_are_what_the_meters_say():
     seed = trial.todays_seed()
     print(f"to repeat it: python trial.py --random 12 --seed {seed}")
     tried, _ = trial.sorted_out(configurations.drawn(seed, 12))
-    # Ten times what the committed draws stay within: the day's are new, and a red test should mean a mistake of some size.
-    limit = 1e-3 if LIMIT == 0.01 else LIMIT
+    # Ten times the listed ones' limit: the day's are new, and a red test should mean a mistake of some size.
+    limit = max(LIMIT, 1e-3)
     for row in trial.run(tried):
         assert abs(row["difference"]) <= limit, row
         assert row["persistent equal"] and row["traffic equal"], row
@@ -69,7 +69,7 @@ def test_todays_draws_are_what_the_meters_say():
 
 def test_the_committed_draws_are_predicted():
     record = json.loads((REFERENCE / "random-trial-intel-xeon-2-cores.json").read_text())
-    assert len(record["rows"]) >= 200 and len({row["seed"] for row in record["rows"]}) >= 5
+    assert len(record["rows"]) >= 300 and len({row["seed"] for row in record["rows"]}) >= 5
     for row in record["rows"]:
         predicted = predict.total(trial.planned(row, row["rank"]).peak()[1])
         assert predicted == row["predicted"] == pytest.approx(row["measured"], rel=1e-4), row
@@ -85,8 +85,6 @@ def test_a_seed_always_draws_the_same():
 # Of what a lab can be told, what changes neither what is alive nor what is sent; and what cannot be measured on a CPU.
 NOT_DRAWN = {"preset", "max_steps", "epochs", "global_batch_size", "lr", "gamma", "seed", "data", "loader"}
 NOT_DRAWN |= {"checkpoint_every", "cpu_offload", "compile"}
-# Listed, not drawn yet: of 30 draws with these one was off by 0.013 %, two thirds more than the trial allows.
-NOT_DRAWN |= {"recompute_every", "weights", "loss_chunks", "units"}
 
 
 @pytest.mark.parametrize("script", sorted(set(configurations.SCRIPTS)))

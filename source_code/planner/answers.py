@@ -14,7 +14,9 @@ from planner.mesh import arrange
 
 STRATEGIES = ("single", "ddp", "zero1", *(f"deepspeed-{stage}" for stage in range(4)), "fsdp1", "fsdp2")
 SLOWEST, FASTEST = 1e-6, 1e6  # GB/s of a link
-ORDER = ("fits", "tight", "does not fit")
+FITTING, NOT_PLANNED = ("fits", "tight"), "not planned"
+ORDER = (*FITTING, "does not fit", NOT_PLANNED)
+NOTHING = {"peak": None, "samples_per_second": 0.0, "samples_per_second_at_least": 0.0, "needs": None, "least": None}
 TIE = 0.02  # throughputs that differ by less are the same: no prediction here is better than that
 KEEPS_MORE_AND_MORE = ("full", "alternate", "selective", "none")  # what is recomputed, by what is kept from forward
 LAST = {"ranks": 65_536, "batch": 65_536, "seq": 2**24}  # where a search ends
@@ -179,27 +181,37 @@ def sweep(options) -> list[dict]:
     """Every strategy with every kind of recomputation: what fits by throughput, the others by what they lack.
 
     Of the kinds of recomputation that do not fit there is the one that keeps least. Where what stays from step to step is
-    too much already, one row stands for all ("any"), and says no more than that. "place": of those that fit; rows whose
-    throughputs differ by less than ``TIE`` share one.
+    too much already, one row stands for all ("any"), and says no more than that; so does one that is "not planned" with
+    the other options, which has "why". "place": of those that fit; rows whose throughputs differ by less than ``TIE`` share
+    one.
     """
     rows = []
     for name, changes in variants(options):
-        tried = dataclasses.replace(options, **changes)
-        state = predict.total(of_first_rank(tried).persistent())
-        if gpus.verdict(state, options.memory, options.gpu, options.ranks)["answer"] == "does not fit":
-            rows.append({"strategy": name, "recompute": "any"} | in_short(tried, state))
-            continue
-        for recompute in KEEPS_MORE_AND_MORE:
-            one = dataclasses.replace(tried, recompute=recompute)
-            rows.append({"strategy": name, "recompute": recompute} | in_short(one))
-            if rows[-1]["answer"] == "does not fit":
-                break
+        try:
+            rows += [{"strategy": name} | row for row in recomputed(dataclasses.replace(options, **changes))]
+        except UserError as error:  # such as FSDP1 with adapters
+            rows.append({"strategy": name, "recompute": "any", "answer": NOT_PLANNED, "why": str(error)} | NOTHING)
     rows.sort(key=_first_what_fits)
     best, place, answer = 0.0, 0, None
     for number, row in enumerate(rows, 1):
         if row["answer"] != answer or row["samples_per_second"] < (1 - TIE) * best:
             best, place, answer = row["samples_per_second"], number, row["answer"]
-        row["place"] = place if answer != "does not fit" else None
+        row["place"] = place if answer in FITTING else None
+    return rows
+
+
+def recomputed(options) -> list[dict]:
+    """The rows of one strategy, see ``sweep``. UserError where it does not go together with the other options."""
+    state = predict.total(of_first_rank(options).persistent())
+    if gpus.verdict(state, options.memory, options.gpu, options.ranks)["answer"] == "does not fit":
+        return [{"recompute": "any"} | in_short(options, state)]
+    rows = []
+    for kind in KEEPS_MORE_AND_MORE:
+        every = options.recompute_every if kind != "none" else 1
+        tried = dataclasses.replace(options, recompute=kind, recompute_every=every)
+        rows.append({"recompute": kind} | in_short(tried))
+        if rows[-1]["answer"] == "does not fit":
+            break
     return rows
 
 

@@ -36,6 +36,8 @@ class Tape(Autograd):
     bytes; where a docstring gives shapes, they are those of the operator's tensors in PyTorch.
     """
 
+    saves_last = False  # whether a product keeps its factors after it has made its result
+
     def __init__(self, fused=False, autocast: int | None = None, workspaces=False, torch: tuple[int, int] = (2, 15)):
         """fused: a GPU's kernels, where a norm and its backward are one operator each.
 
@@ -118,10 +120,12 @@ class Tape(Autograd):
         if weight.packed:
             return self._linear_unpacking(self.to(x, self.autocast or x.itemsize), weight)
         x, weight, bias = self._in_one_format(x, weight, bias)
-        saved = self._save_factors(x, weight)
         outs, ins = weight.shape
         rows, itemsize = x.numel // ins, x.itemsize
+        saved = None if self.saves_last else self._save_factors(x, weight)
         out = self.kept(lambda: [self.make(result_of(weight), rows * outs, itemsize)], product=True)[0]
+        if self.saves_last:
+            saved = self._save_factors(x, weight)
         return self._weighed(x, out, weight, bias, saved)
 
     def _linear_unpacking(self, x: SizedTensor, weight: SizedParameter) -> SizedTensor:
@@ -281,20 +285,30 @@ class Tape(Autograd):
         node, numel, wide = x.node, x.numel, x.itemsize
         saved = self.save(x) if node else []
         square = self.like(x, "norm: square")
+        mean = self.make("norm: mean", rows, wide)
         scale = self.make("norm: 1/rms", rows, wide)
-        del square
         if node is None:
+            del square, mean
             return self.like(x, "norm: normalized")
 
         def square_backward(_):
-            of_mean = self.make("norm: gradient of the mean", numel, wide)
             power, twice = (self.make(f"norm: gradient, {name}", numel, wide) for name in ("x", "2x"))
             of_x = self.make("norm: gradient through the mean", numel, wide)
-            del of_mean, power, twice
+            del power, twice
             return [(node, of_x)]
 
-        self.record(scale, square_backward, saved + self.save(scale))
-        saved, scale_node = self.save(x, scale), scale.node
+        square_node = self.record(square, square_backward, saved).node
+        del square
+        mean_node = self.record(
+            mean, lambda _: [(square_node, self.make("norm: gradient of the mean", numel, wide))]
+        ).node
+        del mean
+        scale_node = self.record(
+            scale,
+            lambda _: [(mean_node, self.make("norm: gradient of the mean, a row each", rows, wide))],
+            self.save(scale),
+        ).node
+        saved = self.save(x, scale)
 
         def product_backward(_):
             of_scale = self.make("norm: gradient of 1/rms, whole", numel, wide)

@@ -1,6 +1,7 @@
 """What a plan says, as pages for people. asked: the options of plan.py; found: what it has worked out, as for JSON."""
 
 from planner import gpus
+from planner.answers import NOT_PLANNED
 from planner.gpus import GIB
 from planner.predict import Plan, total
 
@@ -150,6 +151,8 @@ def sweep_text(asked, rows: list[dict]) -> str:
 
 def short(asked, row: dict) -> str:
     """The columns that each row of a table ends with: planned, reserved, tokens a second, and what it lacks."""
+    if row["answer"] == NOT_PLANNED:
+        return f"{'':46}{NOT_PLANNED}: {row['why']}"
     if row.get("recompute") == "any":
         state = f"{row['least']:>9,.2f} GiB"
         return f"{state}{'':33}{row['answer']}: lacks {row['least'] - asked.memory:,.2f} GiB for its state alone"

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 from planner import zero
+from planner.attention import FP32
 from planner.strategies import WIDE_GRADIENTS, Unit
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes after which DDP closes its first bucket, and each other
@@ -49,11 +50,11 @@ def of_step(plan) -> list[dict]:
 
 
 def of_norms(plan) -> Counter:
-    """FSDP1 adds up one number; FSDP2 the norms of all parameters, along each dimension in which they are cut."""
+    """FSDP1 adds up one number in fp32; FSDP2 the norms of all parameters, along each dimension in which they are cut."""
     if not plan.clip or not plan.shards_parameters:
         return Counter()
     if plan.flat:
-        return Counter({("all-reduce", plan.itemsize, plan.shards, None): 1})
+        return Counter({("all-reduce", FP32, plan.shards, None): 1})
     norms = sum(len(unit.tensors(trained=True)) for unit in plan.resting) * plan.itemsize
     dimensions = {"shard": plan.shards, "tensor": plan.tensor}
     return Counter({("all-reduce", norms, size, name): 1 for name, size in dimensions.items() if size > 1})

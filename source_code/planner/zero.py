@@ -148,6 +148,8 @@ class DeepSpeed(Replicated):
     def before_optimizer(self):
         if self.itemsize != FP32:
             self.held = self.hold("temporary", "gradients in fp32", sum(p.numel for p in self.parameters), FP32)
+        elif self.plan.clip:
+            self.send("all-reduce", FP32)  # the norm: the mean of those of all ranks
 
 
 class Bucketed(DeepSpeed):
@@ -270,6 +272,7 @@ class Gathering(Tape):
     is gathered for backward, until that is done.
     """
 
+    saves_last = True  # its products are a torch.autograd.Function, which keeps its factors when its forward is done
     gather = None  # the rules' function: a parameter → its storage
     gathered = None, None  # in backward: a parameter and its storage
 
