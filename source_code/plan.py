@@ -43,6 +43,7 @@ from planner import cost, huggingface, networks, pipeline, predict, report
 from planner.answers import STRATEGIES, describe, find, plan_of, sweep
 from planner.gpus import GPU, GPUS
 from planner.mesh import FORM, arrange
+from planner.plan import STATES
 from planner.shapes import GPT_SHAPES, GPTShape
 
 TORCHS = ("single", "ddp", "zero1", "fsdp1", "fsdp2")  # what DeepSpeed makes of some choices is not predicted
@@ -102,7 +103,7 @@ class Options(Base):
     cpu_offload: bool = option(
         False, "shards, gradients and optimizer state in CPU memory; its copies are not in the time", only=("fsdp2",)
     )
-    optimizer: Literal[tuple(predict.STATES)] = option(
+    optimizer: Literal[tuple(STATES)] = option(
         "adamw", "optimizer; adamw is PyTorch's foreach implementation; adamw-8bit is bitsandbytes' (not on trial)"
     )
     device: Literal["cuda", "cpu"] = option("cuda", "whose kernels: they keep different tensors for backward")

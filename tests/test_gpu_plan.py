@@ -14,6 +14,7 @@ from labkit.measuring import gpu_operators, trace
 from labkit.running import lab
 from labkit.training.models import Net
 from planner import answers, attention, networks, predict
+from planner.plan import STEP_COUNTER
 from planner.shapes import GPT_SHAPES, GPTShape
 from planner.sizes import Autograd
 from planner.step import Step
@@ -349,5 +350,5 @@ def test_with_offload_the_device_has_what_the_host_has_not():
         assert predict.total(plan.peak()[1]) < predict.total(in_one.peak()[1])
         host, kept = predict.by_category(plan.on_host()), predict.by_category(in_one.persistent())
         assert {name: host[name] for name in ("parameters", "gradients")} == dict.fromkeys(HOST[:2], kept["parameters"])
-        counters = predict.STEP_COUNTER * len(plan.updated)
+        counters = STEP_COUNTER * len(plan.updated)
         assert host["optimizer state"] == kept["optimizer state"] + counters

@@ -19,7 +19,9 @@ from labkit.running import launch
 from labkit.running.lab import Lab
 from labkit.running.options import Training
 from planner import cost, networks, pipeline, predict
+from planner.plan import STEP_COUNTER
 from planner.shapes import GPT_SHAPES, GPTShape
+from planner.step import Step
 
 REFERENCE = launch.SOURCE / "results" / "reference"
 
@@ -194,14 +196,14 @@ def test_nor_does_leaving_out_periods_of_blocks_that_differ(monkeypatch, layers,
     shape = GPTShape(layers=layers, width=32, heads=4, kv_heads=2, hidden=96)
     network = networks.gpt(shape, 2, 16, kind, recompute_every=every)
     long = predict.Plan(network, "fsdp2", 4)
-    assert predict.Step(long, first=False).skipped
+    assert Step(long, first=False).skipped
     shortened = long.peak(), long.timeline()["backward of the loss"]
     monkeypatch.setattr("planner.step.WALKED", 100)
     assert (long.peak(), long.timeline()["backward of the loss"]) == shortened
 
 
 def test_nothing_is_left_over_after_a_step():
-    step = predict.Step(plan(recompute="full"), first=False)
+    step = Step(plan(recompute="full"), first=False)
     step.run()
     held, batch = step.held, step.batch
     step.rules.gradients.clear()
@@ -307,7 +309,7 @@ def test_the_short_forms_know_whose_kernels():
         predict.persistent("ddp", "unit", 2)["optimizer state"]
         - predict.persistent("ddp", "unit", 2, device="cuda")["optimizer state"]
     )
-    assert counters == 8 * predict.STEP_COUNTER  # a GPU's memory does not hold them
+    assert counters == 8 * STEP_COUNTER  # a GPU's memory does not hold them
     record = {"script": "mnist_fsdp.py", "ranks": 2, "batch_size": 8, "device": "cuda"}
     record["config"] = {
         "strategy": "fsdp2",

@@ -6,6 +6,7 @@ import gpt_zero
 import pytest
 from labkit import UserError
 from planner import cost, networks, predict, zero
+from planner.plan import STEP_COUNTER
 from planner.shapes import GPT_SHAPES
 
 TINY = networks.gpt(GPT_SHAPES["tiny"], batch=2, length=16)
@@ -33,7 +34,7 @@ def test_what_deepspeed_keeps_is_what_the_paper_counts_and_named_extras(strategy
     stage = int(strategy[-1])
     kept = predict.Plan(TINY, strategy, 4, precision="bf16").persistent()
     tensors = TINY_TENSORS if stage == 0 else 1
-    assert kept.pop(("optimizer state", "step counters")) == tensors * predict.STEP_COUNTER
+    assert kept.pop(("optimizer state", "step counters")) == tensors * STEP_COUNTER
     bucket = kept.pop(("reduce-scatter", "bucket"), 0)
     assert bucket == (2 * BLOCK if stage == 3 else 0)
     norm = kept.pop(("temporary", "norm of the last gradient"), 0)  # one number, which the engine remembers

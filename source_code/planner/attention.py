@@ -12,6 +12,8 @@ cuDNN's workspaces, and what flash attention's forward splits where batch × hea
 from dataclasses import dataclass
 from math import ceil
 
+from planner.sizes import SizedTensor
+
 INT64, FP32, BF16 = 8, 4, 2
 GROUPED_EFFICIENT = (2, 15)  # the first PyTorch whose memory-efficient attention takes grouped heads
 
@@ -170,3 +172,44 @@ def _softmax(tape, x, rows: int):
         held = [tape.make(f"attention: {what}", *size, category="temporary") for what, *size in inside]
         del held
     return tape.passing_on(x, out, "attention: gradient of scores", tape.save(out) if x.node else [])
+
+
+def rotate(tape, x: SizedTensor, name: str) -> SizedTensor:
+    """Rotary positions of x (batch, heads, length, width): x · cos + cat(−second half, first half) · sin.
+
+    Keeps nothing of x, but the cosines and sines, which all blocks share. Under autocast x is narrow; cosines and sines are not, and make the result as wide as they are.
+    """
+    node, numel, itemsize = x.node, x.numel, x.itemsize
+    wide = FP32 if tape.autocast else itemsize
+    cosine = tape.make(f"{name} · cos", numel, wide)
+    half = tape.make(f"{name}: −half", numel // 2, itemsize)
+    swapped = tape.like(x, f"{name}: swapped")
+    del half
+    sine = tape.make(f"{name} · sin", numel, wide)
+    del swapped
+    out = tape.make(f"{name}, rotated", numel, wide)
+    del cosine, sine
+
+    def product(of):
+        """A gradient through a product with a wider factor is made as wide, then cast."""
+        whole = tape.make(f"gradient of {name} · {of}", numel, wide)
+        return whole if wide == itemsize else tape.make(f"gradient of {name} · {of}, cast", numel, itemsize)
+
+    if node is None:
+        return out
+    halves = []
+
+    def put_together(_):
+        swapped = tape.make(f"gradient of {name}: swapped", numel, itemsize)
+        halves.clear()
+        whole = tape.make(f"gradient of {name}", numel, itemsize)
+        del swapped
+        return [(node, whole)]
+
+    def multiply(_):
+        halves.append(product("sin"))
+        halves.append(tape.make(f"gradient of {name}: −half", numel // 2, itemsize))
+        return [(together, product("cos"))]  # then the gradient that came can go
+
+    together = tape.record(out, put_together).node
+    return tape.record(out, multiply, tape.save(*tape.tables))

@@ -8,7 +8,7 @@ steps (labkit/measuring/trace.py).
 
 from functools import partial
 
-from planner import attention, fewer_bits
+from planner import attention, fewer_bits, norms
 from planner.attention import FP32, INT64, Heads
 from planner.sizes import Autograd, Saved, SizedParameter, SizedTensor, Storage
 
@@ -126,7 +126,7 @@ class Tape(Autograd):
         out = self.kept(lambda: [self.make(result_of(weight), rows * outs, itemsize)], product=True)[0]
         if self.saves_last:
             saved = self._save_factors(x, weight)
-        return self._weighed(x, out, weight, bias, saved)
+        return self.weighed(x, out, weight, bias, saved)
 
     def _linear_unpacking(self, x: SizedTensor, weight: SizedParameter) -> SizedTensor:
         """The same with a frozen weight in 4 bits, unpacked for this product, and once more for that of its backward.
@@ -164,9 +164,9 @@ class Tape(Autograd):
         """
         x, weight, bias = self._in_one_format(x, weight, bias)
         saved = self.save(x, *([weight] if isinstance(weight, Cast) else []))  # a Parameter is there anyway
-        return self._weighed(x, self.make(result_of(weight), places * weight.shape[0], x.itemsize), weight, bias, saved)
+        return self.weighed(x, self.make(result_of(weight), places * weight.shape[0], x.itemsize), weight, bias, saved)
 
-    def _weighed(self, x, out, weight: SizedParameter | Cast, bias: SizedParameter | Cast | None, saved) -> SizedTensor:
+    def weighed(self, x, out, weight: SizedParameter | Cast, bias: SizedParameter | Cast | None, saved) -> SizedTensor:
         """Backward of a layer with a weight: the gradients of weight, bias and input."""
         node, numel, itemsize = x.node, x.numel, x.itemsize
         leaves = [self.leaf(leaf) for leaf in (weight, bias) if leaf and leaf.trained]
@@ -256,127 +256,15 @@ class Tape(Autograd):
 
     def rms_norm(self, x: SizedTensor, weight: SizedParameter) -> SizedTensor:
         """x (…, width) and weight (width,) → x · 1/rms(x) · weight, as x."""
-        if self.fused:
-            return self._rms_norm_fused(x, weight)
-        itemsize = x.itemsize
-        x = self.to(x, max(itemsize, FP32), "norm: input in fp32")
-        normal = self._normalized(x, rows=x.numel // weight.numel)
-        out = self.like(x, "norm")
-        del x
-        out = self._weigh(out, normal, weight)
-        del normal  # backward has it, if the weight is trained
-        return self.to(out, itemsize, "norm")
-
-    def _rms_norm_fused(self, x, weight):
-        """On a GPU: keeps its input and one number a row, in fp32 at least."""
-        rows = self.make("norm: 1/rms", x.numel // weight.numel, max(FP32, x.itemsize))
-        out = self.like(x, "norm")
-        return self._weighed(x, out, weight, None, self.save(x, rows) if x.node or weight.trained else [])
+        return norms.rms_norm(self, x, weight)
 
     def layer_norm(self, x: SizedTensor, weight: SizedParameter, bias: SizedParameter) -> SizedTensor:
-        """x (…, width), weight and bias (width,) → as x; under autocast in fp32. Keeps x, and a mean and 1/std for each row."""
-        x = self.to(x, max(FP32, x.itemsize) if self.autocast else x.itemsize)
-        rows = self.make("norm: mean and 1/std", 2 * (x.numel // weight.numel), max(FP32, x.itemsize))
-        out = self.like(x, "norm")
-        return self._weighed(x, out, weight, bias, self.save(x, rows) if x.node or weight.trained else [])
-
-    def _normalized(self, x: SizedTensor, rows: int) -> SizedTensor:
-        """On the CPU a norm is several operators, in fp32 at least: the square, its mean, 1/root, the product."""
-        node, numel, wide = x.node, x.numel, x.itemsize
-        saved = self.save(x) if node else []
-        square = self.like(x, "norm: square")
-        mean = self.make("norm: mean", rows, wide)
-        scale = self.make("norm: 1/rms", rows, wide)
-        if node is None:
-            del square, mean
-            return self.like(x, "norm: normalized")
-
-        def square_backward(_):
-            power, twice = (self.make(f"norm: gradient, {name}", numel, wide) for name in ("x", "2x"))
-            of_x = self.make("norm: gradient through the mean", numel, wide)
-            del power, twice
-            return [(node, of_x)]
-
-        square_node = self.record(square, square_backward, saved).node
-        del square
-        mean_node = self.record(
-            mean, lambda _: [(square_node, self.make("norm: gradient of the mean", numel, wide))]
-        ).node
-        del mean
-        scale_node = self.record(
-            scale,
-            lambda _: [(mean_node, self.make("norm: gradient of the mean, a row each", rows, wide))],
-            self.save(scale),
-        ).node
-        saved = self.save(x, scale)
-
-        def product_backward(_):
-            of_scale = self.make("norm: gradient of 1/rms, whole", numel, wide)
-            of_x = self.make("norm: gradient through the product", numel, wide)
-            of_rows = self.make("norm: gradient of 1/rms", rows, wide)
-            del of_scale
-            return [(node, of_x), (scale_node, of_rows)]
-
-        return self.record(self.like(x, "norm: normalized"), product_backward, saved)
-
-    def _weigh(self, out: SizedTensor, normal: SizedTensor, weight: SizedParameter) -> SizedTensor:
-        """The product with a weight for each column."""
-        node, numel, wide = normal.node, normal.numel, normal.itemsize
-        if node is None and not weight.trained:
-            return out
-        saved = self.save(normal) if weight.trained else []
-        if weight.trained:
-            self.use(weight)
-
-        def run(_):
-            of_weight = self.make("norm: gradient of weight, a row each", numel, wide) if weight.trained else None
-            made = [(node, self.make("norm: gradient of normalized", numel, wide))] if node else []
-            if weight.trained:
-                made.append((weight, self.gradient_of(weight, wide if self.wide_gradients else weight.itemsize)))
-            del of_weight
-            return made
-
-        return self.record(out, run, saved)
+        """x (…, width), weight and bias (width,) → as x."""
+        return norms.layer_norm(self, x, weight, bias)
 
     def rotate(self, x: SizedTensor, name: str) -> SizedTensor:
-        """Rotary positions of x (batch, heads, length, width): x · cos + cat(−second half, first half) · sin.
-
-        Keeps nothing of x, but the cosines and sines, which all blocks share. Under autocast x is narrow; cosines and sines are not, and make the result as wide as they are.
-        """
-        node, numel, itemsize = x.node, x.numel, x.itemsize
-        wide = FP32 if self.autocast else itemsize
-        cosine = self.make(f"{name} · cos", numel, wide)
-        half = self.make(f"{name}: −half", numel // 2, itemsize)
-        swapped = self.like(x, f"{name}: swapped")
-        del half
-        sine = self.make(f"{name} · sin", numel, wide)
-        del swapped
-        out = self.make(f"{name}, rotated", numel, wide)
-        del cosine, sine
-
-        def product(of):
-            """A gradient through a product with a wider factor is made as wide, then cast."""
-            whole = self.make(f"gradient of {name} · {of}", numel, wide)
-            return whole if wide == itemsize else self.make(f"gradient of {name} · {of}, cast", numel, itemsize)
-
-        if node is None:
-            return out
-        halves = []
-
-        def put_together(_):
-            swapped = self.make(f"gradient of {name}: swapped", numel, itemsize)
-            halves.clear()
-            whole = self.make(f"gradient of {name}", numel, itemsize)
-            del swapped
-            return [(node, whole)]
-
-        def multiply(_):
-            halves.append(product("sin"))
-            halves.append(self.make(f"gradient of {name}: −half", numel // 2, itemsize))
-            return [(together, product("cos"))]  # then the gradient that came can go
-
-        together = self.record(out, put_together).node
-        return self.record(out, multiply, self.save(*self.tables))
+        """Rotary positions of x (batch, heads, length, width) → as x."""
+        return attention.rotate(self, x, name)
 
     def view(self, x: SizedTensor) -> SizedTensor:
         """The same storage, for an operator's backward of its own."""

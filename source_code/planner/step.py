@@ -2,10 +2,10 @@
 
 from collections import Counter
 
-from planner import strategies, zero
+from planner import deepspeed, strategies
 from planner.operators import Tape
 
-RULES = strategies.RULES | zero.RULES
+RULES = strategies.RULES | deepspeed.RULES
 
 WALKED = 3  # of a row of equal modules, so many are walked through at each end
 

@@ -1,6 +1,6 @@
 """What each strategy adds to a step's memory: when a unit's parameters are gathered and freed, and its gradients reduced.
 
-``Replicated`` (one process, DDP), ``FSDP1`` and ``FSDP2`` (and those in planner/zero.py) are called around each
+``Replicated`` (one process, DDP), ``FSDP1`` and ``FSDP2`` (and those in planner/deepspeed.py) are called around each
 unit's forward and backward, where PyTorch calls its own hooks. Sizes only (planner/sizes.py). Imports no torch.
 
 Sources: torch/distributed/fsdp/_runtime_utils.py and _flat_param.py (FSDP1), torch/distributed/fsdp/_fully_shard/
@@ -290,6 +290,7 @@ class FSDP2(Sharded):
 RULES = {
     "single": Replicated,
     "ddp": Replicated,
+    "zero1": Replicated,
     "fsdp1": FSDP1,
     "fsdp2": FSDP2,
 }
