@@ -100,6 +100,7 @@ def choices() -> list[dict]:
     found += [gpt(2, **fsdp2, **parts, lora=4), gpt(4, **fsdp2, **parts, **pure, recompute="full")]
     found += [gpt(3, **strategy, **apart) for strategy in (fsdp1, fsdp2)]
     found += [gpt(2, **fsdp2, **apart, **bf16, reshard_after_forward="false"), gpt(4, **fsdp2, **apart, prefetch=2)]
+    found += [gpt(1, **fsdp2, **bf16, mesh="1x1", lora=4, batch_size=1)]  # a shard that is all there is
     # On the CPU what is offloaded stays in the same memory: the same bytes, on two sides (chapter 06).
     found += [gpt(3, **fsdp2, cpu_offload=True), gpt(2, **fsdp2, **bf16, cpu_offload=True, accumulate=2)]
     found += [gpt(4, **fsdp1, **pure, clip=1.0), gpt(2, **fsdp1, **apart, **bf16, **parts)]

@@ -231,7 +231,13 @@ class FSDP2(Sharded):
         return buffer
 
     def copy_out(self, unit):
-        """The parameters as modules see them: each whole, copied from the buffer."""
+        """The parameters as modules see them: each whole, copied from the buffer; from its cast, where there is no buffer."""
+        if self.alone and self.mixed:
+            copies, cast = [], None  # the last parameter's cast goes when there is the next
+            for size in unit.tensors():
+                cast = self.hold(self.tape.made_as, unit, "parameter, cast", size * self.plan.compute_itemsize)
+                copies.append(self.hold("all-gather", unit, "gathered parameters", cast.size))
+            del copies, cast
         unit.whole = self.hold("all-gather", unit, "gathered parameters", self.gathered_size(unit))
 
     def before_forward(self, unit):
