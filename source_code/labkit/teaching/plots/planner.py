@@ -58,7 +58,7 @@ def ways(rows: list[tuple], title: str, under: str, unit=(2**20, "MiB"), limit=N
             axes.plot(guess, [row[0] for row in rows].index(label) - 0.47, "D", color="black", markersize=7, zorder=5)
     if limit:
         axes.axvline(limit / size, color="black", linestyle="--", linewidth=1)
-        axes.text(limit / size, 1, f" {limit / size:g} {name}", transform=axes.get_xaxis_transform(), va="bottom")
+        axes.text(limit / size, 1, f" {limit / size:.3g} {name}", transform=axes.get_xaxis_transform(), va="bottom")
     axes.set_yticks(range(len(rows)), [label for label, _ in rows])
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(rows) - 0.5, -0.6)
