@@ -188,7 +188,7 @@ def placement(environ: dict) -> tuple[int, int, int] | None:
         if missing:
             raise UserError(
                 f"{', '.join(present)} set but {', '.join(missing)} not: "
-                "start with torchrun or srun, which set all of them, or unset them all"
+                "start with torchrun or srun, or unset them all"
             )
         rank, world_size, local_rank = (_number(environ, v) for v in VARIABLES[:3])
         if not 0 <= rank < world_size:
