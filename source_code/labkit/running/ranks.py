@@ -328,8 +328,9 @@ def compute_as_one_of_several():
 def _keep_freed_memory():
     """Ask glibc to keep what is freed, as PyTorch's allocator for GPUs does.
 
-    Left alone, it returns big tensors to the kernel (which ones, thresholds decide that it moves as it runs) and
-    faults their pages in again a step later, which took a fifth of the plain loop's time where it was measured. Elsewhere (macOS, musl) there is nothing to ask.
+    Left alone, it returns big tensors to the kernel (which ones depends on thresholds that it moves as it runs) and
+    faults their pages in again a step later, which took a fifth of the plain loop's time where it was measured.
+    Elsewhere (macOS, musl) there is nothing to ask.
     """
     trim_threshold, mmap_threshold = -1, -3  # from malloc.h
     with contextlib.suppress(AttributeError, OSError, TypeError):
