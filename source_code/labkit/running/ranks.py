@@ -187,8 +187,7 @@ def placement(environ: dict) -> tuple[int, int, int] | None:
         missing = [v for v in VARIABLES if v not in environ]
         if missing:
             raise UserError(
-                f"{', '.join(present)} set but {', '.join(missing)} not: "
-                "start with torchrun or srun, which set all of them, or unset them all"
+                f"{', '.join(present)} set but {', '.join(missing)} not: start with torchrun or srun, or unset them all"
             )
         rank, world_size, local_rank = (_number(environ, v) for v in VARIABLES[:3])
         if not 0 <= rank < world_size:
@@ -327,10 +326,11 @@ def compute_as_one_of_several():
 
 
 def _keep_freed_memory():
-    """Ask glibc to keep what is freed, as CUDA's caching allocator does.
+    """Ask glibc to keep what is freed, as PyTorch's allocator for GPUs does.
 
-    It would return every big tensor to the kernel and fault its pages in again a step later, which took a
-    fifth of the plain loop's time where it was measured. Elsewhere (macOS, musl) there is nothing to ask.
+    Left alone, it returns big tensors to the kernel (which ones depends on thresholds that it moves as it runs) and
+    faults their pages in again a step later, which took a fifth of the plain loop's time where it was measured.
+    Elsewhere (macOS, musl) there is nothing to ask.
     """
     trim_threshold, mmap_threshold = -1, -3  # from malloc.h
     with contextlib.suppress(AttributeError, OSError, TypeError):

@@ -71,7 +71,7 @@ EXERCISES = {
         hint="Three numbers persist for each parameter. How many parameters does one of 8 ranks hold, rounded up?",
         solution="""
 # One rank's slice of the flat parameter: 1,199,882 / 8, rounded up. It persists three times over, the
-# parameter and Adam's two moments, 4 bytes each. Gradients are made in backward and gone after the step.
+# parameter and Adam's two moments, 4 bytes each. Gradients are made in backward and go at zero_grad().
 from math import ceil
 
 shard = ceil(1_199_882 / 8)
