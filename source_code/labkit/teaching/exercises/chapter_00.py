@@ -87,7 +87,7 @@ answer = rows * page / 2**20
         solution="""
 # What occupies memory is a storage. Tensors are ways of looking at one: several may look at the same, and one that
 # shows a single row keeps all of it alive. The address where a storage begins tells whether two are the same.
-def answer(tensors):
+def live_bytes(tensors):
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 """,

@@ -126,7 +126,7 @@ answer = max(relu, held + kept + fresh) / 2**20
         hint="From a mean over its own images a rank can go back to the sum: multiply by the number of images. "
         "Sums of ranks may be added up.",
         solution="""
-def answer(gradients, counts):
+def average(gradients, counts):
     # Back to sums, which may be added; then one division by the number of all images. With real DDP: multiply each
     # rank's loss by its images × ranks / all images, and let DDP average as always.
     return sum(gradient * count for gradient, count in zip(gradients, counts)) / sum(counts)

@@ -14,6 +14,9 @@ def _all_gather(tensors):
     return torch.cat(tensors)
 
 
+SENT = 1000.0  # is added to each number on its way: so one sees which have gone through the collective
+
+
 def _judge_uneven(answer) -> str:
     # Every length is a case of its own: even, FSDP2's (the last ones short or empty), and any
     for lengths in ((2, 2), (3, 3, 3, 1), (3, 3, 2, 0), (1, 4, 2)):
@@ -23,7 +26,7 @@ def _judge_uneven(answer) -> str:
 
         def all_gather(tensors, calls=calls):
             calls.append(len(tensors))
-            return _all_gather(tensors)
+            return _all_gather(tensors) + SENT
 
         given = answer([part.clone() for part in parts], all_gather)
         if unanswered(given):
@@ -39,6 +42,9 @@ def _judge_uneven(answer) -> str:
             )
         if len(given) < len(whole):
             return f"not quite: {where}: {len(given)} numbers came back instead of {len(whole)}: something real was cut off"
+        if torch.equal(given, whole):
+            return f"not quite: {where}: the result is made of the parts, not of what all_gather returned"
+        given = given - SENT
         if not torch.equal(given, whole):
             first = int((given != whole).nonzero()[0])
             cause = "a padding zero from the middle stayed in" if given[first] == 0 else "the order is not the ranks'"

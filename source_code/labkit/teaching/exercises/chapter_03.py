@@ -109,7 +109,7 @@ answer = (parameters + gradients + moments) / 2**20
         judge=_judge_shard,
         hint="Pad first: `-len(flat) % world` zeros are missing. Then chunk. Then ask what your slice's storage holds.",
         solution="""
-def answer(flat, rank, world):
+def shard(flat, rank, world):
     padded = torch.nn.functional.pad(flat, (0, -len(flat) % world))  # equal parts: what the collectives need
     return padded.chunk(world)[rank].clone()  # a copy: a view would keep the whole vector alive
 """,
@@ -121,7 +121,7 @@ def answer(flat, rank, world):
         judge=_judge_clip,
         hint="The square of the whole norm is the sum of the squares of all elements: each rank can add up its own.",
         solution="""
-def answer(shards, max_norm):
+def clip(shards, max_norm):
     squares = [shard.square().sum() for shard in shards]  # each rank its own
     norm = sum(squares).sqrt()  # on real ranks: all-reduce one number, then the root
     factor = (max_norm / norm).clamp(max=1.0)  # the same on every rank, so that the direction stays

@@ -90,7 +90,7 @@ answer = 3 * 4 * shard / 2**20
 from math import ceil
 
 
-def answer(rank, world_size, rows):
+def rows_of(rank, world_size, rows):
     size = ceil(rows / world_size)
     return min(rank * size, rows), min((rank + 1) * size, rows)
 """,
@@ -108,7 +108,7 @@ import torch
 import torch.nn.functional as F
 
 
-def answer(tensors, rank, world_size):
+def flat_shard(tensors, rank, world_size):
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     flat = F.pad(flat, (0, -len(flat) % world_size))
     return flat.chunk(world_size)[rank]

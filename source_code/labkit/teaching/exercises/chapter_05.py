@@ -164,8 +164,6 @@ def units_by_size(model, min_num_params):
 
     taken(model, "")
     return found
-
-answer = units_by_size
 ''',
     ),
 }

@@ -108,7 +108,7 @@ answer = 3 * 4 * 8_030_261_248 / 64 / 2**30
 import torch
 
 
-def answer(pieces, begin, end):
+def read_rows(pieces, begin, end):
     """Rows begin to end of the whole tensor. pieces: {first row: tensor of rows}, in no certain order."""
     found = []
     for first, piece in sorted(pieces.items()):
@@ -161,9 +161,6 @@ def anyone(warned):
     votes = torch.tensor(int(warned))
     dist.all_reduce(votes, dist.ReduceOp.MAX)
     return bool(votes)
-
-
-answer = anyone
 """,
     ),
 }

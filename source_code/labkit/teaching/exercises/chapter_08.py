@@ -194,8 +194,6 @@ def recompute_every(blocks, n):
         if number % n == 0:
             # partial binds this block's own forward: a lambda would see the loop's last one
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-
-answer = recompute_every
 ''',
     ),
     "08.3": Do(
@@ -213,8 +211,6 @@ def kept_per_token(shape, itemsize):
     in_fp32 = 2 * (d + 1 + d) + shape.heads  # norms: input, 1/rms, normalized; attention: log-sum-exp
     in_format = 2 * d + (d + kv + kv) + d + 4 * h  # norms' results; query, key, value; attention; gate to product
     return 4 * in_fp32 + itemsize * in_format
-
-answer = kept_per_token
 ''',
     ),
 }

@@ -160,8 +160,6 @@ def cut(model, mesh):
     fully_shard(last, mesh=mesh, reshard_after_forward=False)
     fully_shard([model.norm, model.head], mesh=mesh, reshard_after_forward=False)
     fully_shard(model, mesh=mesh)
-
-answer = cut
 """,
     ),
 }

@@ -76,8 +76,6 @@ def groups(ranks, shards):
     """Rows of a grid share a model; its columns hold the same part. Ranks in a row are on one node."""
     rows = [list(range(first, first + shards)) for first in range(0, ranks, shards)]
     return rows, [list(column) for column in zip(*rows)]
-
-answer = groups
 ''',
     ),
     "10.3": Predict(

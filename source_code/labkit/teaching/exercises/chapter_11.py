@@ -134,8 +134,6 @@ def smallest_world(size, gib, batch, recompute):
         if predict.total(plan.peak()[1]) <= gib * 2**30:
             return ranks
     return None
-
-answer = smallest_world
 """,
     ),
     "11.3": Predict(

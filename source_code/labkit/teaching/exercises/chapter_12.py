@@ -114,8 +114,6 @@ def exposed(communication, compute):
 
     # What communication adds to the moments in which something computes
     return length([*communication, *compute]) - length(compute)
-
-answer = exposed
 ''',
     ),
 }

@@ -225,7 +225,7 @@ EXERCISES = {
         rank=0,
         whose="which rank's last line is in another function than the others'?",
         hint="The report has two parts. In the second, one rank comes from another line. Under which `if` is that called?",
-        solution='answer = "lone collective", 0  # accuracy() all-reduces, and stands under `if me.rank == 0`',
+        solution='diagnosis = "lone collective", 0  # accuracy() all-reduces, and stands under `if me.rank == 0`',
     ),
     "16.2": Diagnose(
         title="gone without a traceback",
@@ -235,7 +235,7 @@ EXERCISES = {
         rank=2,
         whose="the launcher names it",
         hint="Python had no time to print anything. Who can end a process like that?",
-        solution='answer = "killed", 2  # SIGKILL cannot be caught: under Slurm often exit code 137 = 128 + 9, or OUT_OF_MEMORY',
+        solution='diagnosis = "killed", 2  # SIGKILL cannot be caught: under Slurm often exit code 137 = 128 + 9, or OUT_OF_MEMORY',
     ),
     "16.3": Diagnose(
         title="out of memory, but not in training",
@@ -243,7 +243,7 @@ EXERCISES = {
         minutes=4,
         cause="kept graph",
         hint="Which category rises from batch to batch, and does not fall? What would backward have done with it?",
-        solution='answer = "kept graph"  # nobody calls backward, and `losses` holds on to all that backward would need',
+        solution='diagnosis = "kept graph"  # nobody calls backward, and `losses` holds on to all that backward would need',
     ),
     "16.4": Diagnose(
         title="a loss that does not move",
@@ -251,7 +251,7 @@ EXERCISES = {
         minutes=3,
         cause="old parameters",
         hint="To the last digit: were the parameters changed at all? After a step of AdamW, `len(optimizer.state)` is 8; here 0.",
-        solution='answer = "old parameters"  # fully_shard put others in their place, after the optimizer had taken these',
+        solution='diagnosis = "old parameters"  # fully_shard put others in their place, after the optimizer had taken these',
     ),
     "16.5": Diagnose(
         title="data of a size that nobody expected",
@@ -261,7 +261,7 @@ EXERCISES = {
         rank=1,
         whose="which rank's size is another than that of the rest?",
         hint="66 numbers per rank, or 858: 4 × 66 = 264 are the head's, 4 × 858 = 3,432 the whole network's.",
-        solution='answer = "units differ", 1  # it wraps each block; for the others all is one unit',
+        solution='diagnosis = "units differ", 1  # it wraps each block; for the others all is one unit',
     ),
     "16.6": Diagnose(
         title="64 of 256 samples",
@@ -269,7 +269,7 @@ EXERCISES = {
         minutes=4,
         cause="same order",
         hint="Lay two epochs side by side. What should a shuffled epoch have that this one has not?",
-        solution='answer = "same order"  # the sampler shuffles by seed + epoch, and nobody tells it the epoch',
+        solution='diagnosis = "same order"  # the sampler shuffles by seed + epoch, and nobody tells it the epoch',
     ),
     "16.7": Diagnose(
         title="wrong from the first loss on",
@@ -277,7 +277,7 @@ EXERCISES = {
         minutes=3,
         cause="no first values",
         hint="Before the first step nothing has been trained. What is the loss of 8 classes then? (ln 8 = 2.08)",
-        solution='answer = "no first values"  # to_empty gives memory: the parameters are what was in it before',
+        solution='diagnosis = "no first values"  # to_empty gives memory: the parameters are what was in it before',
     ),
     "16.8": Diagnose(
         title="a resume that fails",
@@ -285,7 +285,7 @@ EXERCISES = {
         minutes=2,
         cause="wrong pieces",
         hint="16 rows are wanted, and the file has 8. How many ranks saved, and how many load?",
-        solution='answer = "wrong pieces"  # each file is a quarter, and half is wanted',
+        solution='diagnosis = "wrong pieces"  # each file is a quarter, and half is wanted',
     ),
     "16.9": Diagnose(
         title="four times the same line",
@@ -293,7 +293,7 @@ EXERCISES = {
         minutes=2,
         cause="world of one",
         hint="Read one line aloud: which rank, of how many?",
-        solution='answer = "world of one"  # WORLD_SIZE is not what srun sets, and the default hid it',
+        solution='diagnosis = "world of one"  # WORLD_SIZE is not what srun sets, and the default hid it',
     ),
     "16.10": Diagnose(
         title="an error at the start",
@@ -301,7 +301,7 @@ EXERCISES = {
         minutes=2,
         cause="wrong device",
         hint="Each rank asks for the device with the number of its local rank. Which numbers are there?",
-        solution='answer = "wrong device"  # where one device is visible it is number 0, whatever the local rank',
+        solution='diagnosis = "wrong device"  # where one device is visible it is number 0, whatever the local rank',
     ),
     "16.14": Predict(
         title="invalid device ordinals",
@@ -328,7 +328,7 @@ EXERCISES = {
             "damaged data": "that is the root: rank 3 waits, outside of any collective, for a batch that cannot be read"
         },
         hint="It hangs: so ask who is missing, and in which line of the program that rank is.",
-        solution='answer = "stuck outside", 3  # it waits at queue.get() for a batch; the thread that loads them has ended',
+        solution='diagnosis = "stuck outside", 3  # it waits at queue.get() for a batch; the thread that loads them has ended',
     ),
     "16.12": Diagnose(
         title="the second mystery",
@@ -339,7 +339,7 @@ EXERCISES = {
             "lone collective": "that is what the report shows; and why? two ranks ran out of batches before the others"
         },
         hint="Compare the lines of the program. Which ranks are past the loop?",
-        solution='answer = "fewer batches"  # 30 batches for 4 ranks: two ranks have 8 and two have 7',
+        solution='diagnosis = "fewer batches"  # 30 batches for 4 ranks: two ranks have 8 and two have 7',
     ),
     "16.13": Do(
         title="do all ranks have the same units?",
@@ -350,7 +350,7 @@ EXERCISES = {
         solution="""
 import torch.distributed as dist
 
-def answer(units, me):
+def agree(units, me):
     everybodys = [None] * me.world_size
     dist.all_gather_object(everybodys, units)  # every rank calls it, whatever it has
     return all(other == units for other in everybodys)
