@@ -148,6 +148,9 @@ EXERCISES = {
 from planner import predict
 
 # Before the first reduce-scatter a rank keeps two things: its parameters and the optimizer's state for them.
+# fc1: 16 of 128 rows, of 9,216 numbers and a bias each: 147,472. The root: 4 of 32 rows of 10 (conv1), 8 of 64 of 289
+# (conv2), 2 of 10 of 129 (fc2: rounded up): 2,610. Together 150,082 numbers, three times: parameter and Adadelta's two.
+# 3 × 4 × 150,082 bytes, and 32 for the optimizer's step counters: 1,801,016 bytes.
 kept = predict.persistent("fsdp2", "size", ranks=8)
 answer = (kept["parameters"] + kept["optimizer state"]) / 2**20
 # With and without offload the peak is at the same moment, so the difference is exactly these.
@@ -172,7 +175,7 @@ answer = (kept["parameters"] + kept["optimizer state"]) / 2**20
 shard = 8_030_261_248 / 8 * 4  # bytes of parameters on one rank
 crossed = shard + shard + shard  # up for forward, up for backward, the gradient down
 answer = crossed / 31.5e9 * 1e3
-# Compare with the optimizer's seconds for a billion numbers that the notebook measured.
+# Twelve bytes for each number of the shard, over the bus's speed. What the optimizer takes, only a run on your machine says.
 """,
     ),
     "06.3": Do(
