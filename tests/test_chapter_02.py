@@ -62,6 +62,7 @@ def pad(parts):
         (lambda parts, all_gather: all_gather(pad(parts)), "the padding is still in"),
         (lambda parts, all_gather: all_gather(pad(parts))[: sum(map(len, parts))], "from the middle stayed in"),
         (lambda parts, all_gather: torch.cat(parts), "called 0 times"),
+        (lambda parts, all_gather: [all_gather(pad(parts)), torch.cat(parts)][1], "not of what all_gather returned"),
         (lambda parts, all_gather: all_gather([p[: min(map(len, parts))] for p in parts]), "something real was cut"),
         (lambda parts, all_gather: all_gather(pad(parts[::-1]))[: sum(map(len, parts))], "order is not the ranks'"),
         (lambda parts, all_gather: all_gather(pad(parts)).tolist(), "a tensor is wanted"),
