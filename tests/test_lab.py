@@ -98,6 +98,7 @@ def test_verdict_needs_one_thing_to_compare_with():
         (7, "size of gradients: left out?"),
         (13, "size of gradients: counted twice?"),
         (4, "parameters and gradients: left out?"),
+        (0.2, "activations, parameters and gradients: left out?"),
         (100, "the terms are parameters 30%, gradients 30%, activations 40%"),
     ],
 )

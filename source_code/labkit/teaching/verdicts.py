@@ -8,6 +8,8 @@ and tell a learner how far off their own guess was:
   about_guess(25, record["memory"]["peak"])
 """
 
+from itertools import combinations
+
 MIB = 2**20
 
 
@@ -65,10 +67,18 @@ def about_guess(guess: float | None, terms: dict[str, float], unit: float = MIB,
 
 
 def _explained(gap: float, terms: dict, total: float) -> str:
-    """The one or two terms whose sum is nearest to the gap, if it comes near at all."""
+    """The one or two terms whose sum is nearest to the gap, or three where that is not near; if any comes near at all."""
     named = [(name, size) for name, size in terms.items() if size > 0.03 * total]
-    pairs = [(f"{a[0]} and {b[0]}", a[1] + b[1]) for i, a in enumerate(named) for b in named[:i]]
-    name, size = min(named + pairs, key=lambda term: abs(term[1] - abs(gap)), default=("", 0))
-    if abs(size - abs(gap)) > 0.25 * abs(gap):
+
+    def off(some) -> float:
+        return abs(sum(size for _, size in some) - abs(gap)) / abs(gap)
+
+    def nearest(most: int) -> tuple:
+        return min((some for many in range(most) for some in combinations(named, many + 1)), key=off, default=())
+
+    some = nearest(2) if off(nearest(2)) < 0.1 else nearest(3)
+    if off(some) > 0.25:
         return "the terms are " + ", ".join(f"{n} {s / total:.0%}" for n, s in named)
+    *others, last = [name for name, _ in reversed(some)]
+    name = f"{', '.join(others)} and {last}" if others else last
     return f"the gap is about the size of {name}: " + ("left out?" if gap < 0 else "counted twice?")
