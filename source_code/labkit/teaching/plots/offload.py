@@ -131,7 +131,7 @@ def against_batch(points: dict, lines: dict, record: dict):
     right.xaxis.set_major_formatter("{x:.0f}")
     plots.headline(
         figure,
-        "The same bytes saved, a smaller and smaller share",
+        "Roughly the same bytes saved, a smaller and smaller share",
         f"{record['hardware']} · {record['data']['name']}\nmarks: measured by category; lines: predicted, dotted with offload",
     )
     plots.show(figure)
