@@ -121,7 +121,7 @@ def test_the_trial_tries_what_it_should():
     }.items():
         assert values <= {one["config"].get(option) for one in tried}
     for strategy in ("ddp", "fsdp1", "fsdp2"):
-        assert {one["ranks"] for one in tried if one["config"].get("strategy") == strategy} == {2, 3, 4}
+        assert {2, 3, 4} <= {one["ranks"] for one in tried if one["config"].get("strategy") == strategy}
     for schedule in pipeline.SCHEDULES:
         assert {one["ranks"] for one in tried if one["config"].get("schedule") == schedule} == {2, 3, 4}
     staged = [(one["config"].get("engine"), one["config"]["stage"]) for one in tried if one["script"] == "gpt_zero.py"]
