@@ -40,7 +40,7 @@ def frame(d: Drawing):
         d.line(x_of(column), TOP - 34, x_of(column), 750, GRID, 1)
     d.line(20, 456, x_of(10), 456, GRID, 1)
     d.line(x_of(7), TOP - 6, x_of(7), 764, INK, 1.8, dash="6 5")
-    d.text(x_of(7), 784, "backward of relu2: the activations' peak", 14, "middle")
+    d.text(x_of(7), 784, "backward of relu2: activations and their gradients at their most", 14, "middle")
 
 
 def legend(d: Drawing):

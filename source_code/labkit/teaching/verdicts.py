@@ -27,7 +27,8 @@ def verdict(
 ):
     """Print whether the claim held; exactly one of predicted, at_most and at_least is given.
 
-    how: what was done to come by the number, if it was not measured here: "planned", "published", "simulated".
+    how: what was done to come by the number, if it was not measured here: "planned", "published", "simulated"; or
+    "by the law", for bytes that follow from the collectives counted.
     limit: how far measured may lie from predicted, as a share of it (0: not at all). otherwise: what usually
     causes a FAIL, printed below it. Something that is not a number, or NaN, never passes.
     """
