@@ -31,6 +31,7 @@ def test_a_wrong_reduction_fails():
     [
         ("big.fill_(1)", "big[: 64 * MIB].fill_(1)", "RSS grows by a written tensor"),
         ("big = torch.empty(128 * MIB)  #", "big = torch.ones(128 * MIB)  #", "RSS grows by torch.empty"),
+        ("pieces = [torch.ones(MIB)", "pieces = [torch.empty(MIB)", "RSS with the pieces deleted"),
     ],
 )
 def test_a_tensor_written_by_half_or_too_early_fails(good, bad, claim):

@@ -9,10 +9,12 @@ import cloudpickle
 import gpt_fsdp
 import gpt_zero
 import pytest
+import torch.nn.functional as functional
 from commands import call
 from labkit import UserError
 from labkit.measuring import meters, records
 from labkit.running import cells, launch, options
+from labkit.training import deepspeed_zero
 
 HERE = launch.Cluster(launcher="local")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks cannot import this file
@@ -116,6 +118,15 @@ def test_one_sentence_before_anything_starts(words, capsys, monkeypatch):
     assert exit_.value.code == 2
     printed = capsys.readouterr().err
     assert BAD[words] in printed and printed.startswith("gpt_zero.py: ") and len(printed.splitlines()) == 1
+
+
+def test_what_deepspeed_puts_in_pytorchs_place_goes_when_it_has_run():
+    """Stage 3 does it for the whole process; the next run in it would keep other tensors."""
+    linear = functional.linear
+    with pytest.raises(UserError), deepspeed_zero.contained():
+        functional.linear = None
+        raise UserError("a run that fails")
+    assert functional.linear is linear
 
 
 @pytest.mark.parametrize(

@@ -126,3 +126,22 @@ def test_terms_that_are_seldom_a_peak_are_in_the_timeline():
         assert step["gradients of this rank's part, flat"] == 2 * part
         assert step["gradients of this rank's part, in fp32"] == 4 * part
     assert terms("deepspeed-3", "backward of block 3")["packed gradients"] > 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "formats", "norms"),
+    [
+        ("ddp", {}, 0),  # each rank has all gradients
+        ("fsdp1", {}, 1),
+        ("fsdp1", {"precision": "bf16", "weights": "bf16"}, 1),  # the norm is in fp32 all the same
+        ("deepspeed-0", {}, 1),  # the mean of the ranks' norms, which are equal
+        ("deepspeed-0", {"precision": "bf16"}, 0),
+    ],
+)
+def test_clipping_sends_four_bytes_where_ranks_must_agree(strategy, formats, norms):
+    network = networks.gpt(GPT_SHAPES["tiny"], 2, 16)
+    sent = [
+        sum(c["count"] for c in predict.Plan(network, strategy, 4, clip=clip, **formats).traffic() if c["bytes"] == 4)
+        for clip in (False, True)
+    ]
+    assert sent == [0, norms]

@@ -230,7 +230,7 @@ def in_short(options, state: int | None = None) -> dict:
     memory = gpus.verdict(peak, options.memory, options.gpu, options.ranks)
     kept = {name: memory[name] for name in ("answer", "needs", "least")}
     if memory["answer"] == "does not fit":
-        return {"peak": peak, "samples_per_second": 0.0, "samples_per_second_at_least": 0.0} | kept
+        return NOTHING | {"peak": peak} | kept
     return {"peak": peak} | pace(options, plan)[1] | kept
 
 

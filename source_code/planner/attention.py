@@ -12,9 +12,8 @@ cuDNN's workspaces, and what flash attention's forward splits where batch × hea
 from dataclasses import dataclass
 from math import ceil
 
-from planner.sizes import SizedTensor
+from planner.sizes import BF16, FP32, INT64, SizedTensor
 
-INT64, FP32, BF16 = 8, 4, 2
 GROUPED_EFFICIENT = (2, 15)  # the first PyTorch whose memory-efficient attention takes grouped heads
 
 
@@ -177,7 +176,8 @@ def _softmax(tape, x, rows: int):
 def rotate(tape, x: SizedTensor, name: str) -> SizedTensor:
     """Rotary positions of x (batch, heads, length, width): x · cos + cat(−second half, first half) · sin.
 
-    Keeps nothing of x, but the cosines and sines, which all blocks share. Under autocast x is narrow; cosines and sines are not, and make the result as wide as they are.
+    Keeps nothing of x, but the cosines and sines, which all blocks share. Under autocast x is narrow; cosines and sines are
+    not, and make the result as wide as they are.
     """
     node, numel, itemsize = x.node, x.numel, x.itemsize
     wide = FP32 if tape.autocast else itemsize

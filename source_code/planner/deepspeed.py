@@ -11,8 +11,8 @@ from operator import itemgetter
 
 from planner import zero
 from planner.operators import Tape
+from planner.sizes import FP32, FP64
 from planner.strategies import Replicated
-from planner.zero import FP32, FP64
 
 FLATTENED = 500_000_000  # numbers: how many gradients stage 0 flattens at most, by DeepSpeed's default
 
@@ -213,7 +213,7 @@ class Gathering(Tape):
 
 
 class Stage3(Bucketed):
-    """A parameter is whole only while its operator runs. The bucket stays from step to step: see ``kept``."""
+    """A parameter is whole only while its operator runs. The bucket stays from step to step: see ``zero.kept``."""
 
     Tape = Gathering
 

@@ -9,7 +9,8 @@ NF4          QLoRA's weights: 4 bits a number, and of each block of 64 the large
 
 from math import ceil
 
-FP32 = 4
+from planner.sizes import FP32
+
 SMALLEST, ADAM_BLOCK, CODE = 4096, 256, 256
 BLOCK, BLOCKS_OF_BLOCK = 64, 256
 

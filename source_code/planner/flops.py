@@ -10,6 +10,7 @@ from math import prod
 
 from planner import attention
 from planner.shapes import GPTShape, block_parameters, norm_parameters, product_parameters
+from planner.sizes import BF16
 
 LOOKED_UP = ("embedding.weight", "positions.weight")
 
@@ -80,6 +81,6 @@ def _multiplied(module, parts: int) -> tuple[float, float]:
 
 def _share_computed(plan, attending: list) -> float:
     """Of attention's matrix: half, but all of it where a GPU has no fused kernel."""
-    itemsize = attention.BF16 if plan.precision == "bf16" else plan.itemsize
+    itemsize = BF16 if plan.precision == "bf16" else plan.itemsize
     grouped = any(m.parameters["key.weight"][0] < m.parameters["query.weight"][0] for m in attending)
     return 1.0 if attention.kernel(plan.on_gpu, itemsize, grouped, plan.torch) == "math" else 0.5

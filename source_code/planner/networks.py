@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from math import prod
 
 from planner import UserError, chunked_loss, flops, tensor_parallel
-from planner.attention import INT64, Heads
+from planner.attention import Heads
 from planner.operators import Tape
 from planner.shapes import GPTShape, block_parameters, norm_parameters, product_parameters
-from planner.sizes import SizedParameter, SizedTensor
+from planner.sizes import INT64, SizedParameter, SizedTensor
 from planner.tensor_parallel import Exchange
 
 

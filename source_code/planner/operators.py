@@ -9,8 +9,8 @@ steps (labkit/measuring/trace.py).
 from functools import partial
 
 from planner import attention, fewer_bits, norms
-from planner.attention import FP32, INT64, Heads
-from planner.sizes import Autograd, Saved, SizedParameter, SizedTensor, Storage
+from planner.attention import Heads
+from planner.sizes import FP32, INT64, Autograd, Saved, SizedParameter, SizedTensor, Storage
 
 
 class Cast(SizedTensor):

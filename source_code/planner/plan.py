@@ -7,6 +7,7 @@ from functools import cached_property
 from planner import UserError, fewer_bits, traffic, zero
 from planner.networks import Blueprint
 from planner.pipeline import Stage, StageStep
+from planner.sizes import FP32
 from planner.step import Step, optimizer_temporary
 from planner.strategies import Unit
 
@@ -22,7 +23,6 @@ STATES = {
     "momentum": ("momentum",),
     "sgd": (),
 }
-FP32 = 4  # bytes a number
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from collections import Counter
 from contextlib import suppress
 from math import prod
 
+INT64, FP64, FP32, BF16 = 8, 8, 4, 2  # bytes a number
+
 
 class Storage:
     """Bytes that are alive as long as this object is."""

@@ -10,7 +10,7 @@ collective), and traces of real steps (labkit/measuring/trace.py).
 
 from dataclasses import dataclass
 
-from planner.attention import INT64
+from planner.sizes import INT64
 
 
 @dataclass(frozen=True)

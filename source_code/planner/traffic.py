@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 from planner import zero
-from planner.attention import FP32
+from planner.sizes import FP32
 from planner.strategies import WIDE_GRADIENTS, Unit
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes after which DDP closes its first bucket, and each other

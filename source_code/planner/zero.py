@@ -17,9 +17,9 @@ Sources: torch/distributed/optim/zero_redundancy_optimizer.py; DeepSpeed's are i
 from math import ceil, prod
 
 from planner import UserError
+from planner.sizes import FP32, FP64
 
 SUB_GROUP = 1_000_000_000  # numbers: how many parameters stage 3 updates together, by DeepSpeed's default
-FP32, FP64 = 4, 8
 UNEVEN = ("zero1", "deepspeed-1", "deepspeed-2")  # where one rank's peak is not another's
 
 
