@@ -16,9 +16,12 @@ unexport PYTHONDONTWRITEBYTECODE
 LADDER := $(if $(DATA),--data $(DATA)) $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(RANKS),--ranks $(RANKS)) \
           $(if $(BATCH_SIZE),--batch-size $(BATCH_SIZE))
 
-# A test file at a time for every four cores, so that no two share a core; with fewer than eight, one after the other.
-WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) / 4)
-PYTEST  := $(BIN)/python -m pytest --nbval-lax -v $(if $(filter-out 0 1,$(WORKERS)),-n $(WORKERS) --dist loadfile)
+# Test files run side by side, one for every two cores and one more: a test often waits, for ranks to start or to end.
+# Notebooks are left alone, as they take times: one for every four cores; with fewer than eight, one after the other.
+CORES  := $(shell getconf _NPROCESSORS_ONLN)
+aside   = $(if $(filter-out 0 1,$(1)),-n $(1) --dist loadfile --no-loadscope-reorder)
+TESTS  := python -m pytest -v $(call aside,$(shell expr $(CORES) / 2 + 1))
+BOOKS  := $(BIN)/python -m pytest -v --nbval-lax $(call aside,$(shell expr $(CORES) / 4))
 
 # $(call install,VENV,WORDS): uv takes a quarter of pip's time; where it cannot be had or used, pip does the same.
 pip     = $(1)/bin/python -m pip install --quiet --disable-pip-version-check
@@ -33,19 +36,20 @@ run: $(READY)           ## climb the ladder on this machine: eight runs, a table
 check: $(TEST_READY)    ## before a commit, in three minutes: lint, links, arithmetic, few ranks, the chapters you changed
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
-	$(PYTEST) -m "not long and not slurm and not browser" tests
-	@changed="$$($(BIN)/python tests/changed.py)"; [ -z "$$changed" ] || $(PYTEST) -m "not slurm" $$changed
+	$(BIN)/$(TESTS) -m "not long and not slurm and not browser" tests
+	@changed="$$($(BIN)/python tests/changed.py)"; [ -z "$$changed" ] || $(BOOKS) -m "not slurm" $$changed
 
 test: $(TEST_READY)     ## run everything a contributor must keep green
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
-	$(PYTEST) -m "not slurm and not browser" tests notebooks
+	$(BIN)/$(TESTS) -m "not slurm and not browser" tests
+	$(BOOKS) notebooks
 
 test-cluster: $(TEST_READY)     ## what needs a Slurm to start, and a browser (CI runs it after make test)
 	$(BIN)/python -m pytest -v -m "slurm or browser" tests
 
 test-lowest: $(LOWEST)/ready    ## arithmetic, equality, memory, checkpoints, pipelines and tensor parallelism on the oldest supported versions
-	$(LOWEST)/bin/python -m pytest -v -m "not slurm" tests/test_models.py tests/test_predict.py tests/test_equality.py \
+	$(LOWEST)/bin/$(TESTS) -m "not slurm" tests/test_models.py tests/test_predict.py tests/test_equality.py \
 	  tests/test_gpt_equality.py tests/test_memory.py tests/test_mesh.py tests/test_zero_plan.py tests/test_pipeline.py \
 	  tests/test_tensor_parallel.py tests/test_checkpoints.py tests/test_saving.py
 
@@ -60,6 +64,7 @@ learner:                ## copy the notebooks into a folder of your own, ~/my-fs
 	@mkdir -p "$(LEARNER)/notebooks" "$(LEARNER)/images"
 	@ln -sfn "$(CURDIR)/source_code" "$(LEARNER)/"
 	@install -m 644 images/*.svg images/*.png "$(LEARNER)/images/"
+	@install -m 644 notebooks/glossary.md "$(LEARNER)/notebooks/"
 	@for each in notebooks/*.ipynb; do \
 	  [ -e "$(LEARNER)/$$each" ] || install -m 644 "$$each" "$(LEARNER)/$$each" || exit 2; done
 	@echo "The notebooks are in $(LEARNER)/notebooks, for you to change. Open them with"

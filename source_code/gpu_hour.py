@@ -55,7 +55,7 @@ WAYS = {  # of gpt_fsdp.py, each tried for a few steps
 class Config(Options):
     """What to run. The command line is made from these fields."""
 
-    part: Literal["smoke", "operators", "worlds", "planner", "speed", "notebooks", "tests"] | None = option(
+    part: Literal["smoke", "operators", "worlds", "planner", "yours", "speed", "notebooks", "tests"] | None = option(
         None, "which part (default: one after the other)"
     )
     dry: bool = option(False, "say what would run, and run nothing")
@@ -141,6 +141,11 @@ def as_planned(record) -> list[dict]:
         sum(e["count"] * e["bytes"] for e in entries) for entries in (record["traffic"], plan.traffic())
     )
     return [*found, row("collectives of a step, bytes", counted, planned, 0)]
+
+
+def as_planned_for_others(record) -> list[dict]:
+    """The same for transformers' modules, which keep small tables as buffers besides the parameters."""
+    return [found for found in as_planned(record) if found["what"] != "as a step begins, parameters, bytes"]
 
 
 def allocated(record) -> list[dict]:
@@ -240,6 +245,19 @@ def planner(config):
         yield Step(f"planner {name}", (("rank_zero.py", options | common),), allocated)
 
 
+def yours(config):
+    """A model of Hugging Face's: in one process and on all GPUs, as planned where the plan knows its operators."""
+    small = {"config": "samples/llama_small.json", "max_steps": 6, "seq_len": 64}
+    for strategy in ("single", "fsdp2"):
+        options = small | {"strategy": strategy} | all_of_them(config, strategy)
+        for recompute in ("none", "full"):
+            run = ("hf_fsdp.py", options | {"recompute": recompute})
+            yield Step(f"hf planned {strategy} {recompute}", (run,), as_planned_for_others)
+        yield Step(f"hf bf16 {strategy}", (("hf_fsdp.py", options | {"precision": "bf16", "clip": 1.0}),), ran)
+    options = small | all_of_them(config, "fsdp2") | {"lora": 8}
+    yield Step("hf adapters", (("hf_fsdp.py", options),), ran)
+
+
 def speed(config):
     mnist = {"data": "mnist-5k", "max_steps": 60}
     one = ("mnist_fsdp.py", mnist | {"strategy": "fsdp2", "ranks": 1})
@@ -265,7 +283,7 @@ def tests(config):
     yield Command("short tests, beside GPUs", words)
 
 
-PARTS = {part.__name__: part for part in (smoke, operators, worlds, planner, speed, notebooks, tests)}
+PARTS = {part.__name__: part for part in (smoke, operators, worlds, planner, yours, speed, notebooks, tests)}
 
 
 # Running them

@@ -9,6 +9,7 @@
   python plan.py --model llama3-8b --ranks 8 --explain        each term of the peak with its numbers
   python plan.py --ranks 8 --plot plan.png                    the same as a picture, and the memory of a step
   python plan.py --model tiny --ranks 4 --simulate            the real PyTorch code beside it, on tensors without memory
+  python plan.py --config config.json --device cpu --units apart --simulate          the library's own code beside it
   python plan.py --model my_model.py:build --ranks 8          your own: see below
 
 It needs nothing but Python, --simulate, --plot and models of your own excepted. The answer is "fits", "tight" or "does
@@ -50,6 +51,18 @@ TORCHS = ("single", "ddp", "zero1", "fsdp1", "fsdp2")  # what DeepSpeed makes of
 SIMULATED = ("single", "fsdp1", "fsdp2")
 # What is not planned of the stages of a pipeline
 ALONE = ("sync", "prefetch", "weights", "recompute_every", "loss_chunks", "units", "lora", "cpu_offload")
+# What is not simulated of models of others
+NOT_IN_HF = (
+    "mesh",
+    "reshard_after_forward",
+    "optimizer",
+    "sync",
+    "prefetch",
+    "weights",
+    "recompute_every",
+    "loss_chunks",
+)
+NOT_IN_HF += ("lora", "cpu_offload")
 
 
 @dataclass(frozen=True)
@@ -114,7 +127,7 @@ class Options(Base):
     )
     gpu_memory: float | None = option(None, "GiB that a rank may use (default: the GPU's)", above=0, at_most=1e9)
     flops: float | None = option(
-        None, "operations a second a rank does at best (default: of the GPU's data sheet, for --precision)", least=1
+        None, "operations per second a rank does at best (default: of the GPU's data sheet, for --precision)", least=1
     )
     efficiency: float = option(0.4, "share of these that training attains", least=1e-6, at_most=1)
     link: str | None = option(None, f"within a node: {', '.join(cost.LINKS)}, or GB/s a rank (default: the GPU's)")
@@ -180,12 +193,30 @@ class Options(Base):
         if self.model != type(self).model:
             raise UserError("--config and --model both name a model: leave one of them out")
         if self.simulate:
-            raise UserError("--simulate runs the course's own models: leave --config or --simulate out")
+            self.check_hugging_face()
         mesh = arrange(self.ranks, self.mesh, self.reshard_after_forward) if self.mesh else None
         if mesh and (mesh.tensor > 1 or mesh.pipeline > 1):
             raise UserError(f"--mesh {self.mesh} is planned for the course's models alone: leave --config out")
         if self.seq > self.longest:
             raise UserError(f"--seq {self.seq} is longer than the {self.longest} positions that this model has learned")
+
+    def check_hugging_face(self):
+        """UserError where hf_fsdp.py, whose step is simulated then, has no such option."""
+        if self.device != "cpu":
+            raise UserError("models of others are simulated with the CPU's kernels: give --device cpu too")
+        for field in dataclasses.fields(self):
+            if field.name in NOT_IN_HF and getattr(self, field.name) != field.default:
+                raise UserError(f"hf_fsdp.py, which is simulated, has no {flag(field.name)}: leave it out")
+        if self.recompute not in ("none", "full"):
+            raise UserError(f"hf_fsdp.py, which is simulated, has no --recompute {self.recompute}: take none or full")
+        if self.strategy == "fsdp1":
+            raise UserError("hf_fsdp.py, which is simulated, shards by FSDP2 alone: take --strategy fsdp2 or single")
+        if self.strategy == "fsdp2" and (self.units == "apart") == self.shape.tied:
+            theirs = "one unit with the rest, as they share a weight" if self.shape.tied else "units of their own"
+            raise UserError(
+                f"in hf_fsdp.py, which is simulated, embedding and head are {theirs}: "
+                f"give --units {'blocks' if self.shape.tied else 'apart'}"
+            )
 
     def check_answers(self):
         """UserError where two kinds of answer are asked for at once."""
@@ -327,21 +358,14 @@ def simulated(options: Options) -> dict:
     import imagine
     from labkit.measuring.gpu_operators import GpuOperators
 
-    return peak_of(
-        imagine.gpt(
-            options.ranks,
-            gpu=GpuOperators() if options.device == "cuda" else None,
-            preset=options.model,
-            strategy=options.strategy,
-            mesh=options.mesh,
-            batch_size=options.batch,
-            seq_len=options.seq,
-            accumulate=options.accumulate,
-            precision=options.precision,
-            **{name: getattr(options, name) for name in ("recompute", "optimizer", *ALONE)},
-            reshard_after_forward=options.reshard_after_forward if options.strategy in SHARDED else None,
-        )
-    )
+    given = {name: getattr(options, name) for name in ("strategy", "accumulate", "precision", "recompute")}
+    given |= {"batch_size": options.batch, "seq_len": options.seq}
+    if options.config:
+        return peak_of(imagine.hf(options.ranks, config=options.config, device="cpu", **given))
+    given["gpu"] = GpuOperators() if options.device == "cuda" else None
+    given |= {name: getattr(options, name) for name in ("mesh", "optimizer", *ALONE)}
+    given["reshard_after_forward"] = options.reshard_after_forward if options.strategy in SHARDED else None
+    return peak_of(imagine.gpt(options.ranks, preset=options.model, **given))
 
 
 def peak_of(memory: dict) -> dict:

@@ -60,6 +60,7 @@ TRIED = [
     *(mnist(8, strategy=strategy, precision="bf16", batch_size=64) for strategy in ("fsdp1", "fsdp2")),
     mnist(1, strategy="single", precision="bf16", batch_size=64),
     mnist(64, wrap="size", sharding="grad-op", batch_size=64),
+    mnist(1, wrap="size", strategy="fsdp2", batch_size=1),  # here Adadelta's step is the peak
     # The tiny GPT
     *(gpt(precision=p, recompute=r) for p in ("fp32", "bf16", "fp64") for r in ("none", "selective", "full")),
     *(gpt(strategy="fsdp1", precision=p, recompute="full") for p in ("fp32", "bf16")),
@@ -223,7 +224,7 @@ def kernel_of(one: dict) -> str:
 
 @pytest.mark.long
 def test_cudnns_attention_keeps_what_flash_attention_does():
-    """But for 8 bytes of random state a layer. What cuDNN allocates inside, only a GPU can show."""
+    """But for 8 bytes of random state per layer. What cuDNN allocates inside, only a GPU can show."""
     tried = gpt(4, precision="bf16", workspaces=False)
     (found,) = forked(simulated, [tried], True)
     plan = planned(tried)
@@ -288,6 +289,29 @@ def test_a_devices_meter_leaves_out_counters_in_the_cpus_memory_and_so_does_the_
     plan = predict.Plan(networks.mnist(2), "single", optimizer=name, on_gpu=True)
     kept = predict.by_category(plan.persistent())
     assert {category: meter.timeline()[0][category] for category in kept} == kept
+
+
+def default_of_fsdp2():
+    """(fused?, foreach?) of FSDP2's parameters, in a process of its own: by PyTorch's types, and in a simulation."""
+    from unittest import mock
+
+    from labkit.measuring import simulate
+    from torch.distributed.fsdp import fully_shard
+    from torch.optim import optimizer as optimizers
+
+    simulate.join(2)
+    parameters = list(fully_shard(torch.nn.Linear(4, 4)).parameters())
+    on_gpu = mock.patch.object(optimizers, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
+    defaults = []
+    for context in (on_gpu, gpu_operators.GpuOperators()):
+        with context:
+            defaults.append(optimizers._default_to_fused_or_foreach(parameters, False))
+    return defaults
+
+
+def test_on_a_gpu_an_optimizer_updates_dtensors_at_once():
+    """Not asked of the plan, which shares this assumption with the simulation, but of PyTorch's own list of types."""
+    assert forked(default_of_fsdp2) == [(False, True)] * 2
 
 
 def test_a_fused_optimizers_counters_lie_on_the_gpu():

@@ -30,7 +30,7 @@ def found(words: str) -> dict:
 def test_the_command_answers():
     run = call(sys.executable, "plan.py", *ISSUE.split(), cwd=launch.SOURCE)
     assert run.returncode == 0 and not run.stderr
-    for words in ("8,030,261,248 parameters", "peak of a rank", "at: backward of the loss", "tokens a second"):
+    for words in ("8,030,261,248 parameters", "peak of a rank", "at: backward of the loss", "tokens per second"):
         assert words in run.stdout, words
     assert "fits in 80 GiB: 45.40 GiB to spare" in run.stdout
     assert "not yet with a GPU" in run.stdout  # a GPU's kernels: no GPU has run this
@@ -410,7 +410,11 @@ BAD = {
     "--config {own}/text.txt": "is not JSON",
     "--config {own}/list.json": "has no named values",
     "--config {own}/llama.json --model tiny": "--config and --model both name a model",
-    "--config {own}/llama.json --simulate": "--simulate runs the course's own models",
+    "--config {own}/llama.json --simulate": "with the CPU's kernels: give --device cpu too",
+    "--config {own}/llama.json --simulate --device cpu": "units of their own: give --units apart",
+    "--config {own}/llama.json --simulate --device cpu --units apart --lora 4": "has no --lora: leave it out",
+    "--config {own}/llama.json --simulate --device cpu --recompute selective": "take none or full",
+    "--config {own}/llama.json --simulate --device cpu --strategy fsdp1": "take --strategy fsdp2 or single",
     "--config {own}/llama.json --mesh tensor=8": "is planned for the course's models alone",
     "--config {own}/gpt2.json": "--seq 8192 is longer than the 64 positions that this model has learned",
     "--config {own}/mixtral.json": "is a mixture of experts (num_local_experts), which is not planned",

@@ -151,7 +151,7 @@ def tokens_of_a_step(options, plan: predict.Plan) -> int:
 
 
 def pace(options, plan: predict.Plan) -> tuple[dict, dict]:
-    """(``cost.step_time`` of the slowest stage, tokens a second at best and at least: see ``in_short``)"""
+    """(``cost.step_time`` of the slowest stage, tokens per second at best and at least: see ``in_short``)"""
     links = (
         link_of(options.link or options.booked.link, cost.LINKS, cost.LINKS["nvlink"].latency, "--link"),
         link_of(options.network, cost.NETWORKS, cost.NETWORKS["infiniband"].latency, "--network"),

@@ -72,7 +72,7 @@ def fused(tape, name: str, query, key, value, heads: Heads):
 
 
 def _beside(name: str, itemsize: int, heads: Heads, wanted: bool) -> list[tuple[str, int, int]]:
-    """(what, numbers, bytes a number) of what a kernel returns for its backward beside the result."""
+    """(what, numbers, bytes per number) of what a kernel returns for its backward beside the result."""
     if name == "efficient":
         padded = 32 * ceil(heads.length / 32)
         return [("log-sum-exp", heads.rows // heads.length * padded, FP32)] if wanted else []
@@ -81,7 +81,7 @@ def _beside(name: str, itemsize: int, heads: Heads, wanted: bool) -> list[tuple[
 
 
 def _workspaces(name: str, numel: int, itemsize: int, heads: Heads) -> list[list[tuple[str, int, int]]]:
-    """What a GPU's kernel allocates inside its backward, and frees: for each moment [(what, numbers, bytes a number)].
+    """What a GPU's kernel allocates inside its backward, and frees: for each moment [(what, numbers, bytes per number)].
 
     Flash sums the queries' gradient in fp32, padded to whole tiles. Memory-efficient multiplies gradient and result
     first. Both make a gradient of key and value for each head of queries where these are grouped.

@@ -6,7 +6,7 @@ to all-reduce it (chapter 02). Of its edges, one each way crosses the boundary o
   time of a collective = steps of the ring × latency + the larger of
       bytes a rank sends / bandwidth of its link,  bytes that leave a node / bandwidth of the node's network
 
-Bandwidths are bytes a second in one direction, latencies seconds: of one step of a ring, over the slowest link that it
+Bandwidths are bytes per second in one direction, latencies seconds: of one step of a ring, over the slowest link that it
 crosses. These are bounds for rings: no real network does better. Not modelled: NCCL's trees, and all-gathers in two
 levels, first among nodes and then within, which take fewer steps where there are many ranks.
 """
@@ -142,7 +142,7 @@ def step_time(plan: Plan, node_size: int, link: Link, network: Link, flops: floa
 
 
 def utilisation(plan: Plan, seconds: float, peak: float) -> dict:
-    """{"MFU", "HFU"}: the shares of ``peak`` operations a second that go into the model, and that a rank does at all,
+    """{"MFU", "HFU"}: the shares of ``peak`` operations per second that go into the model, and that a rank does at all,
     where a step takes so many seconds. HFU counts what is computed again, and of causal attention half (planner/flops.py).
     """
     return {"MFU": of_model(plan) / seconds / peak, "HFU": of_hardware(plan) / seconds / peak}
@@ -151,7 +151,7 @@ def utilisation(plan: Plan, seconds: float, peak: float) -> dict:
 def model_state(parameters: float, ranks: int, stage: int, sizes=(2, 2, 12)) -> float:
     """Bytes a rank of parameters, gradients and optimizer state under ZeRO stage 0 to 3 (arXiv:1910.02054, section 5).
 
-    sizes: bytes a parameter of each, for mixed-precision Adam as the paper counts it by default.
+    sizes: bytes per parameter of each, for mixed-precision Adam as the paper counts it by default.
     """
     parts = [ranks if stage >= cut else 1 for cut in (3, 2, 1)]
     return sum(parameters * size / part for size, part in zip(sizes, parts, strict=True))

@@ -3,7 +3,7 @@
 8-bit Adam   bitsandbytes.optim.AdamW8bit: two states of a byte a number, and in fp32 the largest of each block of 256,
              from version 0.44 on (2048 before); tensors below 4,096 numbers keep states in fp32; one code of 256
              numbers in fp32 for each state (bitsandbytes/optim/optimizer.py, arXiv:2110.02861)
-NF4          QLoRA's weights: 4 bits a number, and of each block of 64 the largest, of which all but their mean is in
+NF4          QLoRA's weights: 4 bits per number, and of each block of 64 the largest, of which all but their mean is in
              8 bits with, of each 256 of them, the largest in fp32 (arXiv:2305.14314, section 3)
 """
 
@@ -34,6 +34,6 @@ def blocks(numel: int) -> int:
 
 
 def nf4(numel: int) -> int:
-    """Bytes of a weight of so many numbers, with its doubly quantised constants: 4.127 bits a number."""
+    """Bytes of a weight of so many numbers, with its doubly quantised constants: 4.127 bits per number."""
     constants = blocks(numel)
     return ceil(numel / 2) + constants + FP32 * ceil(constants / BLOCKS_OF_BLOCK) + FP32

@@ -2,7 +2,7 @@
 
 memory     GiB that PyTorch finds on it ("total capacity" in its out-of-memory messages): less than the name says, as
            the driver keeps some
-flops      operations a second, by number format, without sparsity, of NVIDIA's data sheets: bf16 with tensor cores
+flops      operations per second, by number format, without sparsity, of NVIDIA's data sheets: bf16 with tensor cores
            and fp32 sums; fp32 without them, as PyTorch multiplies unless it is told to use TF32; fp64 with them, where
            there are any
 
@@ -28,7 +28,7 @@ RESERVE = (1.16, 1.22)
 
 @dataclass(frozen=True)
 class GPU:
-    """One model of GPU. memory: GiB. flops: {number format: operations a second}. link: a key of ``cost.LINKS``."""
+    """One model of GPU. memory: GiB. flops: {number format: operations per second}. link: a key of ``cost.LINKS``."""
 
     memory: float
     flops: dict[str, float]

@@ -51,8 +51,8 @@ class Blueprint:
     modules: tuple[SizedModule, ...]
     batch: Callable[
         [Tape, int, int], tuple[SizedTensor, SizedTensor]
-    ]  # (tape, micro-batches, bytes a number) → input, targets
-    loss: Callable[[Tape, SizedTensor, SizedTensor, int], SizedTensor]  # of output, targets, bytes a number
+    ]  # (tape, micro-batches, bytes per number) → input, targets
+    loss: Callable[[Tape, SizedTensor, SizedTensor, int], SizedTensor]  # of output, targets, bytes per number
     samples: int  # images or tokens in a micro-batch on a rank
     flops: float  # of forward and backward of one sample, without recomputation
     tied: dict[str, str] = field(default_factory=dict)  # a parameter → the one that it is

@@ -41,7 +41,7 @@ class Tape(Autograd):
     def __init__(self, fused=False, autocast: int | None = None, workspaces=False, torch: tuple[int, int] = (2, 15)):
         """fused: a GPU's kernels, where a norm and its backward are one operator each.
 
-        autocast: bytes a number in which autocast multiplies matrices; None: there is no autocast. workspaces: count
+        autocast: bytes per number in which autocast multiplies matrices; None: there is no autocast. workspaces: count
         what these kernels allocate inside them. torch: the version whose choice of attention it is.
         """
         super().__init__()

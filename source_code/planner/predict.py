@@ -23,7 +23,7 @@ from collections import Counter
 from dataclasses import replace
 from math import prod
 
-from planner import networks, zero
+from planner import UserError, huggingface, networks, zero
 from planner.mesh import arrange
 from planner.pipeline import Stage, blocks_of
 from planner.plan import Plan
@@ -64,6 +64,8 @@ def plan_of(record: dict, rank: int = 0) -> Plan:
         trained = {name: config[name] for name in ("precision", "optimizer")} | {"micro_batches": config["accumulate"]}
         shape, stage = GPT_SHAPES[config["preset"]], Stage(ranks, rank, config["schedule"])
         return of_stage(shape, *sizes, stage, on_gpu=record["device"] == "cuda", **trained, **common)
+    if script == "hf_fsdp.py":
+        return of_hugging_face(config, on_gpu=record["device"] == "cuda", **common)
     if script == "gpt_zero.py":
         config = zero.as_gpt_fsdp(config)
     common |= {name: config[name] for name in ("strategy", "precision")}
@@ -92,6 +94,20 @@ def plan_of(record: dict, rank: int = 0) -> Plan:
         rank=rank,
         **common,
     )
+
+
+def of_hugging_face(config: dict, on_gpu: bool, **common) -> Plan:
+    """The plan of a run of hf_fsdp.py with these options, as far as the course's operators are the model's own.
+
+    UserError: adapters, which are peft's, or a family that is not known.
+    """
+    if config["lora"]:
+        raise UserError("peft's adapters, on every product, are not planned: simulate the run (imagine.hf)")
+    shape = huggingface.load(config["model"] or config["config"])
+    sizes = (config[name] for name in ("batch_size", "seq_len", "recompute"))
+    common |= {name: config[name] for name in ("strategy", "precision")}
+    common |= {"micro_batches": config["accumulate"], "clip": config["clip"] is not None}
+    return Plan(networks.gpt(shape, *sizes, apart=not shape.tied), optimizer="adamw", on_gpu=on_gpu, **common)
 
 
 def of_stage(shape: GPTShape, batch: int, length: int, recompute: str, stage: Stage, **options) -> Plan:

@@ -77,7 +77,7 @@ def time_lines(asked, found: dict) -> list[str]:
             f"communication {times['communication']:.3g} s{waiting}"
         ),
         f"a step takes {times['overlapped']:.3g} s overlapped, {times['in turn']:.3g} s one after the other",
-        f"{throughput(found)} tokens a second, all ranks together",
+        f"{throughput(found)} tokens per second, all ranks together",
         f"overlapped, MFU {shares['MFU']:.0%} and HFU {shares['HFU']:.0%} of all ranks' peak: MFU counts all of attention, as PaLM does, "
         "HFU the half that a causal kernel computes, and what is recomputed",
     ]
@@ -150,7 +150,7 @@ def sweep_text(asked, rows: list[dict]) -> str:
 
 
 def short(asked, row: dict) -> str:
-    """The columns that each row of a table ends with: planned, reserved, tokens a second, and what it lacks."""
+    """The columns that each row of a table ends with: planned, reserved, tokens per second, and what it lacks."""
     if row["answer"] == NOT_PLANNED:
         return f"{'':46}{NOT_PLANNED}: {row['why']}"
     if row.get("recompute") == "any":

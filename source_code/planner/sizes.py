@@ -14,7 +14,7 @@ from collections import Counter
 from contextlib import suppress
 from math import prod
 
-INT64, FP64, FP32, BF16 = 8, 8, 4, 2  # bytes a number
+INT64, FP64, FP32, BF16 = 8, 8, 4, 2  # bytes per number
 
 
 class Storage:
@@ -116,7 +116,7 @@ class Autograd:
         self.live, self.total = Counter(), 0
         self.place, self._moments = "start", {}
         self.highest, self.rising = 0, False  # of this place; whether the highest moment is now, and not yet kept
-        self.each = {}  # term → (numbers, bytes a number, whether it has some for each sample) of one tensor of that name
+        self.each = {}  # term → (numbers, bytes per number, whether it has some for each sample) of one tensor of that name
         self.nodes = []
         self.made_as = "activations"  # the category of new tensors: "temporary" inside backward
         self.gradients_as = "gradients"  # the category of parameters' gradients before they are reduced
@@ -173,7 +173,7 @@ class Autograd:
         return SizedTensor(self.hold("activations", name, times * numel * itemsize, itemsize), numel, itemsize)
 
     def gradient_of(self, parameter: SizedParameter, itemsize: int | None = None) -> SizedTensor:
-        """itemsize: bytes a number, where they are not the parameter's."""
+        """itemsize: bytes per number, where they are not the parameter's."""
         category = self.gradients_as if parameter.uses == 1 else None  # of several parts, their sum is the gradient
         if self.made_as == "activations" and category != "gradients":  # already in forward: see chunked_loss.py
             category = None

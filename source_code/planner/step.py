@@ -58,9 +58,8 @@ class Step:
         self.rules.before_optimizer()
         if self.first:
             held += [tape.hold(*term, size) for term, size in terms if term[0] == "optimizer state"]
-        # PyTorch's default for Adadelta: all plain tensors of a GPU at once, DTensors and the CPU's one after the other.
-        at_once = plan.on_gpu and plan.strategy != "fsdp2"
-        numel = 0 if plan.offload else optimizer_temporary(plan.optimizer, plan.updated, at_once)
+        # PyTorch's default for Adadelta: all tensors of a GPU at once, DTensors too; the CPU's one after the other.
+        numel = 0 if plan.offload else optimizer_temporary(plan.optimizer, plan.updated, at_once=plan.on_gpu)
         temporary = numel * plan.itemsize
         held.append(tape.hold("temporary", "intermediate results", temporary))
         return tape.moments

@@ -14,7 +14,8 @@ What is chosen, and where PyTorch says so (C++ below aten/src/ATen and aten/src/
   rms_norm             layer_norm.cpp: one operator where weight and input have one number format
   dropout              Dropout.cpp: native_dropout, whose mask has a byte a number
   autocast             autocast_mode.h: also rms_norm and log_softmax are computed in fp32
-  optimizers           torch/optim/optimizer.py: foreach is the default for plain CUDA tensors, not for DTensors
+  optimizers           torch/optim/optimizer.py: foreach is the default for CUDA tensors; for DTensors too, which
+                       torch/distributed/tensor/__init__.py adds to the types that have it
   their step counters  torch/optim/adam.py, adadelta.py: made without a device, so in the CPU's memory, unless fused
 
 What operators allocate inside them no tracer sees, on a GPU neither, but the allocator does: ``workspace`` knows it
@@ -60,8 +61,9 @@ class GpuOperators(contextlib.ExitStack):
         self.enter_context(mock.patch.multiple(F, **instead))
         makers = {name: self.knowing_where(getattr(torch, name)) for name in ("tensor", "zeros")}
         self.enter_context(mock.patch.multiple(torch, **makers))
-        plain = {"_foreach_supported_types": [FakeTensor], "_get_foreach_kernels_supported_devices": lambda: ["cpu"]}
-        self.enter_context(mock.patch.multiple(optimizers, **plain))
+        types = [*optimizers._foreach_supported_types, FakeTensor]
+        at_once = {"_foreach_supported_types": types, "_get_foreach_kernels_supported_devices": lambda: ["cpu"]}
+        self.enter_context(mock.patch.multiple(optimizers, **at_once))
         return super().__enter__()
 
     def knowing_where(self, make):

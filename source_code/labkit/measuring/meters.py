@@ -107,7 +107,7 @@ class Meter:
         for all but the allocator's, on the CPU None.
           "peak": bytes by category at the peak, "peak_phase" and "peak_operator": where it is,
           "start": bytes by category as a step begins, "timeline": [phase, bytes by category …] of one step,
-          all of rank 0; "peak_by_rank": total bytes a rank; "allocator": CUDA's figures of rank 0, or None.
+          all of rank 0; "peak_by_rank": total bytes per rank; "allocator": CUDA's figures of rank 0, or None.
         """
         highest, size = peak(self.timeline) if self.timeline else (None, None)
         sizes = [None] * dist.get_world_size()
@@ -179,7 +179,7 @@ def free_memory_of_a_rank(me, device) -> float:
 def utilisation(tokens_per_second: float | None, flops_per_token: float, dtype: torch.dtype, me) -> dict:
     """Which share of what a rank can do goes into the model: {"peak_flops", "peak_of", "value"}.
 
-    The peak, in operations a second and rank, is measured here and now. Collective: all ranks measure at once, as
+    The peak, in operations per second and rank, is measured here and now. Collective: all ranks measure at once, as
     what they share (a CPU's cores, a node's power) they share in training too. value: None if no time was measured.
     """
     size = 8192 if me.device.type == "cuda" else 512
@@ -195,7 +195,7 @@ def utilisation(tokens_per_second: float | None, flops_per_token: float, dtype: 
 
 
 def _matmul_flops(size: int, device, dtype: torch.dtype, seconds: float = 0.3) -> float:
-    """The most operations a second that multiplying two square matrices reaches, of all tries in that time."""
+    """The most operations per second that multiplying two square matrices reaches, of all tries in that time."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best, deadline = math.inf, time.perf_counter() + seconds
     while (start := time.perf_counter()) < deadline:

@@ -5,6 +5,7 @@ differs a little from one version of Python to the next, and so do the losses.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -21,16 +22,25 @@ class Text:
     validation: torch.Tensor
 
 
-def load(device: torch.device) -> Text:
-    """The whole text on the device: it is half a megabyte. UserError: this Python came without it."""
+def read(file: str | None = None) -> tuple[str, bytes]:
+    """(name, bytes) of a file of text, or of the course's own. UserError: it cannot be read."""
+    if file:
+        try:
+            return Path(file).name, Path(file).read_bytes()
+        except OSError as error:
+            raise UserError(f"--data {file} cannot be read ({error.strerror}): name a file of text") from None
     try:
         from pydoc_data.topics import topics
     except ImportError:
         raise UserError(
             "this Python has no pydoc_data, the text to train on: install your system's whole python3 package"
         ) from None
-    text = "".join(topics[name] for name in sorted(topics)).encode()
-    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    return NAME, "".join(topics[name] for name in sorted(topics)).encode()
+
+
+def load(device: torch.device) -> Text:
+    """The whole text on the device: it is half a megabyte. UserError: this Python came without it."""
+    tokens = torch.frombuffer(bytearray(read()[1]), dtype=torch.uint8).to(device)
     cut = len(tokens) * 9 // 10
     return Text(tokens[:cut], tokens[cut:])
 

@@ -1,0 +1,241 @@
+"""The lab for a model of your own: a causal language model of Hugging Face's transformers, fine-tuned under FSDP2.
+
+  python hf_fsdp.py --config samples/llama_small.json --ranks 4        # random weights, of that shape
+  python hf_fsdp.py --model Qwen3-8B --save tuned                      # a folder with config.json and safetensors
+  python hf_fsdp.py --model Qwen3-8B --lora 16 --save adapters         # a frozen base, peft's adapters
+  srun -p gpu -N 1 --gres=gpu:4 --cpus-per-task=16 python hf_fsdp.py --model Qwen3-8B --precision bf16 --recompute full
+  torchrun --nproc-per-node 8 hf_fsdp.py --model Qwen3-8B --data mine.txt --checkpoint ckpt --resume
+
+No rank holds the whole model to load it or to train it: each reads from the files what it keeps. What --save writes, ``from_pretrained``
+reads without this course. README.md has every way to start it.
+"""
+
+import math
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from labkit import UserError
+from labkit.measuring import limits, meters, records
+from labkit.measuring.trace import local
+from labkit.running import options, progress, ranks, stopping
+from labkit.running.options import option
+from labkit.training import checkpoints, hf_models, hf_weights, saving, text
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+# Everywhere, me is this rank: its rank, local_rank, world_size, device; me.say prints on rank 0 only.
+LOG_EVERY = 50  # steps
+
+
+def build(config, architecture, me):
+    """The model of a configuration (``hf_models.configuration``), sharded before it has any memory, then filled."""
+    model, pattern = (hf_models.on_meta(architecture, config.dtype, config.lora) for _ in range(2))
+    parallelize(model, config, me)
+    model.to_empty(device=me.device)
+    model.tie_weights()  # again: to_empty has given each name a tensor of its own
+    fill(model, pattern, config, me)  # the pattern, which nobody shards, is where first values come from
+    return DistributedDataParallel(model) if config.strategy == "ddp" else model
+
+
+def parallelize(model, config, me):
+    """Recompute blocks, and shard: in this order, as FSDP's hooks must lie around what is computed again."""
+    if config.recompute == "full":
+        for block in hf_models.blocks(model):
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if config.strategy == "fsdp2":
+        shard(model, config, me)
+    return model
+
+
+def shard(model, config, me):
+    """Each block is a unit, embedding and head are others, and the root has the rest. A weight that two share: the root."""
+    bf16 = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    settings = {
+        "mesh": init_device_mesh(me.device.type, (me.world_size,)),
+        "mp_policy": bf16 if config.precision == "bf16" else fsdp.MixedPrecisionPolicy(),
+    }
+    for block in hf_models.blocks(model):
+        fsdp.fully_shard(block, **settings)
+    if not hf_models.tied(model):
+        fsdp.fully_shard(model.get_input_embeddings(), **settings)
+        # Backward begins with the head: freed after forward, it would be gathered again at once.
+        fsdp.fully_shard(model.get_output_embeddings(), reshard_after_forward=False, **settings)
+    fsdp.fully_shard(model, **settings)
+
+
+@torch.no_grad()
+def fill(model, pattern, config, me):
+    """Give every parameter and buffer its value: from the model's files, else a first value; prove none was forgotten."""
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    for parameter in parameters.values():
+        local(parameter).fill_(math.nan)
+    read = {name: tensor for name, tensor in parameters.items() if config.model and "lora_" not in name}
+    if read:
+        size = hf_weights.Folder(config.model).read_into(hf_models.stored_names(read), model.base_model_prefix)
+        me.say(f"read {size / 2**20:,.1f} MiB of {Path(config.model).name} per rank")
+    for name, value in hf_models.first_values(pattern, config.seed, frozenset(read)):
+        tensor = parameters.get(name, buffers.get(name))
+        if isinstance(tensor, DTensor):  # every rank draws the whole value and keeps its part: nothing is sent
+            value = local(distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None))
+        if tensor is not None:  # the second name of a tensor that two share
+            local(tensor).copy_(value)
+    if forgotten := [name for name, parameter in parameters.items() if local(parameter).isnan().any()]:
+        raise UserError(f"{config.model or config.config}: no value for {', '.join(forgotten[:3])}: is a file damaged?")
+
+
+def make_optimizer(model, config):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=config.lr, foreach=True)
+
+
+def compute_loss(model, inputs, targets, config):
+    """Mean cross-entropy of a micro-batch on this rank, in nats a token."""
+    by_autocast = config.precision == "bf16" and config.strategy != "fsdp2"  # FSDP casts by its own policy
+    with torch.autocast(inputs.device.type, torch.bfloat16) if by_autocast else nullcontext():
+        logits = model(input_ids=inputs, use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1).to(config.dtype), targets.flatten())
+
+
+def train_step(model, optimizer, inputs, targets, config):
+    """One step on this rank's (inputs, targets), each of shape (accumulate, batch_size, seq_len).
+
+    Returns the micro-batches' parts of the loss, whose sum it is.
+    """
+    losses = []
+    for micro in range(config.accumulate):
+        loss = compute_loss(model, inputs[micro], targets[micro], config) / config.accumulate
+        loss.backward()
+        losses.append(loss.detach())
+    if config.clip:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return losses
+
+
+def training_batches(tokens, config, me, steps):
+    """A step's micro-batches on this rank: (inputs, targets), each of shape (accumulate, batch_size, seq_len)."""
+    shape = config.accumulate, me.world_size, config.batch_size
+    for step in steps:
+        starts = text.starts(tokens, config.seq_len, math.prod(shape), config.seed, step)
+        yield text.sequences(tokens, starts.view(shape)[:, me.rank], config.seq_len)
+
+
+def train(config, me):
+    """Train as ``config`` says in the process group there is; returns this run's part of a record."""
+    architecture = hf_models.configuration(config.model or config.config, "--model" if config.model else "--config")
+    name, tokens = hf_models.tokens_for(config, architecture, me.device)
+    model = build(config, architecture, me)
+    optimizer = make_optimizer(model, config)
+    global_batch = config.batch_size * config.accumulate * me.world_size
+    run = checkpoints.identity(config, global_batch, name)
+    step = first_step = checkpoints.resume(config, model, optimizer, run, config.max_steps)
+    me.say(
+        f"{records.place(me)}; {sum(p.numel() for p in model.parameters()):,} parameters, "
+        f"{sum(p.numel() for p in model.parameters() if p.requires_grad):,} trained; data {name}, {len(tokens):,} tokens"
+    )
+
+    bar = progress.Progress(me, config.max_steps, step)
+    meter = meters.Meter(model, optimizer, me.device, progress=bar, profile=config.profile)
+    saver = saving.Saver(config, model, optimizer, run, step)
+    stop = stopping.Stop(config)
+    losses, save_every = [], config.checkpoint_every or config.max_steps
+    while step < config.max_steps:
+        end = min(config.max_steps, *(step - step % every + every for every in (save_every, LOG_EVERY)))
+        batches = training_batches(tokens, config, me, range(step, end))
+        local_losses = []
+        for inputs, targets in meter.watch(stop.unless_asked(batches)):
+            local_losses += train_step(model, optimizer, inputs, targets, config)
+            step += 1
+        if step % save_every == 0 or step == config.max_steps or stop.agreed:
+            saver.save(step)
+        if stop.agreed:
+            saver.finish()
+            stop.leave(me, step, config.max_steps)
+        summed = torch.stack(local_losses).view(-1, config.accumulate).sum(1)
+        dist.all_reduce(summed)  # once every LOG_EVERY steps: once a step, only to print, would slow the training
+        losses += (summed / me.world_size).tolist()
+        me.say(f"step {step}: loss {losses[-1]:.4f}")
+    saver.finish()
+    meter.finish()
+    if config.save:
+        hf_models.save(getattr(model, "module", model), architecture, config)
+        me.say(f"saved to {config.save}")
+    measured = meter.summary(global_batch)
+    rate = measured["time"]["samples_per_second"]
+    return {
+        "data": {"name": name, "train": len(tokens), "test": 0},
+        "batch_size": config.batch_size,
+        "units": sum(isinstance(module, fsdp.FSDPModule) for module in model.modules()),
+        "first_step": first_step,
+        "losses": losses,
+        "checkpoints": saver.summary(),
+        **measured,
+        "tokens_per_second": rate and rate * config.seq_len,
+    }
+
+
+def main(config, me):
+    """What every rank runs. me: which rank this is (labkit/running/ranks.py)."""
+    begin = time.perf_counter()
+    limits.check(config, me)
+    if config.save and me.rank == 0:
+        hf_weights.check_new(config.save)
+    dist.init_process_group(me.backend, device_id=me.device if me.device.type == "cuda" else None)
+    result = train(config, me)
+    records.report(config.script, config, me, result, elapsed=time.perf_counter() - begin)
+
+
+@dataclass(frozen=True)
+class Config(options.Training):
+    """One run. options.Training adds --ranks, --device, --backend, --checkpoint, --resume, --record and --profile."""
+
+    script: ClassVar[str] = "hf_fsdp.py"
+    cpu_offload: ClassVar[bool] = False
+
+    model: str | None = option(None, "a model's folder: config.json, safetensors, tokenizer.json", resumed=True)
+    config: str | None = option(None, "a config.json, or its folder: random weights of that shape", resumed=True)
+    data: str | None = option(None, "a file of text to train on (default: what Python's help() says)", resumed=True)
+    tokens: Literal["bytes", "model"] | None = option(
+        None, "what a token is: a byte, or what the model's tokenizer says (default with --model)", resumed=True
+    )
+    save: str | None = option(None, "folder for the trained model (with --lora: the adapters), as the library has it")
+    strategy: Literal["single", "ddp", "fsdp2"] = option("fsdp2", "one process, or how the ranks share")
+    max_steps: int = option(20, "steps to train, those of the run being resumed included", least=1)
+    batch_size: int = option(2, "sequences in a micro-batch on each rank", least=1)
+    seq_len: int = option(128, "tokens in a sequence", least=1, resumed=True)
+    precision: Literal["fp32", "bf16", "fp64"] = option(
+        "fp32", "number format of the computation; bf16: weights in fp32"
+    )
+    recompute: Literal["none", "full"] = option("none", "what backward computes again: nothing, or whole blocks")
+    accumulate: int = option(1, "micro-batches in a step", least=1)
+    clip: float | None = option(None, "largest global norm of the gradient", above=0)
+    lora: int | None = option(None, "freeze the model, and train peft's adapters of this width", least=1, resumed=True)
+    lr: float = option(1e-4, "learning rate", above=0)
+    seed: int = option(1, "seed of first values and of the order of the text", resumed=True)
+    checkpoint_every: int | None = option(None, "save after every so many steps too", least=1, needs="checkpoint")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if bool(self.model) == bool(self.config):
+            raise UserError("give --model FOLDER for a model with weights, or --config FILE for random ones")
+        if self.tokens == "model" and not self.model:
+            raise UserError("--tokens model needs --model: a tokenizer lies beside the weights")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, and of the loss."""
+        return torch.float64 if self.precision == "fp64" else torch.float32
+
+
+if __name__ == "__main__":
+    ranks.run(main, options.parse(Config, __doc__))
