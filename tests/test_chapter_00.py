@@ -48,6 +48,15 @@ def test_a_forgotten_layer_and_another_precision_fail():
     assert fails(lines, "parameters of one process") and fails(lines, "live tensors at the peak")
 
 
+@pytest.mark.long
+def test_a_tracer_that_counts_twice_parts_from_resident_memory():
+    breaks = {"return before, peak(trace.timeline())[1]": "return before, 2 * peak(trace.timeline())[1]"}
+    breaks |= {"record['hardware']": "hardware", "for batch in (1, 64, 128, 256)}": "for batch in (1, 64, 256)}"}
+    skipped = ("show(", "sums", "lab.run(", "record.items", 'record["')  # all but the last step of the chapter
+    lines = run_broken("00", breaks, until="explained[batch] - 1", skip=skipped)
+    assert fails(lines, "resident memory's growth, 64 to 256 images")
+
+
 # Exercises
 
 

@@ -1,6 +1,13 @@
 """Chapter 01: its verdicts can fail, and its exercises know right from wrong."""
 
+import re
+import sys
+
 import pytest
+import torch
+from answers import altered
+from commands import call
+from labkit.running import launch
 from labkit.teaching.exercises import check
 from labkit.teaching.exercises.chapter_01 import EXERCISES
 
@@ -16,7 +23,7 @@ def failed(lines, claim):
 @pytest.mark.long
 def test_a_bypassed_wrapper_is_seen():
     lines = run_broken("01", {SYNCED: "synced = flat_gradient(ddp.module, x, y, reduction)"})
-    assert not failed(lines, "each rank's own gradient")
+    assert not failed(lines, "each other rank's own gradient")
     assert failed(lines, "after backward, before any step()")
 
 
@@ -27,7 +34,7 @@ def test_a_sum_one_slice_for_all_and_a_step_on_every_rank_are_seen():
     lines = run_broken("01", breaks)
     assert not failed(lines, "after backward, before any step()")
     for claim in (
-        "each rank's own gradient",
+        "each other rank's own gradient",
         "and from the whole batch on one process",
         "after step() on rank 0 alone",
     ):
@@ -44,13 +51,67 @@ def test_a_sum_one_slice_for_all_and_a_step_on_every_rank_are_seen():
 )
 def test_memory_that_is_not_as_predicted_is_seen(launch, claim):
     breaks = {'strategy="ddp", batch_size=32': launch}
-    lines = run_broken("01", breaks, until="between steps, gradients", skip=("apart(",))
+    lines = run_broken(
+        "01",
+        breaks,
+        until="between steps, gradients",
+        skip=("apart(", "images_per_second", "learn(", "figures.", "same_lr"),
+    )
     assert failed(lines, claim)
 
 
 def said(number, answer, capsys):
     check(number, answer)
     return capsys.readouterr().out
+
+
+WRAPPED, SAMPLED, UNWRAPPED = "DistributedDataParallel(model.to(me.device))", "sampler=sampler", "model.module"
+ONLY = "if me.rank == 0:"
+
+
+@pytest.mark.parametrize(
+    ("breaks", "words"),
+    [
+        (
+            [(WRAPPED, "model"), (SAMPLED, "shuffle=True"), (UNWRAPPED, "model"), (ONLY, "if True:")],
+            "each rank takes all 24 images in every epoch",
+        ),
+        ([(".to(me.device)", "")], "me.device is never asked for"),
+        ([(WRAPPED, "model"), (UNWRAPPED, "model")], "the ranks have drifted apart: each has trained alone"),
+        ([("nll_loss(model(", "nll_loss(model.module(")], "is it the wrapper that computes the loss?"),
+        ([(SAMPLED, "shuffle=True")], "each rank takes all 24 images in every epoch"),
+        ([("sampler.set_epoch(epoch)", "pass")], "epoch 1 has the order of epoch 0"),
+        ([("(data)", "(data, num_replicas=3)")], "times, by all ranks together"),
+        ([("lr=lr", "lr=lr * me.world_size")], "their steps are 2 times too long"),
+        ([("loss.backward()", "(loss / me.world_size).backward()")], "their steps are 2 times too short"),
+        (
+            [("batch_size=batch_size", "batch_size=batch_size // 2")],
+            "not with one process that takes their 2 × 4 images",
+        ),
+        ([(f"    {ONLY}  # all", "    if True:  # all")], "rank 1 saves as well"),
+        ([(f"    {ONLY}  # all", "    if False:  # all")], "nobody saves"),
+        ([(".module", "")], "what is saved is called 'module.0.weight'"),
+        ([(f"    {ONLY}\n", "    if True:\n")], "rank 1 logs as well"),
+        ([("lr=lr)", "lr=rate)")], "a rank raises NameError: name 'rate' is not defined"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_wrong_conversion_is_told_its_first_difference(breaks, words, capsys):
+    assert words in said("01.0", altered("01.0", *breaks), capsys)
+
+
+@pytest.mark.long
+def test_the_script_for_one_gpu_and_the_one_for_many_train_and_save_the_same_names(tmp_path):
+    """As a learner's own: they need nothing of this course."""
+    folder, saved = launch.SOURCE / "one_gpu_to_ddp", []
+    for words in (["one_gpu.py"], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "ddp.py"]):
+        run = call(sys.executable, *words[:-1], folder / words[-1], cwd=tmp_path, timeout=120)
+        assert run.returncode == 0, run.stderr
+        losses = [float(loss) for loss in re.findall(r"epoch \d: the last batch's loss is ([\d.]+)", run.stdout)]
+        assert len(losses) == 2 and max(losses) < 1  # once, not once per rank; ten classes by chance: 2.3
+        saved.append(torch.load(tmp_path / "model.pt"))
+        (tmp_path / "model.pt").unlink()
+    assert [(name, t.shape) for name, t in saved[0].items()] == [(name, t.shape) for name, t in saved[1].items()]
 
 
 def test_two_digits_after_the_point_are_enough(capsys):

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from answers import altered
 from labkit.teaching.exercises import check
 
 from notebooks import run_broken
+
+NO_SUM = "lambda me, chunks, shift: [shift(chunks[me.rank - 1]) for _ in range(me.world_size - 1)][-1]"
 
 
 @pytest.mark.long
@@ -12,7 +15,7 @@ from notebooks import run_broken
     "breaks, failing",
     [
         # The arriving partial sum is kept instead of added
-        ({"chunks[theirs] + shift(": "shift("}, ["our ring differs"]),
+        ({'yours_or_ours("02.0", ring_reduce_scatter)': NO_SUM}, ["our ring differs"]),
         # The all-gather stops a step early
         (
             {"range(W - 1):  # it passes on": "range(W - 2):  # it passes on"},
@@ -48,6 +51,37 @@ def test_a_collective_too_many_is_seen_by_the_kernel():
     lines = run_broken("02", breaks, until="by the kernel's count", skip=("worlds",))
     failed = [line for line in lines if line.startswith("FAIL")]
     assert len(failed) == 1 and "all-gather, by the kernel" in failed[0]
+
+
+@pytest.mark.parametrize(
+    "breaks, said",
+    [
+        ([("chunks[theirs] + shift(", "shift(")], "rank 0 returns 10 instead of 1111: that is one rank's own number"),
+        (
+            [("chunks[theirs] = chunks[theirs]", "chunks[theirs] = chunks[mine]")],
+            "numbers of different chunks are mixed",
+        ),
+        ([("range(W - 1)", "range(W - 2)")], "after 2 steps: too few"),
+        ([("- 1 - step", "- step"), ("- 2 - step", "- 1 - step")], "that is its own number"),
+        ([("return chunks[me.rank]", "return chunks")], "rank 0 returns a list, not a chunk"),
+        (
+            [
+                ("- 1 - step", "- step"),
+                ("- 2 - step", "- 1 - step"),
+                ("return chunks[me.rank]", "return chunks[theirs]"),
+            ],
+            "the sum of chunk 1, complete, but on the wrong rank",
+        ),
+        (
+            [("    return chunks[", "    shift(chunks[0])\n    return chunks[")],
+            "each rank sends 4 chunks; 3 are enough",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_wrong_ring_is_told_its_first_difference(breaks, said, capsys):
+    check("02.0", altered("02.0", *breaks))
+    assert said in capsys.readouterr().out
 
 
 def pad(parts):

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from labkit.teaching.exercises import check
+from answers import altered
+from labkit.teaching.exercises import chapter_03, check
 
 from notebooks import run_broken
 
@@ -42,23 +43,67 @@ def verdict_of(capsys, number, answer):
     return capsys.readouterr().out.split(": ", 1)[1].strip()
 
 
-def padded(flat, world):
-    return torch.nn.functional.pad(flat, (0, -len(flat) % world))
+REDUCED = "dist.reduce_scatter_tensor(own, gradient)"
 
 
 @pytest.mark.parametrize(
-    "wrong, says",
+    "breaks, says",
     [
-        (lambda flat, rank, world: flat.chunk(world)[rank].clone(), "lengths [3, 3, 3, 1]"),
-        (lambda flat, rank, world: flat[: len(flat) // world * world].chunk(world)[rank].clone(), "is lost"),
-        (lambda flat, rank, world: padded(flat, world).chunk(world)[rank], "keeps the whole vector alive"),
-        (lambda flat, rank, world: padded(flat, world)[rank::world].clone(), "rank 0 has [1.0, 5.0]"),
-        (lambda flat, rank, world: padded(flat, world).clone(), "shards of 8"),
-        (lambda flat, rank, world: flat.undefined, "raises AttributeError"),
+        ([(".div_(world)", "")], "that is the sum over the ranks; a mean is wanted"),
+        ([(REDUCED, "own.copy_(gradient.chunk(world)[rank] * world)")], "its slice of its own gradient"),
+        ([(REDUCED, "dist.all_reduce(gradient); own = gradient")], "that is the mean of the whole gradient"),
+        (
+            [(REDUCED, "dist.all_reduce(gradient); own = gradient.chunk(world)[rank].clone()")],
+            "all_reduce sends more than a reduce-scatter",
+        ),
+        (
+            [("gradient.new_empty(len(gradient) // world)", "gradient.chunk(world)[rank]")],
+            "keeps the whole vector alive",
+        ),
+        ([(REDUCED, "dist.reduce_scatter_tensor(own, gradient.view(world, -1).flip(0).flatten())")], "rank 2's slice"),
+        ([(".div_(world)", ".div_(world * world)")], "divided by the ranks once more"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_wrong_reduction_is_told_its_first_difference(breaks, says, capsys):
+    assert says in verdict_of(capsys, "03.0", altered("03.0", *breaks))
+
+
+@pytest.mark.parametrize(
+    "breaks, says",
+    [
+        ([("-(-sum(sizes) // world)", "sum(sizes) // world")], "with the padding, every shard has 5 numbers"),
+        ([("(start, stop) if", "(begin + start, begin + stop) if")], "not from the vector's"),
+        (
+            [("(start, stop) if", "(start + begin - rank * share, stop + begin - rank * share) if")],
+            "rank 1 says (1, 5) of parameter 2, and should say (0, 4): counted from the parameter's own beginning, not from the shard's",
+        ),
+        ([("(start, stop) if", "(start, stop - 1) if")], "stop is one past the last"),
+        ([(" if start < stop else (0, 0)", "")], "rank 1 says (4, 4) of parameter 0, and should say (0, 0): nothing"),
+        ([("(start, stop) if", "start if")], "rank 0 says 0 of parameter 0, and should say (0, 4): a pair is wanted"),
+        ([("return found", "return found[:1]")], "2 pairs are wanted, one for each parameter"),
+        ([("begin += size", "begin += length")], "raises NameError"),
     ],
 )
-def test_a_wrong_shard_is_explained(wrong, says, capsys):
-    assert says in verdict_of(capsys, "03.2", wrong)
+def test_wrong_pieces_are_explained(breaks, says, capsys):
+    assert says in verdict_of(capsys, "03.2", altered("03.2", *breaks))
+
+
+def test_the_pieces_are_those_that_fsdp1_writes_down():
+    """``_ShardParamInfo`` of each rank, without a process group: the function that makes it only reads numbers."""
+    from types import SimpleNamespace
+
+    from torch.distributed.fsdp._flat_param import FlatParamHandle
+
+    sizes, world = (5, 1, 8, 3), 4
+    flat = SimpleNamespace(_numels_with_padding=(*sizes, 3), _is_padding_mask=[False] * 4 + [True])
+    handle = SimpleNamespace(flat_param=flat)
+    handle._get_flat_param_offsets = lambda: FlatParamHandle._get_flat_param_offsets(handle)
+    for rank in range(world):
+        infos = FlatParamHandle._get_shard_metadata(handle, 5 * rank, 5 * rank + 4)
+        ours = chapter_03.reference_pieces(sizes, rank, world)
+        theirs = [(i.intra_param_start_idx, i.intra_param_end_idx + 1) if i.in_shard else (0, 0) for i in infos]
+        assert theirs == ours
 
 
 def scaled(shards, factor):

@@ -2,7 +2,11 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from forked import by_value
 from labkit.teaching.exercises import check
+from torch.distributed.fsdp import fully_shard
 
 from notebooks import run_broken
 
@@ -12,20 +16,29 @@ BREAKS = {
     "not one unit": ({'strategy="fsdp2", batch': 'strategy="fsdp2", wrap="size", batch'}, "peak of FSDP2"),
     "a layer forgotten in the arithmetic": ({"4 * (128 * 9217 + 10 * 129)": "4 * 128 * 9217"}, "whole gradients"),
 }
+TABLES = ("constructed", "held", "learned", "together")
+
+
+@pytest.mark.long
+def test_another_batch_is_noticed():
+    breaks = {"mine = slice(None) if": "mine = slice(0, 1) if"}
+    lines = run_broken("04", breaks, until="largest difference of the losses", skip=("held", "pandas"))
+    assert lines[-1].startswith("FAIL  largest difference of the losses"), lines
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", BREAKS)
 def test_verdicts_can_fail(case):
     breaks, claim = BREAKS[case]
-    lines = run_broken("04", breaks | {"assert terms ==": "terms =="}, skip=("constructed", "walk", "held"))
+    breaks = breaks | {"assert terms ==": "terms =="}
+    lines = run_broken("04", breaks, until="between steps, {kind}", skip=(*TABLES, "walk"))
     assert any(line.startswith("FAIL") and claim in line for line in lines), lines
 
 
 @pytest.mark.long
 def test_floor_can_be_missed():
     breaks = {"floor = 4 * P": "floor = 2 * 4 * P"}
-    lines = run_broken("04", breaks, until="at_least=floor", skip=("constructed", "walk", "held"), ranks=4)
+    lines = run_broken("04", breaks, until="at_least=floor", skip=(*TABLES, "walk"), ranks=4)
     assert all(line.startswith("FAIL") for line in lines if "lowest" in line) and "lowest" in lines[-1]
 
 
@@ -47,4 +60,79 @@ WRONG = [
 @pytest.mark.parametrize(("number", "wrong", "words"), WRONG)
 def test_wrong_function_is_told_what_is_wrong(number, wrong, words, capsys):
     said = answered(number, wrong, capsys)
+    assert "not quite" in said and words in said
+
+
+def loop(model, batches, optimizer, mesh, call=None, clips=True, clears=True, averages=True):
+    """The loop of 04.0, right but for what is said."""
+    losses = []
+    for inputs, labels in batches:
+        loss = F.cross_entropy((call or model)(inputs), labels)
+        loss.backward()
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        if clears:
+            optimizer.zero_grad()
+        mean = loss.detach().clone()
+        if averages:
+            dist.all_reduce(mean)
+            mean /= mesh.size()
+        losses.append(mean.item())
+    return losses
+
+
+def sharded(model, mesh, inner=False):
+    """The optimizer of a model that is sharded now."""
+    if inner:
+        fully_shard(model[2], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def optimizer_first(model, batches, mesh):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    fully_shard(model, mesh=mesh)
+    return loop(model, batches, optimizer, mesh)
+
+
+def local_loss(model, batches, mesh):
+    return loop(model, batches, sharded(model, mesh), mesh, averages=False)
+
+
+def submodules(model, batches, mesh):
+    return loop(model, batches, sharded(model, mesh, inner=True), mesh)
+
+
+def forward_directly(model, batches, mesh):
+    return loop(model, batches, sharded(model, mesh), mesh, call=model.forward)
+
+
+def not_clipped(model, batches, mesh):
+    return loop(model, batches, sharded(model, mesh), mesh, clips=False)
+
+
+def never_cleared(model, batches, mesh):
+    return loop(model, batches, sharded(model, mesh), mesh, clears=False)
+
+
+def not_sharded(model, batches, mesh):
+    return loop(model, batches, torch.optim.SGD(model.parameters(), lr=0.5), mesh)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (optimizer_first, "was the optimizer made after fully_shard?"),
+        (local_loss, "the loss of this rank's batch; the mean over the ranks is wanted"),
+        (submodules, "module 2 is a unit of its own"),
+        (forward_directly, "FSDP gathers when the model is called"),
+        (not_clipped, "the gradient's norm was not limited"),
+        (never_cleared, "the gradients of the step before are still there"),
+        (not_sharded, "fully_shard has not been called"),
+    ],
+)
+def test_a_training_loop_is_told_its_first_difference(wrong, words, capsys):
+    by_value(loop)  # and with it whatever this file has
+    said = answered("04.0", wrong, capsys)
     assert "not quite" in said and words in said

@@ -19,11 +19,82 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks cannot 
 @pytest.mark.long
 def test_the_peak_does_not_move_without_the_unit():
     lines = run_broken(
-        "05", {'wrap="size", batch_size=32': 'wrap="unit", batch_size=32'}, skip=("FullyShardedDataParallel(",)
+        "05",
+        {'wrap="size", batch_size=32': 'wrap="unit", batch_size=32'},
+        until="what wrapping fc1 alone takes off",
+        skip=("fsdp1_units", "train(", "ran[", "gpt_fsdp.py", "persistent", "plans"),
     )
     failed = [line for line in lines if line.startswith("FAIL")]
     assert "peak of a rank with fc1 apart" in failed[0]
     assert "what wrapping fc1 alone takes off the peak" in failed[1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("breaks", "claim"),
+    [
+        ({"for block in model.blocks:": "for block in []:"}, "peak with a block a unit"),
+        ({'    "your units": wrap,': '    "your units": by_block,'}, "peak of your units"),
+    ],
+)
+def test_units_that_are_not_made_are_noticed(breaks, claim):
+    lines = run_broken("05", breaks, until="what a step adds")
+    assert any(line.startswith("FAIL") and claim in line for line in lines), lines
+
+
+def one_unit(model, shard):
+    shard(model)
+
+
+def blocks_only(model, shard):
+    for block in model.blocks:
+        shard(block)
+    shard(model)
+
+
+def root_first(model, shard):
+    shard(model)
+    for block in model.blocks:
+        shard(block)
+
+
+def no_root(model, shard):
+    for part in (model.embedding, *model.blocks, model.head):
+        shard(part)
+
+
+def blocks_norm_and_head(model, shard):
+    for part in (*model.blocks, [model.norm, model.head]):
+        shard(part)
+    shard(model)
+
+
+def no_root_at_all(model, shard):
+    for part in (model.embedding, *model.blocks, model.norm, model.head):
+        shard(part)
+
+
+def all_kept(model, shard):
+    for part in (model.embedding, *model.blocks, model.head):
+        shard(part, reshard_after_forward=False)
+    shard(model)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "said"),
+    [
+        (one_unit, "one unit is whole at once"),
+        (blocks_only, "the root has 4.0 MiB of parameters, whole all through backward"),
+        (root_first, "blocks.0 comes after model"),
+        (no_root, "norm.weight is in no unit"),
+        (no_root_at_all, "end with shard(model)"),
+        (blocks_norm_and_head, "the root has 2.0 MiB of parameters"),
+        (all_kept, "10.0 MiB of parameters are kept after forward"),
+    ],
+)
+def test_units_are_told_why_they_do_not_fit(wrap, said, capsys):
+    check("05.0", wrap)
+    assert said in capsys.readouterr().out
 
 
 def trained(me, configs):

@@ -1,10 +1,14 @@
 """Chapter 06: its verdicts can fail, and its exercises say what is wrong."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from forked import by_value
 from labkit.teaching.exercises import check
+from planner import predict
 
-from notebooks import run_broken
+from notebooks import FOLDER, read, run_broken
 
 
 def failed(lines, claim):
@@ -128,3 +132,68 @@ def by_the_gradient(shard, momentum, part):
 )
 def test_a_wrong_step_is_told_what_is_wrong(change, words, capsys):
     assert words in said("06.3", lambda *given: step(*given, **change), capsys)
+
+
+def by_hand(device, gradients, host, optimizer, bus, *, down=None, step=None, up=None):
+    """The right one, with one part replaced."""
+    for mine, gradient in zip(host, gradients, strict=True):
+        if down:
+            down(mine, gradient, bus)
+        else:
+            mine.grad = bus.down(gradient)
+    (step or optimizer.step)()
+    if not up:
+        for there, mine in zip(device, host, strict=True):
+            there.copy_(bus.up(mine))
+    else:
+        up(device, host, bus)
+
+
+def gradients_add_up(mine, gradient, bus):
+    gradient = bus.down(gradient)
+    mine.grad = gradient if mine.grad is None else mine.grad + gradient
+
+
+def the_parameters_twice(device, host, bus):
+    for there, mine in zip(device, host, strict=True):
+        bus.up(mine)
+        there.copy_(bus.up(mine))
+
+
+def new_optimizer(device, gradients, host, optimizer, bus):
+    by_hand(device, gradients, host, torch.optim.Adam(host, lr=0.01), bus)
+
+
+def names_only(device, host, bus):
+    for place, mine in enumerate(host):
+        device[place] = bus.up(mine)
+
+
+@pytest.mark.parametrize(
+    "answer, words",
+    [
+        ({"down": gradients_add_up}, "step 2: step 1 was right, the host's copy now is not"),
+        (new_optimizer, "step 2: step 1 was right, the host's copy now is not"),
+        ({"step": lambda: None}, "is not what an optimizer makes"),
+        ({"up": lambda device, host, bus: None}, "the device goes on with the old parameters"),
+        ({"up": the_parameters_twice}, "only the new parameters do, and once"),
+        ({"up": names_only}, "change device[i] in place"),
+        ({"down": lambda mine, gradient, bus: bus.down(bus.down(gradient))}, "on the host already"),
+    ],
+)
+def test_a_wrong_host_step_is_told_what_is_wrong(answer, words, capsys):
+    if isinstance(answer, dict):
+        changes = answer
+
+        def answer(*given):
+            by_hand(*given, **changes)
+
+    assert words in said("06.0", by_value(answer), capsys)
+
+
+@pytest.mark.parametrize(("ranks", "said"), [(1, "{:.1f} MB less on one rank"), (4, "and {:.1f} on four")])
+def test_what_a_gpu_should_save_is_what_the_planner_says(ranks, said):
+    plan = predict.of_mnist("fsdp2", "size", ranks, 8, device="cuda")
+    peaks = [predict.total(replace(plan, offload=offload).peak()[1]) for offload in (False, True)]
+    text = "".join(cell.source for cell in read(next(FOLDER.glob("06_*.ipynb"))).cells)
+    assert said.format((peaks[0] - peaks[1]) / 1e6) in text

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from forked import by_value
 from labkit.teaching.exercises import check
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from notebooks import run_broken
 
@@ -37,7 +39,7 @@ BREAKS = {
     "a warning comes a step later, and nothing is loaded": (
         {
             "step == warn_in": "step == warn_in + 1",
-            "dcp.load(found, checkpoint_id=where)": 'found["step"] = 12',
+            'go_on = yours_or_ours("07.0", go_on)': "go_on = lambda where, *_: 12 if where.exists() else 0",
             'whole["data"]["name"]': '"mnist-5k"',
             'whole["losses"][first - 1 :]': "after[1:] + after[:1]",
         },
@@ -89,20 +91,20 @@ def test_wrong_readers_are_told_why(message, capsys):
     assert message in judged("07.2", WRONG[message], capsys)
 
 
-def own(warned):
+def own(warned, device):
     return warned
 
 
-def never(warned):
+def never(warned, device):
     reduced(warned, torch.distributed.ReduceOp.MAX)
     return False
 
 
-def everyone(warned):
+def everyone(warned, device):
     return reduced(warned, torch.distributed.ReduceOp.MIN)
 
 
-def anyone(warned):
+def anyone(warned, device):
     return reduced(warned, torch.distributed.ReduceOp.MAX)
 
 
@@ -117,10 +119,55 @@ VOTES = {
     never: "with rank 0 warned, the ranks say False; one is enough",
     everyone: "one is enough: take the maximum",
     anyone: "right",
-    lambda warned: ...: "not answered yet",
+    lambda warned, device: ...: "not answered yet",
 }
 
 
 @pytest.mark.parametrize("vote", VOTES)
 def test_votes_are_judged(vote, capsys):
     assert VOTES[vote] in judged("07.4", by_value(vote), capsys)
+
+
+def going_on(where, model, optimizer, parts=("model", "optimizer"), put_back=True, step=None, at_first=0):
+    """The right function, and the ways to spoil it."""
+    if not where.exists():
+        return at_first
+    tensors, state = get_state_dict(model, optimizer)
+    found = {"model": tensors, "optimizer": state}
+    found = {part: found[part] for part in parts} | {"step": 0}
+    dcp.load(found, checkpoint_id=where)
+    if put_back:
+        optim_state = found.get("optimizer", state)
+        set_state_dict(model, optimizer, model_state_dict=tensors, optim_state_dict=optim_state)
+    return found["step"] if step is None else step
+
+
+SPOILED = {
+    "the parameters are right, so what the optimizer keeps is not": {"parts": ("model",), "rate": True},
+    "the learning rate is 0.1, that of a new optimizer": {"put_back": False},
+    "the parameters are not those that were saved": {"parts": ()},
+    "it returns 0 where step 3 was saved": {"step": 0},
+    "with no checkpoint there it returns None": {"at_first": None},
+}
+
+
+@pytest.mark.parametrize("message", SPOILED)
+def test_who_goes_on_wrongly_is_told_why(message, capsys):
+    how = dict(SPOILED[message])
+    lowered = how.pop("rate", False)
+
+    def go_on(where, model, optimizer):
+        if lowered:
+            optimizer.param_groups[0]["lr"] = 0.02
+        return going_on(where, model, optimizer, **how)
+
+    assert message in judged("07.0", by_value(go_on), capsys)
+
+
+def only_the_first_loads(where, model, optimizer):
+    return going_on(where, model, optimizer) if torch.distributed.get_rank() == 0 else 3 * where.exists()
+
+
+def test_a_load_by_one_rank_is_told(capsys):
+    said = judged("07.0", by_value(only_the_first_loads), capsys)
+    assert "not quite: it hangs" in said or "not quite: a rank raises" in said

@@ -1,11 +1,15 @@
 """Chapter 08: its verdicts fail when precision or recomputation is not what it says, its exercises judge fairly."""
 
+from math import ceil
+
 import pytest
 import torch
+from forked import by_value
 from labkit.teaching.exercises import check
-from labkit.teaching.exercises.chapter_08 import SHAPES, reference_kept
+from labkit.teaching.exercises.chapter_08 import SHAPES, all_but_down, reference_kept, the_labs
 from planner import networks, predict, shapes
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from notebooks import run_broken
@@ -16,18 +20,24 @@ BREAKS = {
         {'precision="fp32", max_steps=6': 'precision="fp32", recompute="full", max_steps=6'},
         "NBVAL_CHECK_OUTPUT",
         (),
-        ["peak of a rank in fp32", "activations over everything else at the peak"],
+        ["peak of a rank in fp32"],
+    ),
+    "more ranks divide nothing": (
+        {'"batch_size": 1, "max_steps": 4}': '"batch_size": 1, "max_steps": 4, "strategy": "ddp"}'},
+        "activations over everything else, 8 ranks",
+        (),
+        ["activations over everything else, 8 ranks"],
     ),
     "the run in bf16 is one in fp32": (
         {'precision="bf16", max_steps=6': 'precision="fp32", max_steps=6'},
         "gathered in a step, bf16",
-        ("about_guess(g",),
+        ("about_guess(g", "by_ranks"),
         ["gathered in a step, bf16"],
     ),
     "nothing is recomputed": (
         {'recompute="full", max_steps=6': 'recompute="none", max_steps=6'},
         "activations at their most, full",
-        ("trained", "def losses", "bf16 = lab.run", 'bf16["memory"]'),
+        ("by_ranks", "trained", "def losses", "bf16 = lab.run", 'bf16["memory"]'),
         ["activations at their most, full"],
     ),
     "no dropout": (
@@ -43,6 +53,7 @@ BREAKS = {
             "trained",
             "most(full",
             "counted",
+            "trials",
             "crossing",
         ),
         ["gradient's relative error, random state not preserved"],
@@ -130,35 +141,81 @@ def test_a_wrong_recomputation_hears_why(wrong, said, capsys):
     assert said in capsys.readouterr().out
 
 
-def kept_per_token(shape, itemsize, norm_itemsize=4, sums=True, roots=2, kv=None, inner=4, more=0):
-    """The right formula, and the ways to get it wrong."""
-    d = shape.width
-    kv = d // shape.heads * shape.kv_heads if kv is None else d
-    norms = 2 * norm_itemsize * 2 * d + roots * norm_itemsize
-    return (
-        norms
-        + itemsize * (2 * d + 2 * d + 2 * kv + inner * shape.hidden + more * d)
-        + (norm_itemsize * shape.heads if sums else 0)
-    )
+MM = torch.ops.aten.mm.default
+
+
+def products_only(operator, arguments, shape):
+    return operator is MM and arguments[0].shape[-1] != shape.hidden
+
+
+def some_products(operator, arguments, shape):
+    return all_but_down(operator, arguments, shape) and not (operator is MM and arguments[1].shape[-1] == shape.hidden)
+
+
+def norms_too(operator, arguments, shape):
+    return all_but_down(operator, arguments, shape) or operator is torch.ops.aten.silu.default
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({}, "right"),
-        ({"sums": False}, "attention keeps a log-sum-exp"),
-        ({"roots": 0}, "each of the two norms keeps 1/rms"),
-        ({"kv": "as wide as queries"}, "keys and values are narrower"),
-        ({"inner": 3}, "four tensors are kept"),
-        ({"more": 2}, "the results of output and down are not kept"),
-        ({"norm_itemsize": None}, "in bf16 the norms and the log-sum-exp stay in fp32"),
+        (the_labs, "as by the lab's policy: whose result is asked for neither by a gradient"),
+        (products_only, "in backward attention is computed again, 1 times"),
+        (some_products, "in backward a matrix product is computed again, 2 times"),
+        (norms_too, "keep only what is expensive to compute again"),
+        (lambda *given: given[3], "raises IndexError"),
     ],
 )
-def test_a_wrong_formula_hears_why(wrong, said, capsys):
-    def answer(shape, itemsize):
-        if "norm_itemsize" in wrong:
-            return kept_per_token(shape, itemsize, norm_itemsize=itemsize)
-        return kept_per_token(shape, itemsize, **wrong)
+def test_a_wrong_policy_hears_why(wrong, said, capsys):
+    check("08.3", wrong)
+    assert said in capsys.readouterr().out
 
-    check("08.3", answer)
+
+def all_sharded(model, mesh):
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def all_blocks(model, mesh, excess, kept, given):
+    all_of_them(model.blocks, 1)
+    all_sharded(model, mesh)
+
+
+def the_last_blocks(model, mesh, excess, kept, given):
+    all_of_them(model.blocks[-ceil(excess / (kept - given)) :], 1)
+    all_sharded(model, mesh)
+
+
+def input_forgotten(model, mesh, excess, kept, given):
+    """As if the input were saved too."""
+    all_of_them(model.blocks[: ceil(excess / kept)], 1)
+    all_sharded(model, mesh)
+
+
+def one_unit(model, mesh, excess, kept, given):
+    all_of_them(model.blocks[: ceil(excess / (kept - given))], 1)
+    fully_shard(model, mesh=mesh)
+
+
+def half_the_output(model, mesh, excess, kept, given):
+    for block in model.blocks[: ceil(excess / (kept - given))]:
+        forward = recomputed(block)
+        block.forward = lambda *inputs, forward=forward: forward(*inputs) / 2
+    all_sharded(model, mesh)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (all_blocks, "blocks [0, 1, 2, 3, 4] recomputed the peak is"),
+        (all_blocks, "1 of them would do"),
+        (the_last_blocks, "backward begins with the last block and wants its tensors at once"),
+        (input_forgotten, "more of them are needed"),
+        (one_unit, "each block is to be a unit"),
+        (half_the_output, "differs"),
+    ],
+)
+def test_a_wrong_choice_of_blocks_hears_why(wrong, said, capsys):
+    check("08.0", by_value(wrong))
     assert said in capsys.readouterr().out

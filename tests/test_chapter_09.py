@@ -1,6 +1,10 @@
 """Chapter 09: its verdicts fail when what it claims is broken, its exercises judge fairly."""
 
 import pytest
+import torch
+from forked import by_value
+from labkit.running import cells
+from labkit.teaching import fsdp1_to_fsdp2
 from labkit.teaching.exercises import chapter_09, check
 from torch.distributed.fsdp import fully_shard
 
@@ -67,6 +71,62 @@ def test_a_cut_is_told_its_first_difference(function, said, capsys):
     assert said in capsys.readouterr().out
 
 
+TUNES = {  # what is said to 09.0: how its solution is broken
+    "1 units; 4 are wanted": {"[*model.blocks, model]": "[model]"},
+    "a norm is a DTensor": {"norm.full_tensor().item()": "norm"},
+    "norm in step 2 is": {"        optimizer.zero_grad()\n": ""},
+    "were the gradients clipped": {"trained.values(), 0.05": "trained.values(), 1e9"},
+    "key.weight is frozen": {"for name, p in trained.items()}": "for name, p in model.named_parameters()}"},
+}
+
+
+@pytest.mark.parametrize("said", TUNES)
+def test_a_fine_tune_is_told_its_first_difference(said, capsys):
+    code, names = chapter_09.EXERCISES["09.0"].solution, {"torch": torch, "__name__": "__main__"}
+    for text, replacement in TUNES[said].items():
+        assert text in code
+        code = code.replace(text, replacement)
+    exec(code, names)
+    check("09.0", names["fine_tune"])
+    assert said in capsys.readouterr().out
+
+
+def test_each_row_of_the_table_does_what_it_says():
+    found = cells.on_ranks(fsdp1_to_fsdp2.try_rows, ranks=4)
+    assert len(found[0]) == len(fsdp1_to_fsdp2.ROWS) > 15
+    failed = {name for rows in found for (name, _, _), (done, _) in zip(fsdp1_to_fsdp2.ROWS, rows) if not done}
+    assert not failed
+
+
 def test_the_numbers_are_those_of_the_published_shape():
     assert chapter_09.BLOCK == 218_112_000  # 2 · 4096² + 2 · 4096 · 1024 + 3 · 4096 · 14336 + 2 · 4096
     assert chapter_09.EXERCISES["09.2"].answer == 32 * 218_112_000 * 2 / 8 / 2**30
+
+
+def trained(me, evaluate: bool, reshard: bool) -> list[float]:
+    """Losses of steps with a forward without backward between backward and the optimizer's step."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+    fully_shard(model[0])
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        loss = model(torch.ones(3, 4)).square().sum()
+        loss.backward()
+        if evaluate:
+            model(torch.ones(3, 4)).detach()
+        if reshard:
+            model.reshard()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_root_left_whole_by_a_forward_alone_grows_stale_unless_resharded():
+    ways = {"not evaluated": (False, False), "evaluated": (True, False), "and resharded": (True, True)}
+    found = {name: cells.on_ranks(by_value(trained), *way, ranks=2)[0] for name, way in ways.items()}
+    assert found["not evaluated"] == found["and resharded"]
+    assert found["evaluated"][0] == found["not evaluated"][0]
+    assert found["evaluated"][1] != found["not evaluated"][1]

@@ -14,7 +14,7 @@ from labkit.teaching.exercises import chapter_10, check
 from planner import cost, predict
 from test_practice_network import linked, networks_allowed  # noqa: F401  (fixtures)
 
-from notebooks import FOLDER, run_broken
+from notebooks import FOLDER, read, run_broken
 
 SOURCE = FOLDER.parent / "source_code"
 
@@ -103,20 +103,61 @@ def test_time_on_the_link_is_counted_once():
 # Exercises
 
 
+def least(cost):
+    """A function for 10.0 that takes, of the ways that fit, the one with the least ``cost(way, nodes, per_node)``."""
+    return lambda ways, nodes, per_node, limit: min(
+        (way for way in ways if way.peak <= limit), key=lambda way: cost(way, nodes, per_node)
+    )
+
+
+def law(**change):
+    return lambda way, nodes, per_node: chapter_10.law(way._replace(**change), nodes, per_node)
+
+
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("choose", "said"),
     [
-        (lambda r, s: chapter_10.reference_groups(r, s)[::-1], "the two are swapped"),
-        (lambda r, s: ([list(range(i, r, r // s)) for i in range(r // s)], [list(range(r))]), "[0, 2] is no shard"),
-        (lambda r, s: (chapter_10.reference_groups(r, s)[0], [list(range(r))]), "is no replicate group"),
-        (lambda r, s: (chapter_10.reference_groups(r, s)[0][:1], []), "every rank is in one shard group"),
-        (lambda r, s: chapter_10.reference_groups(r, s)[0][0], "return two lists of groups"),
-        (lambda r, s: ..., "not answered yet"),
+        (least(law()), ": right"),
+        (least(lambda *about: chapter_10.law(*about, gather=4)), "Hybrid sharding does not always send least"),
+        (least(chapter_10._gathered_by_replicas), "With replicas, gathers stay within a node"),
+        (least(law(sync="last")), "the gradients are reduced after each micro-batch"),
+        (least(lambda way, *_: way.peak), "not the least memory"),
+        (
+            least(lambda way, *to: law(**({"micro_batches": 1} if way.sync == "last" else {}))(way, *to)),
+            "another way that fits sends 60.2. Each micro-batch gathers again",
+        ),
+        (lambda ways, *about: min(ways, key=lambda way: law()(way, *about[:2])), "Its peak is 69 GiB"),
+        (lambda ways, *about: ways[0].peak, "return one of the ways"),
+        (lambda *about: ..., "not answered yet"),
     ],
 )
-def test_wrong_groups_hear_why(wrong, said, capsys):
-    check("10.2", wrong)
+def test_a_choice_hears_what_it_costs(choose, said, capsys):
+    check("10.0", choose)
     assert said in capsys.readouterr().out
+
+
+def test_bytes_by_the_law_of_10_0_are_the_planners_where_the_root_is_kept_or_stays_at_home():
+    for nodes, per_node, _ in chapter_10.CLUSTERS:
+        for way in chapter_10.ways(nodes, per_node):
+            if way.kept or way.replicas > 1:
+                by_law = chapter_10.law(way, nodes, per_node) * chapter_10.plan_of(way).blueprint.numel / 1e9
+                assert chapter_10.gigabytes(way, per_node) == pytest.approx(by_law, rel=1e-6)
+
+
+def test_what_chapter_10_says_of_when_gradients_are_sent():
+    """In the last bullet of "Choose for a network": demands within backward, and steps at 100 Gbit/s."""
+    text = " ".join(cell.source for cell in read(next(FOLDER.glob("10_*.ipynb"))).cells)
+    demands, steps = [], []
+    for nodes, per_node, limit in chapter_10.CLUSTERS[:2]:
+        way = chapter_10._least(chapter_10.law, nodes, per_node, limit)
+        links_of = cost.LINKS["nvlink"], cost.NETWORKS["ethernet"]
+        took = cost.step_time(chapter_10.plan_of(way), per_node, *links_of, 0.40 * 989e12)
+        reductions = way.micro_batches if way.sync == "every" else 1
+        to_hide_behind = 3 / 4 * reductions / way.micro_batches * took["compute"]
+        demands.append(8 * chapter_10.gigabytes(way, per_node) / to_hide_behind)
+        steps.append(took["overlapped"])
+    assert f"needs some {demands[0]:.0f} Gbit/s" in text and demands[1] == pytest.approx(demands[0] / 2, rel=1e-3)
+    assert f"gives {steps[0]:.1f} s for the first line and {steps[1]:.1f} s for the second" in text
 
 
 # On a real link

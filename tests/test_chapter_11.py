@@ -25,7 +25,7 @@ def test_a_plan_that_forgets_the_options_is_found_out():
 def published(break_: dict, capsys) -> list[str]:
     """The verdicts about published figures, after ``break_`` in the cells that they need: arithmetic alone."""
     notebook = read(PATH)
-    needed = ("GIB = 2**30", "def llama(", "TABLE_1", "PUBLISHED", "torchtitan #822, {name}")
+    needed = ("GIB = 2**30", "def llama(", "PUBLISHED", "torchtitan #822, {name}")
     cells = [next(cell.source for cell in code_cells(notebook) if text in cell.source) for text in needed]
     source = "\n".join(cells)
     for text, replacement in break_.items():
@@ -39,7 +39,6 @@ def published(break_: dict, capsys) -> list[str]:
     ("break_", "failed"),
     [
         ({}, []),
-        ({'"31.4", "16.6"': '"31.4", "16.8"'}, ["ZeRO's table 1"]),
         ({"never[1] - always[1]": "never[1] - always[1] + 1"}, ["32 blocks kept"]),
         ({'optimizer="adamw-fused"': 'optimizer="momentum"'}, ["step 1, always", "step 1, never"]),
         ({'("never", "false")': '("never", "true")'}, ["32 blocks kept"]),
@@ -51,40 +50,43 @@ def test_a_published_figure_that_the_terms_miss_is_found_out(break_, failed, cap
     assert all(words in line for words, line in zip(failed, lines, strict=True))
 
 
-def world(fits, worlds=chapter_11.WORLDS):
-    """A function that answers with the first world that fits(its terms, GiB)."""
+def world(needs, worlds=range(1, 65)):
+    """A function that answers with the first world whose need of a plan is within the room."""
 
-    def smallest_world(size, gib, batch, recompute):
-        found = (n for n in worlds if fits(chapter_11._terms(size, n, batch, recompute), gib))
-        return next(found, None)
+    def smallest_world(plan_of, room, most=1024):
+        return next((ranks for ranks in worlds if needs(plan_of(ranks)) <= room), None)
 
     return smallest_world
 
 
-KEPT = ("parameters", "optimizer state")
+def peak(plan):
+    return predict.total(plan.peak()[1])
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (lambda *case: None, "not answered yet"),
-        (lambda *case: ..., "not answered yet"),
-        (world(lambda terms, gib: predict.total(terms) <= gib * 1e9), "GiB are 1024³"),
-        (world(lambda terms, gib: sum(s for (c, _), s in terms.items() if c in KEPT) <= gib * 2**30), "not the peak"),
-        (world(lambda terms, gib: predict.total(terms) <= gib * 2**30, chapter_11.WORLDS[::-1]), "so do fewer"),
-        (lambda *case: chapter_11.reference_world(*case) or 1024, "no world fits"),
-        (lambda *case: (chapter_11.reference_world(*case) or 2) // 2, "the peak is"),
-        (lambda *case: 3, "none of 1, 2, 4"),
-        (lambda size: 2, "raises TypeError"),
+        (lambda plan_of, room, most: None, "not answered yet"),
+        (lambda plan_of, room, most: ..., "not answered yet"),
+        (world(lambda plan: predict.total(plan.persistent())), "holds what stays between steps, but not the peak"),
+        (world(lambda plan: predict.total(plan.peak(True)[1])), "the peak of the first step"),
+        (world(peak, [2**n for n in range(7)]), "but so do 3; not only powers of two"),
+        (world(peak, range(64, 0, -1)), "yours says 64 ranks, and they fit, but so do"),
+        (lambda plan_of, room, most: chapter_11.reference_world(plan_of, room) or 64, "no world of 64 ranks or fewer"),
+        (lambda plan_of, room, most: 1, "the peak is"),
+        (lambda plan_of: 2, "raises TypeError"),
     ],
 )
 def test_a_wrong_world_hears_why(wrong, said, capsys):
-    check("11.2", wrong)
+    check("11.0", wrong)
     assert said in capsys.readouterr().out
 
 
 def test_no_world_is_an_answer():
-    assert None in [chapter_11.reference_world(*case) for case in chapter_11.CASES]
+    found = [
+        chapter_11.reference_world(plan_of, chapter_11._room(plan_of, room)) for _, plan_of, room in chapter_11.CASES
+    ]
+    assert None in found and len(set(found)) == len(found)
 
 
 def test_the_page_says_in_words_where_sliders_cannot_move():

@@ -1,7 +1,7 @@
 """Chapter 12: its verdicts fail when something else ran than was planned, and its exercise judges fairly."""
 
 import pytest
-from labkit.teaching.exercises import check
+from labkit.teaching.exercises import chapter_12, check
 from labkit.teaching.plots import speed
 
 from notebooks import run_broken
@@ -31,7 +31,7 @@ def test_the_trace_counts_what_ran():
 
 @pytest.mark.long
 def test_gathers_are_not_called_early_by_themselves():
-    unasked = {'"FSDP2, gathering ahead": {"prefetch": 1}': '"FSDP2, gathering ahead": {}'}
+    unasked = {'"FSDP2, gathering ahead": {"prefetch": 1, "wait": False}': '"FSDP2, gathering ahead": {}'}
     lines = run_broken("12", SHORT | unasked, until="gathers called early")
     (line,) = failed(lines)
     assert "gathering ahead, gathers called early" in line
@@ -45,6 +45,24 @@ def test_every_lane_is_drawn_to_its_end(monkeypatch):
     monkeypatch.setattr(speed, "show", drawn.append)
     speed.lanes({"shorter": [step(0.1), step(0.2)], "longer": [step(0.3)]}, "", "")
     assert [panel.get_xlim() for panel in drawn[0].axes] == [pytest.approx((0, 300))] * 2
+
+
+def test_the_front_has_no_mixtures_and_numbers_that_do_not_overprint(monkeypatch):
+    def point(mib, rate):
+        memory, step = {"peak": {"all": mib * 2**20}}, {"median": 1.0, "p10": 0.9, "p90": 1.1}
+        about = {"config": {"strategy": "fsdp2"}, "time": {"step": step}}
+        return about | {"memory": memory, "tokens_per_second": rate}
+
+    drawn = []
+    monkeypatch.setattr(speed, "show", drawn.append)
+    points = [point(10, 100), point(20, 400), point(20, 395), point(20, 390), point(20, 350)]
+    speed.pareto(points, list("abcde"), [0] * 5, [0, 1], "", "")
+    axes = drawn[0].axes[0]
+    (front,) = (line for line in axes.lines if line.get_drawstyle().startswith("steps"))
+    assert front.get_drawstyle() == "steps-post" and list(front.get_xdata())[:2] == [10, 20]
+    labels = {text.get_text(): text.xy for text in axes.texts}
+    assert labels.keys() == {"1", "2, 3, 4", "5"}  # rings that overlap share a label, which stands at them
+    assert labels["2, 3, 4"] == pytest.approx((20, 395)) and labels["5"] == (20, 350)
 
 
 def length(intervals):
@@ -71,3 +89,46 @@ def hidden(communication, compute):
 def test_a_wrong_share_hears_why(wrong, said, capsys):
     check("12.3", wrong)
     assert said in capsys.readouterr().out
+
+
+STEPS = {  # what is said to 12.0: how its solution is broken
+    "is the sum over the micro-batches": {" / len(batch)\n        right": "\n        right"},
+    "do micro-batches stand together?": {
+        "    loss, right": "    batch = [tuple(map(torch.cat, zip(*batch)))]\n    loss, right"
+    },
+    "is returned as a tensor": {"return loss.item(), right.item()": "return loss, right"},
+    "whole gradients wait for a later": {
+        "    for inputs": "    model.set_requires_gradient_sync(False)\n    for inputs",
+        "        part.backward()": "        model.set_requires_gradient_sync(inputs is batch[-1][0])\n        part.backward()",
+    },
+}
+
+
+@pytest.mark.parametrize("said", STEPS)
+def test_a_step_is_told_its_first_difference(said, capsys):
+    code, names = chapter_12.EXERCISES["12.0"].solution, {"__name__": "__main__"}
+    for text, replacement in STEPS[said].items():
+        assert text in code
+        code = code.replace(text, replacement)
+    exec(code, names)
+    check("12.0", names["step"])
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("said", "changed"),
+    [
+        ("goes forward 8 times", {"operations": 4, "forwards": 8}),
+        ("the host reads 8 numbers", {"reads": 8}),
+        ("are in float64", {"wide": 48}),
+        ("filled with zeros", {"zeros": 30}),
+        ("parameters stay gathered", {"peak": {"all-gather": 900}}),
+    ],
+)
+def test_what_is_left_to_save_is_named(said, changed):
+    nothing = dict.fromkeys(chapter_12.CATEGORIES, 0)
+    slow = {"operations": 5, "forwards": 12, "reads": 8, "wide": 48, "zeros": 30, "peak": nothing | {"activations": 99}}
+    mine = {"operations": 3, "forwards": 4, "reads": 2, "wide": 0, "zeros": 0, "peak": nothing}
+    assert chapter_12.works_more(mine, slow) is None
+    changed = changed | {"peak": nothing | changed.get("peak", {})}
+    assert said in chapter_12.works_more(mine | changed, slow)

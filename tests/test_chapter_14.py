@@ -84,7 +84,7 @@ def found():
 @pytest.mark.long
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_a_forward_is_told_its_first_difference(forward, found, capsys, monkeypatch):
-    monkeypatch.setattr(chapter_14.cells, "on_ranks", lambda *_, **__: [found[forward]])
+    monkeypatch.setattr(chapter_14, "on_ranks", lambda *_, **__: [found[forward]])
     check("14.1", forward)
     assert FORWARDS[forward] in capsys.readouterr().out
 

@@ -9,7 +9,6 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-import torch
 from labkit.running import launch
 from labkit.teaching import exercises
 from labkit.teaching.exercises import Do, Predict, check
@@ -38,7 +37,7 @@ def said(number, answer, capsys) -> str:
 @pytest.mark.parametrize("number", EXERCISES)
 def test_solution_is_right(number, capsys):
     """Put into its cell as it is: it gives the answer the name that the cell asks for."""
-    names = {"torch": torch}  # as in the notebooks
+    names = {}
     exec(EXERCISES[number].solution, names)
     assert ": right" in said(number, names[ASKED[number]], capsys)
 
@@ -53,3 +52,25 @@ def test_no_answer_is_no_failure(number, capsys):
 @pytest.mark.parametrize(("number", "slip"), SLIPS)
 def test_slip_is_told_its_cause(number, slip, capsys):
     assert slip in said(number, EXERCISES[number].slips[slip], capsys)
+
+
+def test_what_follows_a_wrong_answer_is_computed_with_the_courses(capsys):
+    def to_owner(parameter, owner, me): ...
+
+    assert exercises.yours_or_ours("13.3", to_owner) is not to_owner
+    assert "with the course's solution of 13.3" in capsys.readouterr().out
+
+
+def test_what_follows_a_right_answer_is_computed_with_it(capsys):
+    names = {}
+    exec(EXERCISES["13.2"].solution, names)
+    said("13.2", names["partition"], capsys)
+    assert exercises.yours_or_ours("13.2", names["partition"]) is names["partition"]
+    assert capsys.readouterr().out == ""
+
+
+def test_what_a_rank_raises_is_told(capsys):
+    def to_owner(parameter, owner, me):
+        raise ValueError("no owner here")
+
+    assert "a rank raises ValueError: no owner here" in said("13.3", to_owner, capsys)

@@ -1,6 +1,6 @@
 """Judge a claim: one line, PASS or FAIL, what was measured, what was predicted, how far apart, how far they may be.
 
-  verdict("peak memory a rank", 26_629_288, predicted=26_629_288, unit="bytes", limit=0.01)
+  verdict("peak memory per rank", 26_629_288, predicted=26_629_288, unit="bytes", limit=0.01)
   verdict("largest difference of the losses", 2e-16, at_most=1e-10)
 
 and tell a learner how far off their own guess was:
@@ -53,10 +53,11 @@ def _number(value, unit) -> str:
     return f"{text} {unit}".rstrip()
 
 
-def about_guess(guess: float | None, terms: dict[str, float], unit: float = MIB, name: str = "MiB"):
+def about_guess(guess: float | None, terms: dict[str, float], unit: float = MIB, name: str = "MiB", sure: tuple = ()):
     """Print how far a guess is from the sum of the terms, and which term would explain the gap.
 
-    guess: in ``unit`` bytes, None if there is none yet. terms: {name: bytes}.
+    guess: in ``unit`` bytes, None if there is none yet. terms: {name: bytes}. sure: names of those that nobody leaves
+    out, so that they explain no gap, whatever their size.
     """
     total = sum(terms.values())
     if guess is None:
@@ -64,12 +65,12 @@ def about_guess(guess: float | None, terms: dict[str, float], unit: float = MIB,
         return
     gap = guess * unit - total
     line = f"Your guess is {guess:,.1f} {name}; it was {total / unit:,.1f} {name} ({gap / total:+.0%})"
-    print(line + (f": {_explained(gap, terms, total)}" if abs(gap) > 0.02 * total else ": that is it"))
+    print(line + (f": {_explained(gap, terms, total, sure)}" if abs(gap) > 0.02 * total else ": that is it"))
 
 
-def _explained(gap: float, terms: dict, total: float) -> str:
+def _explained(gap: float, terms: dict, total: float, sure: tuple) -> str:
     """The one or two terms whose sum is nearest to the gap, or three where that is not near; if any comes near at all."""
-    named = [(name, size) for name, size in terms.items() if size > 0.03 * total]
+    named = [(name, size) for name, size in terms.items() if size > 0.03 * total and name not in sure]
 
     def off(some) -> float:
         return abs(sum(size for _, size in some) - abs(gap)) / abs(gap)

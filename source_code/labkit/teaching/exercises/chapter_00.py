@@ -15,7 +15,7 @@ def _cases():
     import torch
 
     x, y = torch.ones(100, 10), torch.ones(100, 10)
-    yield "one tensor of 1,000 float32", [x], 4000, "numbers × bytes a number"
+    yield "one tensor of 1,000 float32", [x], 4000, "numbers × bytes per number"
     yield "1,000 numbers in bfloat16", [x.bfloat16()], 2000, "not every number has 4 bytes: ask the tensor"
     yield "two tensors of the same shape", [x, y], 8000, "equal in size is not the same storage"
     yield "a tensor and a view of all of it", [x, x.view(-1)], 4000, "they share one storage, which counts once"
@@ -42,7 +42,7 @@ EXERCISES = {
         answer=8 * NUMBERS / MIB,
         unit="MiB",
         slips={
-            "those are fp32's 4 bytes a number; double precision takes 8": 4 * NUMBERS / MIB,
+            "those are fp32's 4 bytes per number; double precision takes 8": 4 * NUMBERS / MIB,
             "that is in MB (1000²); memory is counted in MiB (1024²) here": 8 * NUMBERS / 1e6,
             "that is fc1 alone; the other layers are small, but not nothing": 8 * predict.numel(["fc1"]) / MIB,
             "64 is the number of bits; 8 bits are a byte": 64 * NUMBERS / MIB,
@@ -50,7 +50,7 @@ EXERCISES = {
         },
         hint="The network has 1,199,882 parameters. How many bytes has a number of 64 bits? A MiB has 1024² bytes.",
         solution="""
-# Parameters are numbers times bytes a number, nothing else: no rank, no batch, no optimizer comes in.
+# Parameters are numbers times bytes per number, nothing else: no rank, no batch, no optimizer comes in.
 answer = 1_199_882 * 8 / 2**20
 """,
     ),

@@ -1,9 +1,11 @@
-"""Chapter 01: what a rank holds under DDP, and what averaging means."""
+"""Chapter 01: a training loop for several ranks, what a rank holds under DDP, and what averaging means."""
 
 import torch
+import torch.nn.functional as F
 from planner import predict
+from torch import nn
 
-from labkit.teaching.exercises import Do, Predict, unanswered
+from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
 
 GIB, MIB = 2**30, 2**20
 BILLION = 1.3e9
@@ -22,6 +24,138 @@ _FC1 = (
     + 4 * predict.numel(["fc1"])
     + 4 * BATCH * (predict.POOLED + predict.HIDDEN)
 )
+
+WORLD, ALL, EACH, LR, EPOCHS = 2, 24, 4, 0.1, 2  # ranks; images in all, in a rank's batch
+
+
+class Noted(torch.utils.data.Dataset):
+    """A few random images and labels, the same on every rank; ``taken`` says which were asked for, in order."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(2)
+        self.images = torch.randn(ALL, 6, generator=generator, dtype=torch.float64)
+        self.labels = torch.randint(3, (ALL,), generator=generator)
+        self.taken = []
+
+    def __len__(self):
+        return ALL
+
+    def __getitem__(self, number):
+        self.taken.append(int(number))
+        return self.images[number], self.labels[number]
+
+
+def _model():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3), nn.LogSoftmax(1)).double()
+
+
+def _flat(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+class _Asked:
+    """A rank that notes whether it was asked where it computes: on the check's CPUs nobody has to ask, on a GPU all do."""
+
+    def __init__(self, me):
+        self._me, self.asked = me, False
+
+    def __getattr__(self, name):
+        return getattr(self._me, name)
+
+    @property
+    def device(self):
+        self.asked = True
+        return self._me.device
+
+
+def _converted(me, train):
+    """What a rank did: the images it took, how often it logged, the names that it saved, the weights it ended with,
+    and whether it asked for its device."""
+    me, model, data, logged, saved = _Asked(me), _model(), Noted(), [], []
+    train(me, model, data, EACH, LR, EPOCHS, logged.append, lambda state: saved.append(list(state)))
+    return data.taken, len(logged), saved, _flat(model), me.asked
+
+
+def _trained(order, batch, lr=LR):
+    """The weights after one process has trained on the images in this order."""
+    model, data = _model(), Noted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for numbers in torch.tensor(order).split(batch):
+        optimizer.zero_grad()
+        F.nll_loss(model(data.images[numbers]), data.labels[numbers]).backward()
+        optimizer.step()
+    return _flat(model)
+
+
+def _judge_conversion(train) -> str:
+    taken, logged, saved, weights, asked = zip(*on_ranks(_converted, train, ranks=WORLD), strict=True)
+    whole = all(len(mine) == EPOCHS * ALL for mine in taken)
+    alone = all(torch.allclose(w, _trained(mine, EACH)) for w, mine in zip(weights, taken, strict=True) if mine)
+    if not any(taken):
+        return "not answered yet"
+    elsewhere = (
+        ""
+        if all(asked)
+        else ("not quite: me.device is never asked for: on GPUs the model and each batch have to be moved there")
+    )
+    return _dealt(taken, whole) or _averaged(taken, weights, alone) or _once(logged, saved) or elsewhere or "right"
+
+
+def _dealt(taken, whole) -> str:
+    """What is wrong with who takes which image in which epoch, if anything."""
+    if whole:
+        return f"not quite: each rank takes all {ALL} images in every epoch: let a DistributedSampler deal them out"
+    epochs = [[mine[: len(mine) // EPOCHS], mine[len(mine) // EPOCHS :]] for mine in taken]
+    for epoch in range(EPOCHS):
+        dealt = [number for mine in epochs for number in mine[epoch]]
+        if sorted(dealt) != list(range(ALL)):
+            odd = next((n for n in range(ALL) if dealt.count(n) != 1), None)
+            return f"not quite: in epoch {epoch} image {odd} is taken {dealt.count(odd)} times, by all ranks together"
+    if any(first == second for first, second in epochs):
+        return "not quite: epoch 1 has the order of epoch 0: the sampler shuffles anew only after set_epoch(epoch)"
+    return ""
+
+
+def _averaged(taken, weights, alone) -> str:
+    """What is wrong with the weights that the ranks ended with, if anything."""
+    if not torch.equal(weights[0], weights[1]):
+        if alone:
+            return (
+                "not quite: the ranks have drifted apart: each has trained alone, on its own images. Is the model "
+                "wrapped in DistributedDataParallel, and is it the wrapper that computes the loss?"
+            )
+        return "not quite: the ranks end with different weights: what does one of them do that the other does not?"
+    batches = zip(*(torch.tensor(mine).split(EACH) for mine in taken), strict=True)
+    order = torch.cat([torch.cat(batch) for batch in batches]).tolist()  # one process takes what all take at a time
+    if torch.allclose(weights[0], _trained(order, WORLD * EACH)):
+        return ""
+    for factor, words in ((WORLD, "long"), (1 / WORLD, "short")):
+        if torch.allclose(weights[0], _trained(order, WORLD * EACH, LR * factor)):
+            return (
+                f"not quite: the ranks agree, but their steps are {WORLD} times too {words}: DDP has taken the mean "
+                "over the ranks already, so leave the loss and the learning rate as they are"
+            )
+    return (
+        f"not quite: the ranks agree, but not with one process that takes their {WORLD} × {EACH} images at each step: "
+        "are batch_size, loss and optimizer still those of the loop that was given?"
+    )
+
+
+def _once(logged, saved) -> str:
+    """What is wrong with who logs and saves, if anything."""
+    steps = EPOCHS * ALL // (WORLD * EACH)
+    if any(saved[1:]):
+        return "not quite: rank 1 saves as well: on a shared disk all ranks would write the same file at once"
+    if not saved[0]:
+        return "not quite: nobody saves: rank 0 has to"
+    if any(name.startswith("module.") for name in saved[0][-1]):
+        return f"not quite: what is saved is called {saved[0][-1][0]!r}: save what is inside the wrapper, model.module"
+    if any(logged[1:]):
+        return "not quite: rank 1 logs as well: each line would come once per rank"
+    if logged[0] != steps:
+        return f"not quite: rank 0 has logged {logged[0]} losses in {steps} steps"
+    return ""
 
 
 def _judge_average(answer) -> str:
@@ -57,6 +191,38 @@ def _judge_average(answer) -> str:
 
 
 EXERCISES = {
+    "01.0": Do(
+        title="a training loop for several ranks",
+        level=2,
+        minutes=8,
+        judge=_judge_conversion,
+        hint="Five places: model, images and labels go to me.device; the model is wrapped; the loader\n"
+        "gets a sampler in place of shuffle=True; the sampler is told each epoch's number; and `if me.rank == 0:` stands\n"
+        "before log and save. The wrapper has the model in .module.",
+        solution="""
+import torch
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+def train_ddp(me, model, data, batch_size, lr, epochs, log, save):
+    model = DistributedDataParallel(model.to(me.device))  # averages the gradients during backward
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    sampler = DistributedSampler(data)  # deals each rank its share of a shuffled epoch …
+    loader = DataLoader(data, batch_size=batch_size, sampler=sampler)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)  # … another one each time, if it is told
+        for images, labels in loader:
+            loss = F.nll_loss(model(images.to(me.device)), labels.to(me.device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if me.rank == 0:
+                log(loss.item())
+    if me.rank == 0:  # all ranks have the same weights: one copy is enough
+        save(model.module.state_dict())
+""",
+    ),
     "01.1": Predict(
         title="a rank of DDP with Adam",
         level=1,

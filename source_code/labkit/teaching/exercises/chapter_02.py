@@ -1,8 +1,71 @@
 """The exercises of chapter 02, collectives."""
 
 import torch
+import torch.distributed as dist
 
-from labkit.teaching.exercises import Do, Predict, unanswered
+from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
+
+WORLD = 4
+FACTORS = (1, 10, 100, 1000)  # rank r's numbers are chunk + 1 times 10^r: each digit of a sum is a rank
+
+
+def _reduced(me, function):
+    """(the first number of what the function returned, or what it is instead; the numbers in each chunk it sent)"""
+    chunks = [torch.full((2,), (chunk + 1) * FACTORS[me.rank]) for chunk in range(WORLD)]
+    sent = []
+
+    def shift(outgoing):
+        incoming = torch.empty_like(outgoing)
+        right, left = (me.rank + 1) % WORLD, (me.rank - 1) % WORLD
+        for request in dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, outgoing.contiguous(), right), dist.P2POp(dist.irecv, incoming, left)]
+        ):
+            request.wait()
+        sent.append(outgoing.numel())
+        return incoming
+
+    given = function(me, chunks, shift)
+    if isinstance(given, torch.Tensor) and given.shape == (2,):
+        return int(given[0]), sent
+    return ("nothing" if unanswered(given) else f"a {type(given).__name__}, not a chunk"), sent
+
+
+def _judge_ring(function) -> str:
+    found = on_ranks(_reduced, function, ranks=WORLD, timeout=20)
+    if all(given == "nothing" for given, _ in found):
+        return "not answered yet"
+    for rank, (given, sent) in enumerate(found):
+        if given != (rank + 1) * sum(FACTORS):
+            wanted = (rank + 1) * sum(FACTORS)
+            return f"not quite: rank {rank} returns {given} instead of {wanted}{_cause(given, rank, len(sent))}"
+    if any(size > 2 for _, sent in found for size in sent):
+        return "not quite: the sums are right, but more than a chunk is sent at a time"
+    if not found[0][1]:
+        return "not quite: the sums are right, but nothing went through shift: the ring is what is asked"
+    if len(found[0][1]) != WORLD - 1:
+        return f"not quite: the sums are right, but each rank sends {len(found[0][1])} chunks; {WORLD - 1} are enough"
+    return "right"
+
+
+def _cause(given, rank: int, steps: int) -> str:
+    if isinstance(given, str):
+        return ""
+    if steps < WORLD - 1:
+        return f" after {steps} steps: too few for every rank's number to have come by"
+    if given == (rank + 1) * FACTORS[rank]:
+        return ": that is its own number, to which nothing has been added. Which chunk is the last to arrive at a rank?"
+    if given % sum(FACTORS) == 0 and 0 < given // sum(FACTORS) <= WORLD:
+        return (
+            f": that is the sum of chunk {given // sum(FACTORS) - 1}, complete, but on the wrong rank: begin elsewhere"
+        )
+    if any(given == (chunk + 1) * factor for chunk in range(WORLD) for factor in FACTORS):
+        return ": that is one rank's own number: what arrives has to be added"
+    digits = [given // (rank + 1) // factor % 10 for factor in FACTORS]
+    if max(digits) < 3 and sum(d * f for d, f in zip(digits, FACTORS, strict=True)) == given // (rank + 1):
+        for other, times in enumerate(digits):
+            if times != 1:
+                return f": rank {other}'s number is in it {times} times"
+    return ": numbers of different chunks are mixed: which chunk arrives at this step?"
 
 
 def _all_gather(tensors):
@@ -56,6 +119,23 @@ GRADIENT = 50_000_000 * 2 / 1e6  # MB
 LATENCY, BANDWIDTH = 40e-6, 5e9
 
 EXERCISES = {
+    "02.0": Do(
+        title="The ring's first half",
+        level=3,
+        minutes=12,
+        judge=_judge_ring,
+        hint="Follow the picture: chunk 0 starts on rank 1. So which chunk does rank r send first? At each step the number of\n"
+        "the chunk that a rank sends is one less than at the step before, modulo W, and what arrives is that of its left\n"
+        "neighbour: one less again.",
+        solution="""
+def ring_reduce_scatter(me, chunks, shift):
+    W = me.world_size
+    for step in range(W - 1):  # rank r begins by sending chunk r − 1, and ends with the sum of chunk r
+        mine, theirs = (me.rank - 1 - step) % W, (me.rank - 2 - step) % W
+        chunks[theirs] = chunks[theirs] + shift(chunks[mine])
+    return chunks[me.rank]
+""",
+    ),
     "02.1": Predict(
         title="An all-reduce in bf16",
         level=1,
@@ -108,6 +188,9 @@ answer = 9 * latency * bandwidth / 1e6  # MB
         hint="Pad every part with zeros to the longest. Afterwards each rank's piece begins at rank × longest; of it, "
         "keep what the part's own length says. Cutting at the end only is not enough.",
         solution="""
+import torch
+
+
 def answer(parts, all_gather):
     longest = max(len(part) for part in parts)
     padded = [torch.nn.functional.pad(part, (0, longest - len(part))) for part in parts]

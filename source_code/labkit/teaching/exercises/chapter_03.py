@@ -1,44 +1,125 @@
 """Exercises of 03_sharding_from_scratch.ipynb."""
 
+from functools import partial
+
 import torch
+import torch.distributed as dist
 from planner import predict
 
-from labkit.teaching.exercises import Do, Predict, unanswered
+from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
 
 MIB = 2**20
 N = predict.numel(predict.SHAPES)
 WHOLE = N + -N % 8  # with padding, for 8 ranks
 SHARE = WHOLE // 8
 
+WORLD, LENGTH = 3, 6
 
-def _judge_shard(shard) -> str:
-    for length, world in ((8, 4), (10, 4), (5, 4), (7, 2), (3, 4)):
-        flat = torch.arange(1.0, length + 1)
-        given = [shard(flat.clone(), rank, world) for rank in range(world)]
+
+def _gradient(rank: int):
+    """A rank's own gradient: its numbers and those of the other ranks sum up without rounding."""
+    return torch.arange(1.0, LENGTH + 1, dtype=torch.float64) * 10**rank * WORLD
+
+
+def _noted(calls, name, call, *arguments, **options):
+    calls.append(name)
+    return call(*arguments, **options)
+
+
+def _reduced(me, reduce):
+    """(what the function returned; the bytes of its storage; the collectives that bring more than a slice)"""
+    calls = []
+    for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce", "gather", "broadcast"):
+        setattr(dist, name, partial(_noted, calls, name, getattr(dist, name)))
+    given = reduce(_gradient(me.rank), me.rank, me.world_size)
+    if not isinstance(given, torch.Tensor):
+        return given, 0, []
+    return given.clone(), given.untyped_storage().nbytes(), calls
+
+
+def _judge_reduce(reduce) -> str:
+    found = on_ranks(_reduced, reduce, ranks=WORLD, timeout=20)
+    if all(unanswered(given) for given, *_ in found):
+        return "not answered yet"
+    own = [_gradient(rank) for rank in range(WORLD)]
+    mean = sum(own) / WORLD
+    for rank, (given, *_) in enumerate(found):
+        right = mean.chunk(WORLD)[rank]
+        if not isinstance(given, torch.Tensor):
+            return f"not quite: rank {rank} returns a {type(given).__name__}; a tensor is wanted, this rank's slice"
+        if given.shape != right.shape or not torch.allclose(given, right):
+            said = f"rank {rank} returns {given.tolist()} instead of {right.tolist()}"
+            return f"not quite: {said}{_what_it_is(given, rank, own, mean)}"
+    for rank, (given, size, calls) in enumerate(found):
+        if calls:
+            return (
+                f"not quite: the slices are right, but {calls[0]} sends more than a reduce-scatter, by the law: each rank "
+                "needs its slice of the mean, and no more"
+            )
+        if size > given.nbytes:
+            return (
+                f"not quite: the slices are right, but rank {rank}'s is a view: its storage has {size} bytes for "
+                f"{given.nbytes}, and keeps the whole vector alive"
+            )
+    return "right"
+
+
+def _what_it_is(given, rank, own, mean) -> str:
+    known = {
+        "the sum over the ranks; a mean is wanted": (mean * WORLD).chunk(WORLD)[rank],
+        "the mean, divided by the ranks once more": (mean / WORLD).chunk(WORLD)[rank],
+        "its slice of its own gradient: no rank has heard of another's": own[rank].chunk(WORLD)[rank],
+        "the mean of the whole gradient; this rank needs its slice": mean,
+        "the sum of the whole gradient; this rank needs its slice, and the mean": mean * WORLD,
+    }
+    known |= {f"rank {other}'s slice": mean.chunk(WORLD)[other] for other in range(WORLD) if other != rank}
+    for words, tensor in known.items():
+        if given.shape == tensor.shape and torch.allclose(given, tensor):
+            return f": that is {words}"
+    return ""
+
+
+def reference_pieces(sizes, rank: int, world: int) -> list[tuple[int, int]]:
+    """By looking at each place of the vector, one after the other."""
+    owners = [(number, place) for number, size in enumerate(sizes) for place in range(size)]
+    share = -(-len(owners) // world)
+    mine = owners[rank * share : (rank + 1) * share]
+    places = [[place for number, place in mine if number == wanted] for wanted in range(len(sizes))]
+    return [(min(some), max(some) + 1) if some else (0, 0) for some in places]
+
+
+def _judge_pieces(pieces) -> str:
+    for sizes, world in (((4, 4), 2), ((5, 1, 8, 3), 4), ((2, 3), 4), ((10,), 3), ((1, 1, 1), 3), ((7, 2), 1)):
+        given = [pieces(list(sizes), rank, world) for rank in range(world)]
         if all(map(unanswered, given)):
             return "not answered yet"
-        case = f"a vector of {length} on {world} ranks"
-        if not all(isinstance(part, torch.Tensor) and part.dim() == 1 for part in given):
-            return f"not quite: {case}: a 1-D tensor is wanted from every rank"
-        size = -(-length // world)
-        sizes = [len(part) for part in given]
-        if len(set(sizes)) > 1:
-            return f"not quite: {case}: the shards have lengths {sizes}: collectives need equal ones, so pad the vector"
-        if sizes[0] * world < length:
-            return f"not quite: {case}: {sizes[0] * world} numbers in all: the end of the vector is lost"
-        if sizes[0] != size:
-            return f"not quite: {case}: shards of {sizes[0]}, where {size} would do"
-        whole = torch.cat([flat, flat.new_zeros(size * world - length)])
-        for rank, part in enumerate(given):
-            right = whole[rank * size : (rank + 1) * size]
-            if not torch.equal(part, right):
-                return f"not quite: {case}: rank {rank} has {part.tolist()}, and should have {right.tolist()}"
-            if part.untyped_storage().nbytes() > part.nbytes:
-                return (
-                    f"not quite: the numbers are right, but the shard is a view: its storage has "
-                    f"{part.untyped_storage().nbytes()} bytes, and keeps the whole vector alive"
-                )
+        for rank, found in enumerate(given):
+            about = f"parameters of {', '.join(map(str, sizes))} numbers on {world} ranks: rank {rank}"
+            if not isinstance(found, (list, tuple)) or len(found) != len(sizes):
+                return f"not quite: {about} returns {found!r}; {len(sizes)} pairs are wanted, one for each parameter"
+            for number, (one, right) in enumerate(zip(found, reference_pieces(sizes, rank, world), strict=True)):
+                if not isinstance(one, (list, tuple)) or tuple(one) != right:
+                    why = _why_not(one, right, sizes, number, rank, world)
+                    return f"not quite: {about} says {one!r} of parameter {number}, and should say {right}{why}"
     return "right"
+
+
+def _why_not(given, right, sizes, number: int, rank: int, world: int) -> str:
+    """What went wrong, where it can be told."""
+    begin, share = sum(sizes[:number]), -(-sum(sizes) // world)
+    start, stop = right
+    if not isinstance(given, (list, tuple)):
+        return ": a pair is wanted"
+    if right == (0, 0):
+        return ": nothing of it lies in this shard"
+    if tuple(given) == (begin + start, begin + stop):
+        return ": counted from the parameter's own beginning, not from the vector's"
+    if tuple(given) == (begin + start - rank * share, begin + stop - rank * share):
+        return ": counted from the parameter's own beginning, not from the shard's"
+    short = sum(sizes) // world  # as if there were no padding
+    if short < share and tuple(given) == (max(rank * short - begin, 0), min((rank + 1) * short - begin, sizes[number])):
+        return f": with the padding, every shard has {share} numbers"
+    return ": stop is one past the last" if tuple(given) == (start, stop - 1) else ""
 
 
 def _judge_clip(clip) -> str:
@@ -79,6 +160,22 @@ def _same(given, wanted) -> bool:
 
 
 EXERCISES = {
+    "03.0": Do(
+        title="reduce a gradient to a shard",
+        level=2,
+        minutes=6,
+        judge=_judge_reduce,
+        hint="dist.reduce_scatter_tensor(output, input) writes into `output` this rank's slice of the sum: make room for it\n"
+        "first. Then divide: a sum is not yet a mean.",
+        solution="""
+import torch.distributed as dist
+
+def shard_of_mean(gradient, rank, world):
+    own = gradient.new_empty(len(gradient) // world)  # room for the slice, and for nothing else
+    dist.reduce_scatter_tensor(own, gradient)
+    return own.div_(world)  # the sum over the ranks becomes their mean
+""",
+    ),
     "03.1": Predict(
         title="bytes at stage 2",
         level=1,
@@ -103,15 +200,21 @@ answer = (parameters + gradients + moments) / 2**20
 """,
     ),
     "03.2": Do(
-        title="cut a shard",
+        title="whose numbers are these",
         level=2,
         minutes=8,
-        judge=_judge_shard,
-        hint="Pad first: `-len(flat) % world` zeros are missing. Then chunk. Then ask what your slice's storage holds.",
+        judge=_judge_pieces,
+        hint="With the padding, how long is a shard? In the vector, rank's goes from rank * share to (rank + 1) * share, and each\n"
+        "parameter begins where the one before it ends. Where do the two overlap?",
         solution="""
-def shard(flat, rank, world):
-    padded = torch.nn.functional.pad(flat, (0, -len(flat) % world))  # equal parts: what the collectives need
-    return padded.chunk(world)[rank].clone()  # a copy: a view would keep the whole vector alive
+def pieces(sizes, rank, world):
+    share = -(-sum(sizes) // world)  # of the padded vector: rounded up
+    found, begin = [], 0  # where this parameter begins in the vector
+    for size in sizes:
+        start, stop = max(rank * share - begin, 0), min((rank + 1) * share - begin, size)
+        found.append((start, stop) if start < stop else (0, 0))
+        begin += size
+    return found
 """,
     ),
     "03.3": Do(

@@ -1,9 +1,14 @@
 """Chapter 06: CPU offload."""
 
 import torch
+import torch.nn.functional as F
 from planner import predict
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from labkit.teaching.exercises import Do, Predict, unanswered
+from labkit.measuring.trace import local
+from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
 
 MIB = 2**20
 
@@ -52,11 +57,78 @@ class OnDevice(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         flat = torch.utils._pytree.tree_leaves((args, kwargs or {}))
-        if any(type(value) is torch.Tensor and value.dim() for value in flat):
+        if any(isinstance(v, torch.Tensor) and not isinstance(v, OnDevice) and v.dim() for v in flat):
             raise RuntimeError(
                 f"{function.__name__} was given tensors of both sides, device and host: bring them together first"
             )
         return super().__torch_function__(function, types, args, kwargs)
+
+
+# The optimizer alone on the host, on real ranks
+
+STEPS = 3
+
+
+def _small(me):
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).double()
+    return fully_shard(model, mesh=init_device_mesh("cpu", (me.world_size,)))
+
+
+def _backward(me, model, step: int):
+    model.zero_grad()
+    numbers = torch.Generator().manual_seed(10 * step + me.rank)
+    F.mse_loss(model(torch.randn(5, 6, generator=numbers, dtype=torch.float64)), torch.ones(5, 4).double()).backward()
+
+
+def _hosted(me, host_step) -> list[dict]:
+    """After each step: bytes that crossed, whether device and host have what an optimizer on the device makes."""
+    plain, model = _small(me), _small(me)
+    usual = torch.optim.Adam(plain.parameters(), lr=0.01)
+    device = [local(p.detach()).as_subclass(OnDevice) for p in model.parameters()]
+    host = [nn.Parameter(there.as_subclass(torch.Tensor).clone()) for there in device]
+    optimizer, found = torch.optim.Adam(host, lr=0.01), []
+    for step in range(STEPS):
+        _backward(me, plain, step)
+        usual.step()
+        _backward(me, model, step)
+        bus, gradients = Bus(), [local(p.grad).as_subclass(OnDevice) for p in model.parameters()]
+        with torch.no_grad():
+            host_step(device, gradients, host, optimizer, bus)
+        pairs = zip(plain.parameters(), model.parameters(), host, strict=True)
+        same = [(torch.equal(local(a), local(b)), torch.equal(local(a), c)) for a, b, c in pairs]
+        about = {"device": all(there for there, _ in same), "host": all(here for _, here in same)}
+        found.append(bus.bytes | about | {"shards": sum(there.nbytes for there in device)})
+    return found
+
+
+def judge_host_step(host_step) -> str:
+    for rank, steps in enumerate(on_ranks(_hosted, host_step, ranks=2)):
+        if not any(step["up"] or step["down"] or step["host"] for step in steps):
+            return "not answered yet"
+        for number, step in enumerate(steps, start=1):
+            if message := _hosting(step, number):
+                return f"not quite: rank {rank}, step {number}: {message}"
+    return "right"
+
+
+def _hosting(step: dict, number: int) -> str | None:
+    """The first thing that is wrong with a step, if any."""
+    down, up, shards = step["down"], step["up"], step["shards"]
+    if down != shards:
+        few = "the optimizer needs this step's gradients" if down < shards else "only gradients come down, and once"
+        return f"{down} bytes came down, where the gradients' shards are {shards}: {few}"
+    if not step["host"] and number == 1:
+        return "the host's copy is not what an optimizer makes of these gradients: host[i].grad, then optimizer.step()"
+    if not step["host"]:
+        return "step 1 was right, the host's copy now is not: is the gradient this step's alone, and the optimizer the same?"
+    if up < shards:
+        return f"{up} bytes went up, where the shards are {shards}: the device goes on with the old parameters"
+    if up > shards:
+        return f"{up} bytes went up, where the shards are {shards}: only the new parameters do, and once"
+    if not step["device"]:
+        return "the host's copy is right, the device's is not: change device[i] in place, with copy_"
+    return None
 
 
 def _judge(answer) -> str:
@@ -127,6 +199,22 @@ def _updated(shards, momenta, whole, momentum, inputs) -> str | None:
 
 
 EXERCISES = {
+    "06.0": Do(
+        "Only the optimizer on the host",
+        level=2,
+        minutes=8,
+        judge=judge_host_step,
+        hint="Three things in this order, for each shard: its gradient down, into host[i].grad; then one optimizer.step() for\n"
+        "all; then the new parameters up, into device[i] with copy_. Set the gradient, do not add to the last step's.",
+        solution="""
+def host_step(device, gradients, host, optimizer, bus):
+    for mine, gradient in zip(host, gradients):
+        mine.grad = bus.down(gradient)
+    optimizer.step()  # its state is made like its parameters, so it is on the host and never crosses
+    for there, mine in zip(device, host):
+        there.copy_(bus.up(mine))
+""",
+    ),
     "06.1": Predict(
         "What offload takes off eight ranks' peak",
         level=1,
@@ -145,15 +233,14 @@ EXERCISES = {
         hint="Which of a rank's bytes are there at that moment and move? Its shard of the parameters, and the two "
         "numbers that Adadelta keeps for each of them. Rounding up to whole rows adds a little.",
         solution="""
-from planner import predict
-
-# Before the first reduce-scatter a rank keeps two things: its parameters and the optimizer's state for them.
-# fc1: 16 of 128 rows, of 9,216 numbers and a bias each: 147,472. The root: 4 of 32 rows of 10 (conv1), 8 of 64 of 289
-# (conv2), 2 of 10 of 129 (fc2: rounded up): 2,610. Together 150,082 numbers, three times: parameter and Adadelta's two.
-# 3 × 4 × 150,082 bytes, and 32 for the optimizer's step counters: 1,801,016 bytes.
-kept = predict.persistent("fsdp2", "size", ranks=8)
-answer = (kept["parameters"] + kept["optimizer state"]) / 2**20
-# With and without offload the peak is at the same moment, so the difference is exactly these.
+# With and without offload the peak is at the same moment, so the difference is what moves: before the first
+# reduce-scatter a rank keeps its parameters, and two numbers of Adadelta's for each.
+fc1 = 16 * (9216 + 1)  # 16 of its 128 rows: 9,216 weights and a bias each
+conv1, conv2 = 4 * (9 + 1), 8 * (32 * 9 + 1)  # 4 of 32 rows, 8 of 64
+fc2 = 2 * (128 + 1)  # 2 of 10 rows: rounded up
+numbers = fc1 + conv1 + conv2 + fc2  # 150,082
+counters = 4 * 8  # the optimizer's step, for each of the eight tensors
+answer = (4 * 3 * numbers + counters) / 2**20
 """,
     ),
     "06.2": Predict(

@@ -1,9 +1,17 @@
 """Exercises of chapter 07, checkpoints."""
 
-import torch
+import tempfile
+from pathlib import Path
 
-from labkit.running import cells, launch
-from labkit.teaching.exercises import Do, Predict, unanswered
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
 
 GIB = 2**30
 EIGHT_BILLION, RANKS = 8_030_261_248, 64
@@ -56,11 +64,11 @@ WARNED = {"nobody": [], "rank 0": [0], "rank 1": [1], "both ranks": [0, 1]}
 
 def _votes(me, anyone):
     """What this rank is told, for each of ``WARNED``."""
-    return [anyone(me.rank in warned) for warned in WARNED.values()]
+    return [anyone(me.rank in warned, me.device) for warned in WARNED.values()]
 
 
 def judge_anyone(anyone) -> str:
-    found = cells.on_ranks(_votes, anyone, ranks=2, cluster=launch.Cluster(launcher="local"), timeout=30)
+    found = on_ranks(_votes, anyone, ranks=2, timeout=30)
     for (who, warned), said in zip(WARNED.items(), zip(*found, strict=True), strict=True):
         if any(unanswered(one) for one in said):
             return "not answered yet"
@@ -75,7 +83,106 @@ def judge_anyone(anyone) -> str:
     return "right"
 
 
+# Saved by two ranks, gone on with three
+
+SAVED_AT, LAST = 3, 5  # steps
+LR, LOWERED = 0.1, 0.02  # the learning rate at the start, and from the second step on, as if by a schedule
+
+
+def _sharded(mesh, seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 10), nn.ReLU(), nn.Linear(10, 2)).double()
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh), torch.optim.Adam(model.parameters(), lr=LR)
+
+
+def _trained(model, optimizer, mesh, steps) -> list[float]:
+    """The losses of the global batch; the batch of a step is a function of its number."""
+    losses = []
+    for step in steps:
+        if step == 2:
+            optimizer.param_groups[0]["lr"] = LOWERED
+        rows = torch.randn(6, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        loss = model(rows.chunk(mesh.size())[mesh.get_local_rank()]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean, group=mesh.get_group())
+        losses.append(mean.item() / mesh.size())
+    return losses
+
+
+def _seam(me, go_on, folder) -> dict:
+    """Ranks 0 and 1 train and save; then all three go on with the learner's function."""
+    two, three = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [0, 1, 2])
+    whole = []
+    if me.rank < 2:
+        model, optimizer = _sharded(two, seed=1)
+        _trained(model, optimizer, two, range(1, SAVED_AT + 1))
+        tensors, state = get_state_dict(model, optimizer)
+        found = {"model": tensors, "optimizer": state, "step": SAVED_AT}
+        dcp.save(found, checkpoint_id=folder / "saved", process_group=two.get_group())
+        whole = _trained(model, optimizer, two, range(SAVED_AT + 1, LAST + 1))
+    dist.barrier()
+    first_day = go_on(folder / "nothing", *_sharded(three, seed=2))
+    model, optimizer = _sharded(three, seed=2)
+    step = go_on(folder / "saved", model, optimizer)
+    rate = optimizer.param_groups[0]["lr"]
+    losses = _trained(model, optimizer, three, range(SAVED_AT + 1, LAST + 1))
+    return {"whole": whole, "first day": first_day, "step": step, "rate": rate, "losses": losses}
+
+
+def judge_go_on(go_on) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        found = on_ranks(_seam, go_on, Path(folder), ranks=3)[0]
+    if unanswered(found["step"]) and unanswered(found["first day"]):
+        return "not answered yet"
+    if found["first day"] != 0:
+        return f"not quite: with no checkpoint there it returns {found['first day']!r}; 0 steps have been done"
+    for number, (right, loss) in enumerate(zip(found["whole"], found["losses"], strict=True)):
+        if abs(loss - right) > 1e-10 * right:
+            where = f"the loss of step {SAVED_AT + 1 + number} is {loss:.4f}, and uninterrupted {right:.4f}"
+            return f"not quite: {where}; {_forgotten(number, found['rate'])}"
+    if found["step"] != SAVED_AT:
+        about = f"it returns {found['step']!r} where step {SAVED_AT} was saved"
+        return f"not quite: the losses are right, but {about}: the data would go on at the wrong place"
+    return "right"
+
+
+def _forgotten(number: int, rate: float) -> str:
+    if number == 0:
+        return "the parameters are not those that were saved"
+    if rate != LOWERED:
+        return f"the parameters are right, but the learning rate is {rate}, that of a new optimizer: what is no tensor is put back by set_state_dict"
+    return "the parameters are right, so what the optimizer keeps is not"
+
+
 EXERCISES = {
+    "07.0": Do(
+        title="go on with another number of ranks",
+        level=2,
+        minutes=10,
+        judge=judge_go_on,
+        hint="Begin as save does: get_state_dict gives this model's and this optimizer's pieces, cut for these ranks. Build the\n"
+        "same dict, with a step of 0 in it; dcp.load(it, checkpoint_id=where) fills it. Then put both parts in place.",
+        solution='''
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+
+def go_on(where, model, optimizer):
+    """Fill model and optimizer from the checkpoint, if there is one; return its step, or 0."""
+    if not where.exists():
+        return 0
+    tensors, state = get_state_dict(model, optimizer)  # which pieces do these ranks hold?
+    found = {"model": tensors, "optimizer": state, "step": 0}
+    dcp.load(found, checkpoint_id=where)  # fills the tensors, and puts the step into the dict
+    set_state_dict(model, optimizer, model_state_dict=tensors, optim_state_dict=found["optimizer"])
+    return found["step"]
+''',
+    ),
     "07.1": Predict(
         title="what one of 64 ranks writes",
         level=1,
@@ -152,13 +259,13 @@ answer = (2 * save * between) ** 0.5 / 60
         hint="Make a tensor of this rank's answer, as a number. Which reduction of the ranks' numbers is 1 as soon as one "
         "of them is?",
         solution="""
+import torch
 import torch.distributed as dist
 
 
-# The maximum of zeros and ones: 1 as soon as one rank was warned, and the same number on every rank. Under NCCL the
-# tensor must lie on this rank's GPU: torch.tensor(int(warned), device="cuda").
-def anyone(warned):
-    votes = torch.tensor(int(warned))
+# The maximum of zeros and ones: 1 as soon as one rank was warned, and the same number on every rank.
+def anyone(warned, device):
+    votes = torch.tensor(int(warned), device=device)
     dist.all_reduce(votes, dist.ReduceOp.MAX)
     return bool(votes)
 """,

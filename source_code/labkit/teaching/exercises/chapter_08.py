@@ -1,12 +1,21 @@
 """Exercises of chapter 08, precision and recomputation."""
 
+from collections import Counter
+from functools import partial
+
 import torch
 from planner import predict
 from planner.shapes import GPTShape
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from labkit.measuring.trace import StepTrace, local, peak
 from labkit.running.lab import Lab
-from labkit.teaching.exercises import Do, Predict, unanswered
-from labkit.training.models import Block, rotary
+from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
+from labkit.training.models import ATTENTION_OPERATORS, GPT, Block, rotary
 
 MIB = 2**20
 
@@ -109,48 +118,192 @@ def reference_kept(shape, itemsize) -> int:
     return _kept(block, x, rotation, [*block.parameters(), *rotation]) // (2 * 6)
 
 
-SHAPES = {  # first one in which no two mistakes come to the same number
+# As few blocks as bring the peak under a budget, on real ranks
+
+STACK = GPTShape(layers=5, width=32, heads=2, kv_heads=1, hidden=96, vocabulary=64)
+SEQUENCES, LENGTH = 4, 64
+WANTED = (1, 3, 2)  # how many blocks must be recomputed
+
+
+def _plainly_sharded(model, mesh, *_):
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def _step(me, prepare, *given) -> dict:
+    """One step of a small model that ``prepare`` has changed: its peak in bytes, gradients, which blocks ran twice."""
+    calls, forward = Counter(), Block.forward
+    Block.forward = lambda block, *inputs: calls.update([block]) or forward(block, *inputs)
+    torch.manual_seed(4)
+    model = GPT(STACK)
+    blocks = list(model.blocks)
+    prepare(model, init_device_mesh("cpu", (me.world_size,)), *given)
+    optimizer = torch.optim.SGD(model.parameters())
+    trace = StepTrace(model, optimizer, me.device)
+    tokens = torch.randint(STACK.vocabulary, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(me.rank))
+    for _ in range(2):  # the first makes the tracer acquainted
+        optimizer.zero_grad()
+        calls.clear()
+        with trace:
+            model(tokens).square().mean().backward()
+    Block.forward = forward
+    return {
+        "peak": peak(trace.timeline())[1],
+        "gradients": {
+            name.replace("_checkpoint_wrapped_module.", ""): p.grad if p.grad is None else local(p.grad)
+            for name, p in model.named_parameters()  # also where PyTorch's checkpoint_wrapper was used
+        },
+        "recomputed": [number for number, block in enumerate(blocks) if calls[block] > 1],
+        "units": [isinstance(block, FSDPModule) for block in model.blocks] + [isinstance(model, FSDPModule)],
+        "sharded": all(isinstance(p, DTensor) for p in model.parameters()),
+    }
+
+
+def _budgets(me, prepare) -> tuple:
+    """What one step says with nothing recomputed, and one under each budget: (plain, [(budget, step), …])."""
+    x, rotation = _inputs(STACK, LENGTH)
+    block = Block(STACK)
+    kept = _kept(block, x, rotation, [*block.parameters(), *rotation]) * SEQUENCES // len(x)
+    given = SEQUENCES * LENGTH * STACK.width * 4
+    plain = _step(me, _plainly_sharded)
+    # Where it is several, so little more than one fewer brings that whoever forgets what comes in has one too few
+    excesses = [round((count - (0.5 if count == 1 else 0.96)) * (kept - given)) for count in WANTED]
+    return plain, [(plain["peak"] - excess, _step(me, prepare, excess, kept, given)) for excess in excesses]
+
+
+def judge_prepare(prepare) -> str:
+    found = on_ranks(_budgets, prepare, ranks=2)
+    plain, steps = found[0]
+    for wanted, (budget, step) in zip(WANTED, steps, strict=True):
+        if not step["sharded"] and not step["recomputed"]:
+            return "not answered yet"
+        if not all(step["units"]):
+            return "not quite: each block is to be a unit, and then the model: fully_shard(block), fully_shard(model)"
+        if message := _over(step, budget, wanted, plain["peak"]):
+            return f"not quite: {message}"
+    for rank, (plain, steps) in enumerate(found):
+        for name, right in plain["gradients"].items():
+            if any(step["gradients"].get(name) is None for _, step in steps):
+                return f"not quite: {name} gets no gradient"
+            if not all(torch.equal(step["gradients"][name], right) for _, step in steps):
+                return f"not quite: on rank {rank} the gradient of {name} differs"
+    return "right"
+
+
+def _over(step, budget, wanted, before) -> str:
+    """What is wrong with the blocks that were recomputed, or nothing."""
+    chosen, last = step["recomputed"], STACK.layers - 1
+    about = f"{before:,} bytes without, budget {budget:,}: with blocks {chosen or 'none'} recomputed"
+    if step["peak"] > budget:
+        why = "more of them are needed"
+        if last in chosen and len(chosen) >= wanted:
+            why = "backward begins with the last block and wants its tensors at once, so recomputing it saves nothing"
+        return f"{about} the peak is {step['peak']:,}; {why}"
+    if len(chosen) > wanted:
+        return f"{about} the peak is {step['peak']:,}; {wanted} of them would do"
+    return ""
+
+
+# A selective policy that keeps no more than is needed
+
+
+class _Products(TorchDispatchMode):
+    """Counts matrix products and attention, where they are really computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.counted = Counter()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator is torch.ops.aten.mm.default:
+            self.counted["a matrix product"] += 1
+        if operator in ATTENTION_OPERATORS:
+            self.counted["attention"] += 1
+        return operator(*args, **kwargs or {})
+
+
+def _selective(keep, shape) -> dict:
+    """A block under the policy ``keep``: bytes kept of a token, what was computed in backward, and the answers."""
+    torch.manual_seed(5)
+    block = Block(shape)
+    x, rotation = _inputs(shape, 6)
+    said = []
+
+    def policy(context, operator, *arguments, **_):
+        said.append(keep(operator, arguments, shape))
+        return CheckpointPolicy.MUST_SAVE if said[-1] else CheckpointPolicy.PREFER_RECOMPUTE
+
+    context = partial(create_selective_checkpoint_contexts, policy)
+    trace = StepTrace(block, torch.optim.SGD(block.parameters()), torch.device("cpu"))
+    trace.batch = [x, *rotation]
+    with trace:
+        y = checkpoint(block, x, rotation, use_reentrant=False, context_fn=context)
+    held = trace.timeline()[-1]["activations"] - y.nbytes - sum(tensor.nbytes for tensor in rotation)
+    with _Products() as products:
+        y.square().mean().backward()
+    return {"kept": held // x[..., 0].numel(), "computed": products.counted, "said": said}
+
+
+def the_labs(operator, arguments, shape):
+    return operator in [torch.ops.aten.mm.default, torch.ops.aten.bmm.default, *ATTENTION_OPERATORS]
+
+
+def all_but_down(operator, arguments, shape):
+    return the_labs(operator, arguments, shape) and not (
+        operator is torch.ops.aten.mm.default and arguments[0].shape[-1] == shape.hidden
+    )
+
+
+def judge_keep(keep) -> str:
+    for what, shape in SHAPES.items():
+        given, best, labs = (_selective(policy, shape) for policy in (keep, all_but_down, the_labs))
+        if all(unanswered(one) for one in given["said"]):
+            return "not answered yet"
+        about = f"{what}: {given['kept']:,} bytes a token are kept"
+        for which, count in given["computed"].items():
+            if more := count - best["computed"][which]:
+                return f"not quite: {about}, and in backward {which} is computed again, {more} times"
+        if given["kept"] == labs["kept"]:
+            return f"not quite: {about}, as by the lab's policy: whose result is asked for neither by a gradient nor on the way to one?"
+        if given["kept"] > best["kept"]:
+            return f"not quite: {about} where {best['kept']:,} would do: keep only what is expensive to compute again"
+    return "right"
+
+
+SHAPES = {  # the first: no two tensors of a block are of one size
     "eight heads, one of keys and values": GPTShape(layers=1, width=64, heads=8, kv_heads=1, hidden=100),
     "the preset tiny": GPTShape(layers=4, width=128, heads=4, kv_heads=2, hidden=384),
     "as many heads of keys as of queries": GPTShape(layers=1, width=48, heads=4, kv_heads=4, hidden=80),
 }
 
 
-def judge_kept(kept_per_token) -> str:
-    for what, shape in SHAPES.items():
-        for itemsize in (4, 2):
-            given = kept_per_token(shape, itemsize)
-            if unanswered(given):
-                return "not answered yet"
-            right = reference_kept(shape, itemsize)
-            if given != right:
-                why = _why(shape, itemsize, given - right)
-                return f"not quite: {what}, {itemsize} bytes a number: {given:,} where autograd keeps {right:,}{why}"
-    return "right"
-
-
-def _why(shape, itemsize, gap) -> str:
-    """What would explain a gap, in bytes a token."""
-    d, h, heads = shape.width, shape.hidden, shape.heads
-    kv = d // heads * shape.kv_heads
-    causes = {
-        2 * (itemsize - 4) * (2 * d + 1) + (itemsize - 4) * heads: "in bf16 the norms and the log-sum-exp stay in fp32",
-        2 * (itemsize - 4) * (2 * d + 1): "in bf16 a norm keeps its input, 1/rms and the normalized input in fp32",
-        (itemsize - 4) * heads: "the log-sum-exp is in fp32, whatever the format",
-        -4 * heads: "attention keeps a log-sum-exp, too: a number a head",
-        -itemsize * heads: "attention keeps a log-sum-exp, too: a number a head",
-        -8: "each of the two norms keeps 1/rms",
-        -2 * itemsize: "each of the two norms keeps 1/rms",
-        itemsize * 2 * (d - kv): "keys and values are narrower than queries where heads share them",
-        -itemsize * h: "between gate and down four tensors are kept",
-        itemsize * d: "one tensor of the width too many: the results of output and down are not kept",
-        2 * itemsize * d: "the results of output and down are not kept",
-    }
-    cause = causes.get(gap) if gap else None
-    return f"; {cause}" if cause else ""
-
-
 EXERCISES = {
+    "08.0": Do(
+        title="as few blocks as the budget asks for",
+        level=2,
+        minutes=10,
+        judge=judge_prepare,
+        hint="A recomputed block keeps what comes in, so one saves kept - given: how many are needed for the excess?\n"
+        "Which: the peak is where backward begins. It begins with the last block, and wants that block's tensors at once.",
+        solution='''
+from functools import partial
+from math import ceil
+
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+
+def prepare(model, mesh, excess, kept, given):
+    """Recompute as few blocks as lower the peak by excess bytes, then shard."""
+    # The first ones: what the last block keeps is wanted at the highest moment, recomputed or not.
+    for block in model.blocks[: ceil(excess / (kept - given))]:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+''',
+    ),
     "08.1": Predict(
         title="peak with twice the batch",
         level=2,
@@ -178,8 +331,8 @@ answer = predict.total(terms) / 2**20
     ),
     "08.2": Do(
         title="every n-th block recomputed",
-        level=2,
-        minutes=8,
+        level=1,
+        minutes=3,
         judge=judge_recompute_every,
         hint="block.forward = … replaces a block's forward in place: functools.partial(checkpoint, block.forward,\n"
         "use_reentrant=False) calls the old one through checkpoint. blocks[::n] is every n-th block.",
@@ -197,20 +350,24 @@ def recompute_every(blocks, n):
 ''',
     ),
     "08.3": Do(
-        title="what any block keeps of a token",
+        title="a better selective policy",
         level=3,
         minutes=12,
-        judge=judge_kept,
-        hint="The chapter's block_bytes, with shape's fields instead of its variables. The width of keys and values is\n"
-        "width // heads * kv_heads. In fp32 whatever the format: in each norm input, 1/rms and normalized; log-sum-exp.",
+        judge=judge_keep,
+        hint="Which product's result is only added to something, with nothing after it in the block that needs the sum?\n"
+        "You know it by what goes in: arguments[0].shape[-1] of a matrix product is the number of columns of its input.",
         solution='''
-def kept_per_token(shape, itemsize):
-    """Bytes a token that a block keeps for backward on the CPU."""
-    d, h = shape.width, shape.hidden
-    kv = d // shape.heads * shape.kv_heads
-    in_fp32 = 2 * (d + 1 + d) + shape.heads  # norms: input, 1/rms, normalized; attention: log-sum-exp
-    in_format = 2 * d + (d + kv + kv) + d + 4 * h  # norms' results; query, key, value; attention; gate to product
-    return 4 * in_fp32 + itemsize * in_format
+import torch
+from labkit.training.models import ATTENTION_OPERATORS
+
+
+def keep(operator, arguments, shape):
+    """Whether to keep what the operator returns, instead of computing it again in backward."""
+    if operator is torch.ops.aten.mm.default:
+        # down is the product that takes hidden numbers in. Its result is only added to the block's last sum, and nothing that
+        # backward needs comes after it.
+        return arguments[0].shape[-1] != shape.hidden
+    return operator in ATTENTION_OPERATORS
 ''',
     ),
 }

@@ -4,13 +4,15 @@ import contextlib
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from planner import networks
 from planner.shapes import GPT_SHAPES, GPTShape
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from labkit.running.lab import Lab
-from labkit.teaching.exercises import Do, Predict
+from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
 from labkit.training import models
 
 GIB = 2**30
@@ -100,7 +102,124 @@ def _first_difference(model, after) -> str:
     return "right"
 
 
+WORLD, STEPS, LARGEST = 3, 3, 0.05  # of 09.0: ranks, steps, and the norm to which it clips
+
+
+def adapted(device="cpu"):
+    """A small GPT with a frozen base and adapters, the same on every rank."""
+    model = models.GPT(SHAPE)
+    models.add_lora(model, 2)
+    with torch.no_grad():
+        for number, (parameter, _) in enumerate(models.first_values(model, seed=1)):
+            generator = torch.Generator().manual_seed(number)
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model.to(device)
+
+
+def batches_of(rank, device="cpu") -> list[tuple]:
+    """(inputs, targets) of each step on this rank, of shape (2, 8)."""
+    drawn = torch.randint(SHAPE.vocabulary, (STEPS, 2, 9), generator=torch.Generator().manual_seed(rank))
+    return [(part[:, :-1], part[:, 1:]) for part in drawn.to(device)]
+
+
+def in_one_process(ranks: int) -> tuple[list[float], dict]:
+    """What ``fine_tune`` has to return: the whole model, all ranks' batches at once."""
+    model = adapted()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=0.01)
+    norms = []
+    for parts in zip(*map(batches_of, range(ranks)), strict=True):
+        inputs, targets = (torch.cat(part) for part in zip(*parts, strict=True))
+        F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), LARGEST).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, {name: p.detach() for name, p in trained.items()}
+
+
+def _tuned(me, fine_tune):
+    """(what ``fine_tune`` returned, DTensors by that word alone; how many units it made)."""
+    model = adapted(me.device)
+    given = fine_tune(model, batches_of(me.rank, me.device), init_device_mesh(me.device.type, (me.world_size,)))
+    units = sum(isinstance(module, FSDPModule) for module in model.modules())
+    if unanswered(given):
+        return None, units
+    norms, adapters = given
+    named = {name: "DTensor" if isinstance(v, DTensor) else v.detach() for name, v in adapters.items()}
+    return (["DTensor" if isinstance(norm, DTensor) else float(norm) for norm in norms], named), units
+
+
+def judge_fine_tune(fine_tune) -> str:
+    found = on_ranks(_tuned, fine_tune, ranks=WORLD)
+    if all(given is None for given, _ in found):
+        return "not answered yet"
+    wanted = in_one_process(WORLD)
+    for rank, (given, units) in enumerate(found):
+        if given is None:
+            return f"not quite: rank {rank} returns nothing, and others do"
+        if units != SHAPE.layers + 1:
+            return f"not quite: {units} units; {SHAPE.layers + 1} are wanted, each block and the root"
+        if difference := _tuning_differs(rank, *given, *wanted):
+            return f"not quite: {difference}"
+    return "right"
+
+
+def _tuning_differs(rank, norms, adapters, right_norms, right) -> str | None:
+    if "DTensor" in norms:
+        return "a norm is a DTensor; full_tensor().item() makes it a number"
+    if len(norms) != STEPS:
+        return f"{len(norms)} norms; one for each of {STEPS} steps is wanted"
+    for step, (norm, wanted) in enumerate(zip(norms, right_norms, strict=True), 1):
+        if norm == 0:
+            return f"rank {rank}: step {step} found no gradient; fully_shard puts DTensors in the place of parameters: list them after it"
+        if abs(norm - wanted) > 1e-3 * wanted:
+            why = (
+                "is it of this rank's shards alone?" if step == 1 else "has step 1 left its gradients, or not trained?"
+            )
+            return f"rank {rank}: the gradient's norm in step {step} is {norm:.3f}, in one process {wanted:.3f}; {why}"
+    if extra := sorted(set(adapters) - set(right)):
+        return f"{extra[0]} is frozen; only what was trained is to be returned"
+    if missing := sorted(set(right) - set(adapters)):
+        return f"rank {rank}: {missing[0]} is missing"
+    for name, value in adapters.items():
+        if isinstance(value, str):
+            return f"{name} is a DTensor: this rank has a part of it; full_tensor() makes it whole, on every rank"
+        if value.shape != right[name].shape:
+            return f"rank {rank}: {name} has the shape {tuple(value.shape)}; {tuple(right[name].shape)} is whole"
+        if not torch.allclose(value.cpu(), right[name], atol=1e-4):
+            return f"{name} differs from training in one process; were the gradients clipped before the step?"
+    return None
+
+
 EXERCISES = {
+    "09.0": Do(
+        title="FSDP1 to FSDP2, with adapters",
+        level=2,
+        minutes=12,
+        judge=judge_fine_tune,
+        hint="Shard first: each of model.blocks, then model; only then make the optimizer, of what requires a gradient.\n"
+        "torch.nn.utils.clip_grad_norm_ takes parameters and returns a DTensor. full_tensor() is a collective.",
+        solution="""
+import torch
+import torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard
+
+def fine_tune(model, batches, mesh):
+    for unit in [*model.blocks, model]:
+        fully_shard(unit, mesh=mesh)
+    # After fully_shard: it has put DTensors in the place of the parameters.
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=0.01)
+    norms = []
+    for inputs, targets in batches:
+        F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained.values(), 0.05)
+        norms.append(norm.full_tensor().item())  # of all ranks' shards
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, {name: p.detach().full_tensor() for name, p in trained.items()}
+""",
+    ),
     "09.1": Predict(
         title="traffic, accumulating and keeping",
         level=1,

@@ -1,12 +1,13 @@
 """Exercises of chapter 11, planning."""
 
+from functools import cache
+
 from planner import networks, predict
 from planner.shapes import GPT_SHAPES
 
 from labkit.teaching.exercises import Do, Predict, unanswered
 
 GIB = 2**30
-WORLDS = [2**n for n in range(11)]
 
 
 def _terms(size, ranks, batch=1, recompute="full"):
@@ -19,64 +20,89 @@ def _peak(*about) -> float:
     return predict.total(_terms(*about)) / GIB
 
 
-def _halved(*categories):
-    """The peak of 8B on 8 ranks, these categories halved."""
+def _quartered(*categories):
+    """The peak of 8B on 8 ranks, these categories quartered."""
     terms = _terms("llama3-8b", 8).items()
-    return sum(size / (2 if category in categories else 1) for (category, _), size in terms) / GIB
+    return sum(size / (4 if category in categories else 1) for (category, _), size in terms) / GIB
 
 
-def reference_world(size, gib, batch, recompute):
-    """What 11.2 asks for."""
-    return next((ranks for ranks in WORLDS if _peak(size, ranks, batch, recompute) <= gib), None)
+def reference_world(plan_of, room, most=64, needs=lambda plan: predict.total(plan.peak()[1])):
+    """What 11.0 asks for. needs: of a plan, in bytes; the wrong answers have others."""
+    return next((ranks for ranks in range(1, most + 1) if needs(plan_of(ranks)) <= room), None)
 
 
-CASES = [
-    ("llama3-8b", 80, 1, "full"),
-    ("llama3-8b", 24, 1, "full"),
-    ("llama3-8b", 80, 1, "none"),
-    ("llama3-70b", 80, 1, "full"),
-    ("llama3-70b", 80, 1, "none"),
-    ("1b", 24, 1, "full"),
-    ("llama3-8b", 141, 4, "full"),
+def _llama(batch, recompute):
+    return lambda ranks: predict.Plan(
+        networks.gpt(GPT_SHAPES["llama3-8b"], batch, 8192, recompute), "fsdp2", ranks, precision="bf16", on_gpu=True
+    )
+
+
+CASES = [  # (what, plan_of, GiB of room)
+    ("8B, one sequence, everything recomputed", _llama(1, "full"), 64.3),
+    ("8B, one sequence, everything recomputed", _llama(1, "full"), 18.7),
+    ("8B, one sequence, everything recomputed", _llama(1, "full"), 36.0),
+    ("8B, one sequence, nothing recomputed", _llama(1, "none"), 50.0),
+    ("8B, one sequence, everything recomputed", _llama(1, "full"), 150.0),
+    ("8B, one sequence, everything recomputed", _llama(1, "full"), None),  # what 64 ranks need, to the byte
 ]
+SLIPS = {  # what was taken for the need of a plan
+    "holds what stays between steps, but not the peak": lambda plan: predict.total(plan.persistent()),
+    "holds the peak of the first step, when there is no optimizer state yet": lambda plan: predict.total(
+        plan.peak(True)[1]
+    ),
+}
 
 
-def _of_state(size, gib):
-    """What comes out if what stays from step to step is all that counts."""
-    shape = networks.gpt(GPT_SHAPES[size], 1, 8192)
-    kept = ((n, predict.total(predict.Plan(shape, "fsdp2", n, precision="bf16").persistent())) for n in WORLDS)
-    return next((ranks for ranks, size in kept if size <= gib * GIB), None)
+def _counted(plan_of, asked: list, most=64):
+    """plan_of, which notes what it is asked for, and ends a search that does not end by itself."""
+
+    def plan(ranks):
+        if not 1 <= ranks <= most:
+            raise ValueError(
+                f"plan_of was asked for {ranks} ranks, and most is {most}: for some models no number is enough"
+            )
+        asked.append(ranks)
+        return plan_of(ranks)
+
+    return plan
 
 
 def judge_world(smallest_world) -> str:
-    first = smallest_world(*CASES[0])
-    if first is ... or (first is None and all(smallest_world(*case) is None for case in CASES)):
+    answers, asked = [], []
+    cases = [(what, cache(plan_of), room) for what, plan_of, room in CASES]
+    cases = [(what, plan_of, _room(plan_of, room)) for what, plan_of, room in cases]
+    for _, plan_of, room in cases:
+        answers.append(smallest_world(_counted(plan_of, asked), room, most=64))
+    if all(unanswered(given) for given in answers):
+        if asked:
+            return f"not quite: yours looks at {len(asked)} worlds and finds none; is a return None inside the loop?"
         return "not answered yet"
-    for case in CASES:
-        size, gib, batch, recompute = case
-        given, right = smallest_world(*case), reference_world(*case)
-        if given == right:
-            continue
-        where = f"{size} in {gib} GiB, batch {batch}, recompute {recompute}"
-        if unanswered(given):
-            return f"not quite: {where}: {right} ranks are enough, and yours finds none"
-        if right is None:
-            return f"not quite: {where}: no world fits, for activations are not shared; yours says {given}"
-        if given == _of_state(size, gib):
-            return f"not quite: {where}: {given} ranks hold what stays from step to step, but not the peak"
-        if given not in WORLDS:
-            return f"not quite: {where}: {given!r} is none of 1, 2, 4, … 1024"
-        peak = _peak(size, given, batch, recompute)
-        fits = "it fits, but so do fewer" if peak <= gib else f"the peak is {peak:.1f} GiB there"
-        units = "; GiB are 1024³" if given == _in_decimal(case) else ""
-        return f"not quite: {where}: yours says {given} ranks, and {fits}{units}"
+    for (what, plan_of, room), given in zip(cases, answers, strict=True):
+        right = reference_world(plan_of, room)
+        if given != right:
+            return f"not quite: {what}, {room / GIB:.1f} GiB: {_difference(plan_of, room, given, right)}"
     return "right"
 
 
-def _in_decimal(case):
-    """What comes out if gib is taken for a thousand million bytes each."""
-    size, gib, batch, recompute = case
-    return reference_world(size, gib * 1e9 / GIB, batch, recompute)
+def _room(plan_of, gib) -> float:
+    return gib * GIB if gib else predict.total(plan_of(64).peak()[1])
+
+
+def _difference(plan_of, room, given, right) -> str:
+    if unanswered(given):
+        return f"{right} ranks are enough, and yours finds none"
+    if right is None:
+        return f"no world of 64 ranks or fewer fits, for activations are not shared; yours says {given}"
+    for slip, needs in SLIPS.items():
+        if given == reference_world(plan_of, room, needs=needs):
+            return f"a world of {given} {slip}"
+    if not isinstance(given, int) or not 1 <= given <= 64:
+        return f"{given!r} is no number of ranks from 1 to 64"
+    peak = predict.total(plan_of(given).peak()[1])
+    if peak > room:
+        return f"yours says {given} ranks, and the peak is {peak / GIB:.1f} GiB there"
+    powers = "; not only powers of two are numbers" if given & (given - 1) == 0 else ""
+    return f"yours says {given} ranks, and they fit, but so do {right}{powers}"
 
 
 def _loss(vocabulary, tensors=3, itemsize=4, tokens=8192):
@@ -84,59 +110,57 @@ def _loss(vocabulary, tensors=3, itemsize=4, tokens=8192):
 
 
 EXERCISES = {
-    "11.1": Predict(
-        title="8B on 16 ranks",
-        level=1,
-        minutes=5,
-        answer=_peak("llama3-8b", 16),
-        unit="GiB",
-        slips={
-            "that halves everything, but activations, the loss and a gathered unit are as large as before": _peak(
-                "llama3-8b", 8
-            )
-            / 2,
-            "nothing has changed in it: sixteen ranks share parameters and optimizer state": _peak("llama3-8b", 8),
-            "the parameters are shared by sixteen too, not only the optimizer state": _halved("optimizer state"),
-            "Adam's two moments are shared as well, not only the parameters": _halved("parameters"),
-            "gathered parameters are whole on every rank, however many there are": _halved(
-                "parameters", "optimizer state", "all-gather"
-            ),
-        },
-        hint="Go through the terms that --explain printed. Which of them says how many numbers *this rank's part* has, and which says "
-        "how many numbers its batch has? Only the former are halved.",
-        solution="""
-# Parameters and Adam's two moments, 3 × 4 bytes a parameter, are shared by twice as many ranks. The batch's tensors, the loss
-# and what is gathered stay as they are: 27.05 GiB less half of 11.22 GiB.
-from planner import networks, predict
-from planner.shapes import GPT_SHAPES
-plan = predict.Plan(networks.gpt(GPT_SHAPES["llama3-8b"], 1, 8192, "full"), "fsdp2", 16, precision="bf16", on_gpu=True)
-answer = predict.total(plan.peak()[1]) / 2**30
-""",
-    ),
-    "11.2": Do(
+    "11.0": Do(
         title="the smallest world that fits",
         level=2,
         minutes=15,
         judge=judge_world,
-        hint="A plan needs a blueprint (batch, tokens and recomputation are in it) and a strategy: the function llama() of this notebook "
-        "makes one. predict.total(plan.peak()[1]) is its peak in bytes. A loop over the ranks, from the smallest, and a return inside it; "
-        "what happens after the loop answers the last sentence of the task.",
+        hint="predict.total(plan_of(ranks).peak()[1]) is the peak of a world in bytes. A loop over the ranks, from 1 to most, and a "
+        "return inside it; what happens after the loop answers for a model that no world holds.",
         solution="""
-# The peak never grows with the ranks, so the first that fits is the smallest; but it does not go to zero either: what belongs
-# to the batch stays. That is why the loop must end, and None is an answer.
-from planner import networks, predict
-from planner.shapes import GPT_SHAPES
+# One rank after the other, from below: the first that fits is the least. What belongs to the batch is not shared, so the
+# loop must end, and None is an answer.
+from planner import predict
 
-def smallest_world(size, gib, batch, recompute):
-    network = networks.gpt(GPT_SHAPES[size], batch, 8192, recompute)
-    for ranks in [2**n for n in range(11)]:
-        plan = predict.Plan(network, "fsdp2", ranks, precision="bf16", on_gpu=True)
-        if predict.total(plan.peak()[1]) <= gib * 2**30:
+def smallest_world(plan_of, room, most=1024):
+    for ranks in range(1, most + 1):
+        if predict.total(plan_of(ranks).peak()[1]) <= room:
             return ranks
     return None
 """,
     ),
-    "11.3": Predict(
+    "11.1": Predict(
+        title="8B on 32 ranks",
+        level=1,
+        minutes=5,
+        answer=_peak("llama3-8b", 32),
+        unit="GiB",
+        slips={
+            "that quarters everything, but activations, the loss and a gathered unit are as large as before": _peak(
+                "llama3-8b", 8
+            )
+            / 4,
+            "nothing has changed in it: thirty-two ranks share parameters and optimizer state": _peak("llama3-8b", 8),
+            "that is 16 ranks; or only the optimizer state is shared by thirty-two, but the parameters are, too": _quartered(
+                "optimizer state"
+            ),
+            "Adam's two moments are shared as well, not only the parameters": _quartered("parameters"),
+            "gathered parameters are whole on every rank, however many there are": _quartered(
+                "parameters", "optimizer state", "all-gather"
+            ),
+        },
+        hint="Go through the terms that --explain printed. Which of them says how many numbers *this rank's part* has, and which says "
+        "how many numbers its batch has? Only the former are quartered.",
+        solution="""
+# Parameters and Adam's two moments, 3 × 4 bytes per parameter, are shared by four times as many ranks. The batch's tensors,
+# the loss and what is gathered stay as they are: 27.05 GiB less three quarters of 11.22 GiB.
+from planner import networks, predict
+from planner.shapes import GPT_SHAPES
+plan = predict.Plan(networks.gpt(GPT_SHAPES["llama3-8b"], 1, 8192, "full"), "fsdp2", 32, precision="bf16", on_gpu=True)
+answer = predict.total(plan.peak()[1]) / 2**30
+""",
+    ),
+    "11.2": Predict(
         title="a smaller vocabulary",
         level=2,
         minutes=10,
@@ -147,7 +171,7 @@ def smallest_world(size, gib, batch, recompute):
             "that is two tensors; log-softmax, its gradient and the gradient of its input are three": _loss(
                 32_000, tensors=2
             ),
-            "the loss is computed in fp32: four bytes a number": _loss(32_000, itemsize=2),
+            "the loss is computed in fp32: four bytes per number": _loss(32_000, itemsize=2),
             "that is the vocabulary of Llama 3": _loss(128_256),
             "that is in GB; GiB are 1024³ bytes": _loss(32_000) * GIB / 1e9,
             "the batch is not shared: each rank has all its 8192 tokens": _loss(32_000) / 8,

@@ -1,6 +1,21 @@
 """Exercises of chapter 12, speed."""
 
-from labkit.teaching.exercises import Do, Predict, unanswered
+import torch
+import torch.nn.functional as F
+from planner.shapes import GPTShape
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from labkit.measuring.trace import CATEGORIES, StepTrace, peak
+from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
+from labkit.training import models
+
+MICRO, LESS = 4, 1.5  # of 12.0: micro-batches in a step, and how many times fewer operations are asked for
+SHAPE = GPTShape(layers=3, width=64, heads=2, kv_heads=2, hidden=128, vocabulary=256)
+TOKENS = 32  # in a sequence
 
 ONE, EIGHT, RANKS = 1.28, 0.20, 8  # seconds a step for the same work, and on how many ranks
 SMALL, LARGE = (2, 0.030), (8, 0.060)  # sequences a step, seconds
@@ -20,6 +35,149 @@ CASES = [  # what it is, communication, compute
     ("intervals that only touch", [(0, 4)], [(4, 8)]),
     ("no communication", [], [(0, 5)]),
 ]
+
+GROWN = {  # by what more memory at the peak is for, in 12.0
+    "activations": "more activations wait for backward: do micro-batches stand together?",
+    "reduce-scatter": "whole gradients wait for a later reduction, where each rank could have its shard",
+    "all-gather": "parameters stay gathered, where they could be freed",
+}
+
+
+def slow_step(model, optimizer, batch):
+    """(mean loss, share of the tokens guessed right) of a step on this rank, as numbers.
+
+    batch: (inputs, targets) of each micro-batch, of shape (sequences, tokens).
+    """
+    losses, rights = [], []
+    for inputs, targets in batch:
+        # The log comes first: a forward without backward leaves the root gathered, and after optimizer.step() that copy
+        # would be out of date.
+        with torch.no_grad():  # for the log
+            loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            losses.append(loss.item())
+            guesses = model(inputs).argmax(-1)
+            rights.append((guesses == targets).float().mean().item())
+        logits = model(inputs).double()  # float64, to be on the safe side
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        (loss / len(batch)).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    return sum(losses) / len(batch), sum(rights) / len(batch)
+
+
+class Work(TorchDispatchMode):
+    """Counts what runs in its context on this rank.
+
+    operations: floating-point ones of matrix products and attention. reads: numbers that the host asked for, for which
+    a GPU's thread waits. wide: tensors in float64. zeros: tensors filled with zeros.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.operations = self.reads = self.wide = self.zeros = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # let it turn this into operators on its local tensor; we see those
+        result = operator(*args, **(kwargs or {}))
+        name = operator._schema.name
+        if count := flop_registry.get(operator.overloadpacket):
+            self.operations += count(*args, **(kwargs or {}), out_val=result)
+        self.reads += name == "aten::_local_scalar_dense"
+        self.wide += any(isinstance(t, torch.Tensor) and t.dtype == torch.float64 for t in tree_leaves(result))
+        self.zeros += len(args[0]) if name == "aten::_foreach_zero_" else name == "aten::zero_"
+        return result
+
+
+def work_of(step, model, optimizer, batch, device) -> dict:
+    """What ``step(model, optimizer, batch)`` returns, six times in a row, and what one of them costs this rank.
+
+    {"returned": […], "forwards", "operations", "reads", "wide", "zeros": of a step; "traffic": {(kind, bytes,
+    dimension): how many}, "peak": {category: bytes} at the peak, of a step that was traced}. Collective.
+    """
+    returned, traced, forwards = [step(model, optimizer, batch)], [], []
+    trace, work = StepTrace(model, optimizer, device), Work()
+    trace.batch = tree_leaves(batch)
+    for _ in range(4):  # the first makes the tracer acquainted; of the others the lowest peak counts, as in the meter
+        with trace:
+            returned.append(step(model, optimizer, batch))
+        traced.append(peak(trace.timeline()))
+    hook = model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    with work:
+        returned.append(step(model, optimizer, batch))
+    hook.remove()
+    highest, _ = min(traced[1:], key=lambda found: found[1])
+    return {
+        "returned": returned,
+        "forwards": len(forwards),
+        "operations": work.operations,
+        "reads": work.reads,
+        "wide": work.wide,
+        "zeros": work.zeros,
+        "traffic": dict(trace.collectives),
+        "peak": {category: highest[category] for category in CATEGORIES},
+    }
+
+
+def _two_works(me, step):
+    """(what the learner's step does, what the slow one does) with a small GPT under FSDP2, each from the same start."""
+    drawn = torch.randint(SHAPE.vocabulary, (MICRO, 2, TOKENS + 1), generator=torch.Generator().manual_seed(me.rank))
+    batch = [(part[:, :-1], part[:, 1:]) for part in drawn]
+    found = []
+    for this in (step, slow_step):
+        torch.manual_seed(1)
+        model = models.GPT(SHAPE)
+        for unit in (*model.blocks, model):
+            fully_shard(unit)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)  # AdamW's reads a number per parameter
+        found.append(work_of(this, model, optimizer, batch, me.device))
+        if unanswered(found[0]["returned"][0]):
+            return None
+    return found
+
+
+def judge_step(step) -> str:
+    found = on_ranks(_two_works, step, ranks=2)
+    if None in found:
+        return "not answered yet"
+    for rank, (mine, slow) in enumerate(found):
+        if difference := _returns_other(mine["returned"], slow["returned"]) or works_more(mine, slow):
+            return f"not quite: rank {rank}: {difference}"
+    return "right"
+
+
+def _returns_other(mine, slow) -> str | None:
+    for number, (given, wanted) in enumerate(zip(mine, slow, strict=True), 1):
+        for what, got, right in zip(("mean loss", "share guessed right"), given, wanted, strict=True):
+            if isinstance(got, torch.Tensor):
+                return f"the {what} is returned as a tensor; the slow script returns numbers: read it, with .item()"
+            if abs(float(got) - right) > 1e-4 * right:
+                about = f"the {what} in step {number} is {float(got):.4f}, the slow script's {right:.4f}"
+                if abs(float(got) - MICRO * right) < 1e-3 * right:
+                    return f"{about}; that is the sum over the micro-batches, not their mean"
+                same = "; step 1 is right, so the update differs: is it made of the mean, and of this step's gradients?"
+                return about + same * (number > 1)
+    return None
+
+
+def works_more(mine, slow) -> str | None:
+    fewer, (before, now) = slow["operations"] / mine["operations"], (sum(w["peak"].values()) for w in (slow, mine))
+    if fewer < LESS:
+        times = f"{mine['forwards']} times a step, with {MICRO} micro-batches"
+        return f"{fewer:.2f} × fewer operations; {LESS} × is asked for. The network goes forward {times}"
+    if now > before:
+        grown = max(CATEGORIES, key=lambda category: mine["peak"][category] - slow["peak"][category])
+        why = GROWN.get(grown, f"what has grown most: {grown}")
+        return f"the peak is {now / 1e3:.0f} kB, the slow script's {before / 1e3:.0f}; {why}"
+    if mine["reads"] > 2:
+        return (
+            f"the host reads {mine['reads']} numbers a step; two are returned. On a GPU each read waits for the device"
+        )
+    if mine["wide"]:
+        return f"{mine['wide']} results a step are in float64; nothing that is returned needs it"
+    if mine["zeros"] >= slow["zeros"]:
+        return "the gradients are filled with zeros, and added to; without set_to_none=False they are freed"
+    return None
 
 
 def _ticks(intervals) -> set:
@@ -55,6 +213,31 @@ def _why(given, communication, compute, sent, busy) -> str:
 
 
 EXERCISES = {
+    "12.0": Do(
+        title="the same step, 1.5 × fewer operations",
+        level=2,
+        minutes=12,
+        judge=judge_step,
+        hint="One forward of a micro-batch has the logits; loss and guesses are both made of them. Sum up detached\n"
+        "tensors, and read them once, at the end. Gradients that wait for a later reduction, and micro-batches that stand\n"
+        "together, are faster too, and need more memory.",
+        solution="""
+import torch
+import torch.nn.functional as F
+
+def step(model, optimizer, batch):
+    loss, right = 0.0, 0.0
+    for inputs, targets in batch:
+        logits = model(inputs)  # once: training and log both need no more than these
+        part = F.cross_entropy(logits.flatten(0, 1), targets.flatten()) / len(batch)
+        right += (logits.detach().argmax(-1) == targets).float().mean() / len(batch)
+        part.backward()
+        loss += part.detach()  # a tensor still: nobody waits for it
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item(), right.item()
+""",
+    ),
     "12.1": Predict(
         title="strong-scaling efficiency",
         level=1,

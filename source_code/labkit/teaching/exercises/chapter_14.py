@@ -7,8 +7,7 @@ from planner import UserError, jax_sharding
 from planner.shapes import GPT_SHAPES
 
 from labkit.measuring import hlo
-from labkit.running import cells, launch
-from labkit.teaching.exercises import Do, Predict, unanswered
+from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
 from labkit.training import jax_world
 
 DEVICES, LAYERS, WIDTH, BATCH = 8, 3, 16, 32
@@ -64,8 +63,7 @@ def judge_forward(forward) -> str:
     with suppress(Exception):  # what is written gathers, and cannot outside of a mesh
         if unanswered(forward(object(), object())):
             return "not answered yet"
-    one = {"ranks": 1, "cluster": launch.Cluster(launcher="local"), "timeout": 60}
-    found = cells.on_ranks(_shared, forward, **one)[0]
+    found = on_ranks(_shared, forward, ranks=1)[0]
     if found is None:
         return "not answered yet"
     if not isinstance(found[0], bool):
@@ -170,7 +168,7 @@ def forward_of_a_device(shards, x):
         },
         hint="A block is gathered in forward, and again where backward recomputes it. What is outside of the blocks?",
         solution=f"""
-# 32 blocks twice, embedding and head once; 4 bytes a number. (The norms are below the threshold, and whole everywhere.)
+# 32 blocks twice, embedding and head once; 4 bytes per number. (The norms are below the threshold, and whole everywhere.)
 block = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)
 answer = 4 * (2 * 32 * block + 2 * {LLAMA.vocabulary} * 4096) / 1e9
 """,

@@ -1,8 +1,8 @@
 """Every figure of the course, from records only, in one visual language.
 
 Solid is measured, outlined is predicted, hatched is simulated; the learner's guess is a small diamond.
-A category of memory has the same colour in every figure. The colours are Okabe and Ito's, which colour-blind
-readers can tell apart. Figures that only one chapter draws are in files of their own beside this one.
+A category of memory has the same colour in every figure. The colours are Okabe and Ito's, those of strategies Paul
+Tol's: colour-blind readers can tell them apart. Figures that only one chapter draws are in files of their own beside this one.
 
 The functions that make whole figures end with ``show``, which puts them under a notebook's cell.
 """
@@ -23,14 +23,14 @@ COLOURS = dict(
         strict=True,
     )
 )
-STRATEGY_COLOURS = {
+STRATEGY_COLOURS = {  # from Paul Tol's palette "muted", so that none is a category's
     "single": "#666666",
-    "ddp": "#D55E00",
-    "fsdp1": "#56B4E9",
-    "fsdp2": "#0072B2",
-    "zero1": "#E69F00",
-    "zero2": "#009E73",
-    "zero3": "#CC79A7",
+    "ddp": "#882255",
+    "fsdp1": "#44AA99",
+    "fsdp2": "#332288",
+    "zero1": "#999933",
+    "zero2": "#117733",
+    "zero3": "#AA4499",
 }
 STYLE = {
     "font.size": 12,
@@ -49,7 +49,7 @@ matplotlib.rcParams.update(STYLE)
 def caption(record: dict) -> str:
     """What a figure must always say: hardware, ranks, data."""
     ranks = f"{record['ranks']} rank" + ("s" if record["ranks"] > 1 else "")
-    return f"{record['hardware']} · {ranks} · {record['data']['name']} · batch {record['batch_size']} a rank"
+    return f"{record['hardware']} · {ranks} · {record['data']['name']} · batch {record['batch_size']} per rank"
 
 
 def headline(figure, title: str, under: str):
@@ -94,7 +94,7 @@ def memory_bars(axes, rows: list[tuple[str, dict, int | None]], guesses: dict[st
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
     axes.set_xlim(0, max(left) * 1.12)
-    axes.set_xlabel("peak memory a rank [MiB]")
+    axes.set_xlabel("peak memory per rank [MiB]")
 
 
 def time_bars(axes, rows: list[tuple[str, dict | None]]):
@@ -120,8 +120,13 @@ def memory(rows: list[tuple[str, dict, dict | None]], title: str, guesses: dict[
     memory_bars(axes, bars, guesses)
     marks = "solid: measured" + ", outlined: predicted" * any(row[2] for row in bars)
     marks += ", diamond: your guess" * any(guess is not None for guess in (guesses or {}).values())
-    widest = max((record for _, record, _ in rows), key=lambda record: record["ranks"])
-    headline(figure, title, f"{caption(widest)}\n{marks}")
+    least, most = (end((record for _, record, _ in rows), key=lambda record: record["ranks"]) for end in (min, max))
+    under = caption(most)
+    if least["ranks"] < most["ranks"] and all(
+        str(r["ranks"]) in label for label, r, _ in rows
+    ):  # the rows are about it
+        under = under.replace(f"{most['ranks']} ranks", f"{least['ranks']} to {most['ranks']} ranks")
+    headline(figure, title, f"{under}\n{marks}")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=4, fontsize=11)
     show(figure)
 
@@ -134,20 +139,23 @@ def timeline(axes, record: dict, height: float | None = None):
     moments = record["memory"]["timeline"]
     levels = [[moment[1 + i] / MIB for moment in moments] for i in range(len(CATEGORIES))]
     used = [i for i in range(len(CATEGORIES)) if max(levels[i]) > 0.005]
+    totals = [sum(level) for level in zip(*levels, strict=True)]
+    top = max(totals)
+    height = height or top
+    # In the legend is what can be found: thicker than a hair for longer than a hair's breadth
+    wide = [sum(size > 0.01 * height for size in level) > 0.002 * len(totals) for level in levels]
     axes.stackplot(
         range(len(moments)),
         [levels[i] for i in used],
-        labels=[CATEGORIES[i] for i in used],
+        labels=[CATEGORIES[i] if wide[i] else "" for i in used],
         colors=[COLOURS[CATEGORIES[i]] for i in used],
         step="post",
         linewidth=0,
     )
-    totals = [sum(level) for level in zip(*levels, strict=True)]
-    top = max(totals)
-    height = height or top
     where = len(totals) - 1 - totals[::-1].index(top)
     axes.axhline(top, color="black", linestyle="--", linewidth=1)
-    axes.text(len(totals), top, f"peak {top:.1f} MiB ", ha="right", va="bottom")
+    clear = len(totals) if where < 0.84 * len(totals) else where - 0.015 * len(totals)  # of the mark
+    axes.text(clear, top, f"peak {top:.1f} MiB ", ha="right", va="bottom")
     axes.plot(where, top, "v", color="black", markersize=8, clip_on=False)
     name_phases(axes, [moment[0] for moment in moments], height * 1.2)
     axes.set(xlim=(0, len(totals)), ylim=(0, height * 1.27), ylabel="live tensors [MiB]")
@@ -156,16 +164,22 @@ def timeline(axes, record: dict, height: float | None = None):
 
 def name_phases(axes, phases: list[str], height: float):
     """Name forward, backward and optimizer above the timeline, a thin line between them."""
-    starts = [0, phases.index("backward"), phases.index("optimizer"), len(phases)]
-    for phase, start, end in zip(("forward", "backward", "optimizer"), starts[:-1], starts[1:], strict=True):
-        narrow = end - start < 0.12 * len(phases)
-        place, side = (end, "right") if narrow else ((start + end) / 2, "center")
-        axes.text(place, height, phase, ha=side, va="center", color="#444444")
+    # A fused optimizer changes nothing that lives, and has no moments.
+    named = [phase for phase in ("forward", "backward", "optimizer") if phase in phases]
+    starts = [0, *(phases.index(phase) for phase in named[1:]), len(phases)]
+    for phase, start, end in zip(named, starts[:-1], starts[1:], strict=True):
+        if start and end - start < 0.1 * len(phases):  # too narrow for the word: it points there
+            axes.text(start, height, f"{phase} →", ha="right", va="center", color="#444444")
+        else:
+            axes.text((start + end) / 2, height, phase, ha="center", va="center", color="#444444")
         axes.axvline(end, color="#888888", linewidth=0.8)
 
 
-def timelines(rows: list[tuple[str, dict]], title: str):
-    """A figure of one step's memory, a panel a run, one scale for all: rows of (label, record)."""
+def timelines(rows: list[tuple[str, dict]], title: str, called: dict[str, str] | None = None):
+    """A figure of one step's memory, a panel a run, one scale for all: rows of (label, record).
+
+    called: {category: its name in the legend, where another says more}.
+    """
     figure, panels = plt.subplots(
         len(rows), 1, figsize=(10, 2.6 * len(rows) + 1.6), squeeze=False, layout="constrained"
     )
@@ -177,9 +191,13 @@ def timelines(rows: list[tuple[str, dict]], title: str):
         names |= {name: handle for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}
     panels[-1, 0].set_xlabel("one step, left to right: every change of memory")
     widest = max((record for _, record in rows), key=lambda record: record["ranks"])
-    headline(figure, title, f"{caption(widest)}; measured")
+    under, (*others, most) = caption(widest), sorted({record["ranks"] for _, record in rows})
+    if others:  # say that the panels differ
+        under = under.replace(f"{most} ranks", f"{', '.join(map(str, others))} and {most} ranks")
+    headline(figure, title, f"{under}; measured")
     ordered = [c for c in CATEGORIES if c in names]
-    figure.legend([names[c] for c in ordered], ordered, loc="outside lower left", ncols=4, fontsize=11)
+    words = [(called or {}).get(c, c) for c in ordered]
+    figure.legend([names[c] for c in ordered], words, loc="outside lower left", ncols=3 if called else 4, fontsize=11)
     show(figure)
 
 

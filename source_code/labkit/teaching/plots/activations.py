@@ -40,7 +40,7 @@ def kept(rows: list[tuple[str, dict, dict]], title: str, under: str):
     axes.set_yticks(range(len(rows)), [label for label, _, _ in rows])
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
-    axes.set(xlim=(0, widest * 1.12), xlabel="bytes a token that one block keeps for backward")
+    axes.set(xlim=(0, widest * 1.12), xlabel="bytes per token that one block keeps for backward")
     headline(figure, title, under)
     figure.legend(handles, names, loc="outside lower left", ncols=3, fontsize=11)
     show(figure)
@@ -58,8 +58,8 @@ def cost(rows: list[tuple[str, dict, int, int]], title: str):
         flops.barh(place, predicted / base, fill=False, edgecolor="black", linewidth=1.3, height=0.76)
         flops.text(counted / base, place, f"{counted / base:.3f}  ", va="center", ha="right", color="white")
     flops.axvline(4 / 3, color="black", linestyle="--", linewidth=1)
-    flops.text(4 / 3, len(rows) / 2 - 0.5, " 4/3", va="center")
-    flops.set(xlim=(0, 1.55), xlabel="floating-point operations of a step, relative")
+    flops.text(4 / 3, len(rows) / 2 - 0.5, " bound: 4/3", va="center")
+    flops.set(xlim=(0, 1.75), xlabel="floating-point operations of a step, relative")
     time_bars(time, [(label, record["time"]["step"]) for label, record, _, _ in rows])
     headline(figure, title, f"{caption(rows[0][1])}\nsolid: counted (left) and measured (right), outlined: predicted")
     show(figure)
@@ -84,18 +84,14 @@ def crossing(runs: list[dict], predicted, where: dict, title: str):
         axes.plot(tokens, outlined, "o", markersize=13, markerfacecolor="none", color="black")
         axes.axvline(where[recompute], color="black", linestyle="--", linewidth=1)
         axes.text(
-            where[recompute], 0.98, f" {where[recompute]:.0f} tokens", transform=axes.get_xaxis_transform(), va="top"
+            where[recompute], 0.98, f" {where[recompute]:.1f} tokens", transform=axes.get_xaxis_transform(), va="top"
         )
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2)
-        axes.set_xticks(tokens, [str(count) for count in tokens])
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.set(xlabel="tokens on a rank")
+        axes.set(xlabel="tokens per rank", xlim=(0, None), ylim=(0, None), xticks=tokens)
         axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
         axes.set_title(name, loc="right", fontsize=12, fontweight="bold")
-    panels[0].set_ylabel("memory a rank [MiB]")
+    panels[0].set_ylabel("memory per rank [MiB]")
     about = runs[0]
-    under = f"{about['hardware']} · {about['ranks']} ranks · {about['data']['name']} · 1 sequence a rank"
+    under = f"{about['hardware']} · {about['ranks']} ranks · {about['data']['name']} · 1 sequence per rank"
     figure.suptitle(f"{title}\n", x=0.01, ha="left", fontweight="bold")
     figure.text(0.01, 0.93, f"{under}; solid: measured, outlined: predicted", fontsize=11, va="top")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=2, fontsize=11)

@@ -112,7 +112,7 @@ def ways(rows: list[tuple[str, dict, int, dict]], title: str, under: str):
         time.text(max(median, high), place, f"  {median:.0f}", va="center")
     memory.set_yticks(range(len(rows)), [row[0] for row in rows])
     memory.invert_yaxis()
-    labels = ("peak memory of the fullest rank [MiB]", "sent by the busiest rank [MB a step]", "step time [ms]")
+    labels = ("peak memory of the fullest rank [MiB]", "sent by the busiest rank [MB per step]", "step time [ms]")
     for axes, label in zip((memory, traffic, time), labels, strict=True):
         axes.set_xlabel(label)
         axes.tick_params(axis="y", length=0)

@@ -66,7 +66,7 @@ def files(record: dict, written: dict[int, dict[str, int]], predicted: int, gues
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
     axes.set_xlim(0, predicted / MIB * 1.1)
-    axes.set_xlabel("size on disk [MiB], one segment per file")
+    axes.set_xlabel("the ranks' files on disk [MiB]; .metadata and manifest.json left out")
     marks = "solid: measured, outlined: predicted" + ", diamond: your guess" * (guess is not None)
     headline(figure, "More ranks cut the same bytes into more files", f"{_about(record)}\n{marks}")
     show(figure)

@@ -1,7 +1,8 @@
 """The figures of chapter 02: what a rank sends, and how long a collective takes."""
 
 import matplotlib.pyplot as plt
-from matplotlib.ticker import MaxNLocator
+import numpy as np
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from labkit.teaching.plots import COLOURS, headline, show
 
@@ -52,23 +53,30 @@ def sent_bars(rows: list[tuple[str, float, float, str]], title: str, under: str)
     show(figure)
 
 
-def time_against_size(sizes, timed: dict, lines: dict, title: str, under: str):
+def time_against_size(sizes, timed: dict, fits: dict, title: str, under: str):
     """Time of collectives against the tensor's size, both axes logarithmic.
 
-    sizes: bytes. timed: {collective: (10th percentile, median, 90th percentile), each by size, in seconds}.
-    lines: {collective: the seconds that the fitted line gives, by size}.
+    sizes: bytes. timed: {collective: (lower quartile, median, upper quartile), each by size, in seconds}.
+    fits: {collective: (latency in seconds, seconds per byte)}.
     """
-    figure, axes = plt.subplots(figsize=(10, 4.8), layout="constrained")
+    figure, axes = plt.subplots(figsize=(10, 5.2), layout="constrained")
+    fine = np.geomspace(sizes[0], sizes[-1], 200)
     for place, (name, (low, middle, high)) in enumerate(timed.items()):
-        colour, kilo = COLLECTIVE_COLOURS[name], [size / 1e3 * 1.06 ** (place - 1) for size in sizes]
-        axes.plot([size / 1e3 for size in sizes], [t * 1e3 for t in lines[name]], color=colour, linewidth=1.3)
-        spread = [[(m - a) * 1e3 for m, a in zip(middle, low, strict=True)]]
-        spread.append([(b - m) * 1e3 for m, b in zip(middle, high, strict=True)])
-        axes.errorbar(kilo, [t * 1e3 for t in middle], spread, fmt="o", color=colour, markersize=7, label=name)
+        colour, kilo = COLLECTIVE_COLOURS[name], [size / 1e3 * 1.1 ** (place - 1) for size in sizes]
+        latency, a_byte = fits[name]
+        axes.plot(fine / 1e3, (latency + a_byte * fine) * 1e3, color=colour, linewidth=1.5)
+        axes.vlines(kilo, [t * 1e3 for t in low], [t * 1e3 for t in high], color=colour, linewidth=1.5)
+        axes.plot(kilo, [t * 1e3 for t in middle], "o", color=colour, markersize=7, label=name)
     axes.set(xscale="log", yscale="log", xlabel="size of the whole tensor [kB]", ylabel="time [ms]")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:,g}")
+        axis.set_minor_formatter(NullFormatter())
     axes.grid(True, which="major", color="#dddddd", linewidth=0.6)
     axes.legend()
-    headline(figure, title, f"{under}\npoints: measured, median and 10th to 90th percentile; lines: fitted")
+    headline(
+        figure,
+        title,
+        f"{under}\npoints: measured, median and middle half; lines: latency + size / bandwidth, fitted to the fastest quarter",
+    )
     show(figure)

@@ -1,4 +1,6 @@
-"""The figure that only chapter 01 draws."""
+"""The figures that only chapter 01 draws."""
+
+from statistics import fmean, median
 
 import matplotlib.pyplot as plt
 
@@ -6,9 +8,9 @@ from labkit.teaching.plots import MIB, STRATEGY_COLOURS, headline, show
 
 
 def peak_against_batch(records: list[dict], predicted: dict[str, list[tuple[int, int]]], floor: int):
-    """Peak memory against the batch a rank: measured points, predicted lines.
+    """Peak memory against the batch per rank: measured points, predicted lines.
 
-    predicted: {strategy: [(images a rank, bytes), …]}; floor: bytes that no batch, however small, gets below.
+    predicted: {strategy: [(images per rank, bytes), …]}; floor: bytes that no batch, however small, gets below.
     """
     figure, axes = plt.subplots(figsize=(10, 5.4), layout="constrained")
     for strategy, points in predicted.items():
@@ -26,7 +28,7 @@ def peak_against_batch(records: list[dict], predicted: dict[str, list[tuple[int,
     axes.axhline(floor / MIB, color="black", linestyle="--", linewidth=1)
     where = {"xytext": (0, -5), "textcoords": "offset points", "va": "top", "ha": "right"}
     axes.annotate("under DDP no batch gets below this", (last, floor / MIB), **where)
-    axes.set(xlim=(0, last * 1.07), xlabel="images a step on each rank", ylabel="peak memory a rank [MiB]")
+    axes.set(xlim=(0, last * 1.07), xlabel="images per step and rank", ylabel="peak memory per rank [MiB]")
     axes.set_ylim(0)
     widest = max(records, key=lambda record: record["ranks"])
     under = f"{widest['hardware']} · {widest['ranks']} ranks · {widest['data']['name']}"
@@ -34,5 +36,58 @@ def peak_against_batch(records: list[dict], predicted: dict[str, list[tuple[int,
         figure,
         "The batch decides how much is added, not what is always there",
         f"{under}\npoints: measured, lines: predicted",
+    )
+    show(figure)
+
+
+def speed_up(ratios: dict[int, dict[str, list[float]]], guess: float | None, under: str):
+    """Images per second, in units of one process's, against the ranks: {ranks: {way: [ratio of each round]}}, from 2 ranks on.
+
+    guess: the learner's for DDP on two ranks.
+    """
+    figure, axes = plt.subplots(figsize=(10, 4.8), layout="constrained")
+    most = max(ratios)
+    axes.plot([1, most], [1, most], color="black", linestyle="--", linewidth=1, label="as many times as ranks")
+    # Labels keep clear of the dashed line: above it on the left, and below
+    left, right = {"xytext": (-8, 10), "ha": "right"}, {"xytext": (8, -20)}
+    for way, colour, side in (("each for itself", "#666666", left), ("DDP", STRATEGY_COLOURS["ddp"], right)):
+        middles = {ranks: median(ways[way]) for ranks, ways in ratios.items()}
+        axes.plot(*zip(*middles.items(), strict=True), "o-", color=colour, markersize=9, linewidth=1.5, label=way)
+        for ranks, ways in ratios.items():
+            axes.plot([ranks] * 2, [min(ways[way]), max(ways[way])], color=colour, linewidth=1.5)
+            place = side | {"textcoords": "offset points", "color": colour}
+            axes.annotate(f"{middles[ranks]:.2f}", (ranks, middles[ranks]), **place)
+    axes.plot(1, 1, "o", color="black", markersize=9)
+    axes.annotate("one process", (1, 1), (0, -20), textcoords="offset points", ha="left")
+    if guess is not None:
+        axes.plot(2, guess, "D", color="black", markersize=7, zorder=5)
+    axes.set(xlabel="ranks", ylabel="images per second,\none process's = 1", ylim=(0, 1.1 * max(most, guess or 0)))
+    axes.set_xlim(0.9, most + 0.3)
+    axes.set_xticks(range(1, most + 1))
+    axes.legend(loc="upper left")
+    marks = "measured: median, and all rounds" + "; diamond: your guess" * (guess is not None)
+    headline(figure, "How much faster: what processors and averaging leave of it", f"{under}\n{marks}")
+    show(figure)
+
+
+def loss_by_images(runs: dict[str, list[float]], images: int, under: str, points: int = 8):
+    """The training loss against the images that all ranks have seen: {name: [loss of each step]}, means of some steps.
+
+    images: that a whole run has seen.
+    """
+    figure, axes = plt.subplots(figsize=(10, 4.6), layout="constrained")
+    looks = zip(("#666666", STRATEGY_COLOURS["ddp"], STRATEGY_COLOURS["ddp"]), ("o", "o", "^"), strict=True)
+    for (name, losses), (colour, marker) in zip(runs.items(), looks, strict=True):
+        size = len(losses) // points
+        means = [fmean(losses[i * size : (i + 1) * size]) for i in range(points)]
+        seen = [images * (i + 0.5) / points for i in range(points)]
+        axes.plot(seen, means, marker=marker, color=colour, markersize=8, linewidth=1.5, label=name)
+    axes.set(xlabel="images that all ranks together have seen", ylabel="training loss", xlim=(0, images))
+    axes.set_ylim(0)
+    axes.legend(loc="upper right")
+    headline(
+        figure,
+        "Fewer steps on the same images learn less, unless they are longer",
+        f"{under}\nmeasured: rank 0's loss, the mean over an eighth of the steps",
     )
     show(figure)

@@ -32,32 +32,64 @@ def across(rows: dict[str, tuple[float, float]], guesses: dict, title: str, unde
     show(figure)
 
 
-def sweep(steps: dict, predicted: dict, ratios: dict, title: str, under: str):
-    """Step time against the time that the link needs for a megabyte, and the communication time measured over predicted.
+def sweep(steps: dict, predicted: dict, spans: dict, title: str, under: str):
+    """Step time against the time that the link needs for a megabyte, the same near the crossing, and the communication.
 
-    steps, predicted: {name: {Mbit/s: seconds}}; ratios: {name: {Mbit/s: measured / predicted}}.
+    steps, predicted: {name: {Mbit/s: seconds}}; a link that is not slowed is infinitely fast: there it is measured what a
+    step takes, and the law's line begins at what it computes and waits for latency. spans: {name: {Mbit/s: (measured, the least) communication, over what bytes over speed give}}.
     """
-    figure, (time, ratio) = plt.subplots(1, 2, figsize=(12.5, 5.2), layout="constrained", width_ratios=[3, 2])
+    figure, panels = plt.subplot_mosaic(
+        [["all", "zoom"], ["all", "ratio"]], figsize=(13, 7.6), layout="constrained", width_ratios=[3, 2.6]
+    )
     speeds = list(next(iter(steps.values())))
-    place = {speed: 8e3 / speed for speed in speeds}  # ms a megabyte: a straight line
-    for name, (colour, line, mark) in STYLES.items():
-        time.plot([place[s] for s in speeds], [1e3 * steps[name][s] for s in speeds], mark, color=colour, label=name)
-        law = [1e3 * predicted[name][s] for s in speeds]
-        time.plot([place[s] for s in speeds], law, line, color=colour, linewidth=1.3)
-        outline = {"markersize": 12, "markerfacecolor": "none", "markeredgecolor": "black", "markeredgewidth": 0.9}
-        time.plot([place[s] for s in speeds], law, mark, **outline)
-        shaped = [speed for speed in speeds if speed in ratios[name]]
-        ratio.plot(
-            [place[s] for s in shaped], [ratios[name][s] for s in shaped], mark + line, color=colour, linewidth=1
-        )
-    for axes, shown in ((time, speeds), (ratio, shaped)):
-        named = [f"{place[s]:.0f}\n({f'{s} Mbit/s' if s == min(speeds) else s if place[s] else '∞'})" for s in shown]
-        axes.set_xticks([place[s] for s in shown], named)
-        axes.set_xlabel("time the link needs for a megabyte [ms] (its speed)")
-    time.set(ylabel="step time [ms]", ylim=(0, None))
-    ratio.axhline(1, color="black", linestyle="--", linewidth=1)
-    ratio.axhspan(0.85, 1.15, color="#EEEEEE", zorder=0)
-    ratio.set(xlim=time.get_xlim(), ylim=(0.5, 1.5), ylabel="communication: measured / predicted")
-    headline(figure, title, f"{under}\nsolid marks: measured; outlined, and lines: predicted; grey band: ± 15 %")
-    figure.legend(*time.get_legend_handles_labels(), loc="outside lower left", ncols=4, fontsize=11)
+    for axes in (panels["all"], panels["zoom"]):
+        for name, (colour, line, mark) in STYLES.items():
+            _steps(axes, steps[name], predicted[name], line, {"marker": mark, "color": colour, "label": name})
+        axes.set_ylabel("step time [ms]")
+    panels["all"].set_ylim(0, None)
+    _name_speeds(panels["all"], speeds)
+    fast = sorted(speeds)[1:]  # without the slowest, which is far from where lines cross
+    _name_speeds(panels["zoom"], fast)
+    here = [1e3 * times[speed] for times in (*steps.values(), *predicted.values()) for speed in fast]
+    panels["zoom"].set(
+        xlim=(-2, 1.08 * _place(fast[0])), ylim=(0, 0.62 * max(here)), title="enlarged: where lines cross"
+    )
+    _shares(panels["ratio"], spans)
+    headline(figure, title, f"{under}\nsolid marks: measured; lines and outlined: predicted")
+    figure.legend(*panels["all"].get_legend_handles_labels(), loc="outside lower left", ncols=4, fontsize=11)
     show(figure)
+
+
+def _place(speed: float) -> float:
+    """ms a megabyte, of Mbit/s: on this axis a step is a straight line."""
+    return 8e3 / speed
+
+
+def _steps(axes, measured: dict, predicted: dict, line: str, style: dict):
+    places = [_place(speed) for speed in measured]
+    axes.plot(places, [1e3 * seconds for seconds in measured.values()], linestyle="none", markersize=7, **style)
+    axes.plot(places, [1e3 * predicted[speed] for speed in measured], line, color=style["color"], linewidth=1.3)
+    foretold = [speed for speed in measured if _place(speed)]
+    outline = {"markersize": 12, "markerfacecolor": "none", "markeredgecolor": "black", "markeredgewidth": 0.9}
+    at = [_place(speed) for speed in foretold]
+    axes.plot(at, [1e3 * predicted[s] for s in foretold], linestyle="none", marker=style["marker"], **outline)
+
+
+def _name_speeds(axes, speeds: list[float]):
+    named = [f"{_place(s):.0f}\n({f'{s} Mbit/s' if s == min(speeds) else s if _place(s) else '∞'})" for s in speeds]
+    axes.set_xticks([_place(s) for s in speeds], named)
+    axes.set_xlabel("time the link needs for a megabyte [ms] (its speed)")
+
+
+def _shares(axes, spans: dict):
+    """At each speed, the fastest first as on the other axes, and strategy by strategy: the law's span, and what was measured."""
+    speeds = sorted(next(iter(spans.values())), reverse=True)
+    for number, (name, (colour, _, mark)) in enumerate(STYLES.items()):
+        for place, speed in enumerate(speeds):
+            measured, least = spans[name][speed]
+            x = place + 0.18 * (number - 1.5)
+            axes.bar(x, 1 - least, bottom=least, width=0.15, fill=False, edgecolor="black", linewidth=0.9)
+            axes.plot(x, measured, mark, color=colour, markersize=7)
+    axes.axhline(1, color="black", linestyle="--", linewidth=1)
+    axes.set_xticks(range(len(speeds)), [str(speed) for speed in speeds])
+    axes.set(xlabel="speed of the link [Mbit/s]", ylabel="communication,\nover bytes / speed", ylim=(0.5, 1.15))

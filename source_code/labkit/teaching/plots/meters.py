@@ -5,12 +5,12 @@ import matplotlib.pyplot as plt
 from labkit.teaching.plots import MIB, headline, show
 
 MEASURED = "#444444"
-# Parts of a process' resident memory: not categories of tensors, so none of their colours
+# Parts of a process' resident memory: no categories of tensors, and no strategies, so none of their colours
 PARTS = {
-    "Python and libraries": "#444444",
+    "Python and libraries": "#333333",
     "loaded by the first step": "#999999",
-    "live tensors (tracer)": "#882255",
-    "scratch, and freed but kept": "#DDCC77",
+    "live tensors (tracer)": "#7F4A0B",
+    "scratch, and freed but kept": "#F0DDB8",
 }
 LIGHT = ("loaded by the first step", "scratch, and freed but kept")  # black text is read better on these
 
@@ -24,8 +24,7 @@ def moments(grown: dict, predicted: dict, guesses: dict, under: str):
         axes.barh(place, predicted[moment] / MIB, fill=False, edgecolor="black", linewidth=1.3, height=0.7)
         axes.text(max(size, predicted[moment]) / MIB + top * 0.02, place, f"{size / MIB:.1f}", va="center")
         if guesses[moment] is not None:
-            axes.plot(guesses[moment], place + 0.25, "D", color="black", markersize=8, clip_on=False, zorder=5)
-            axes.plot(guesses[moment], place + 0.25, "D", color="white", markersize=4, clip_on=False, zorder=6)
+            axes.plot(guesses[moment], place + 0.35, "D", color="black", markersize=7, clip_on=False, zorder=5)
     axes.set_yticks(range(len(grown)), list(grown))
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
@@ -40,7 +39,10 @@ def moments(grown: dict, predicted: dict, guesses: dict, under: str):
 
 
 def parts(rows: list[tuple[str, dict]], under: str):
-    """Peak resident memory, taken apart: rows of (label, {part: bytes}), the parts those of ``PARTS``."""
+    """Peak resident memory, taken apart: rows of (label, {part: bytes}), the parts those of ``PARTS``.
+
+    All parts but the last were predicted: they are outlined together. The last is what they leave of the measured peak.
+    """
     figure, axes = plt.subplots(figsize=(10, 0.62 * len(rows) + 2.2), layout="constrained")
     left, widest = [0.0] * len(rows), max(sum(sizes.values()) for _, sizes in rows) / MIB
     for part, colour in PARTS.items():
@@ -57,13 +59,16 @@ def parts(rows: list[tuple[str, dict]], under: str):
                     color="black" if part in LIGHT else "white",
                 )
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    for place, total in enumerate(left):
+    for place, (total, (_, sizes)) in enumerate(zip(left, rows, strict=True)):
+        predicted = sum(list(sizes.values())[:-1]) / MIB
+        axes.barh(place, predicted, fill=False, edgecolor="black", linewidth=1.3, height=0.74)
         axes.text(total + widest * 0.01, place, f"{total:.0f}", va="center")
     axes.set_yticks(range(len(rows)), [label for label, _ in rows])
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
     axes.set_xlim(0, widest * 1.08)
     axes.set_xlabel("peak resident memory [MiB]")
-    headline(figure, "One training process, taken apart", f"{under}; measured")
+    marks = "bar's end: measured, outlined: the first three parts together, predicted; the fourth is the difference"
+    headline(figure, "One training process, taken apart", f"{under}\n{marks}")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=4, fontsize=11)
     show(figure)

@@ -96,6 +96,8 @@ def against_batch(points: dict, lines: dict, record: dict):
         right.plot(batches, share, color=tones[ranks], linewidth=1.2)
         right.text(batches[0] * 0.93, share[0], _ranks(ranks), color=tones[ranks], ha="right", va="center")
         if ranks in points:
+            seen = sum(batch <= 1.1 * max(b for b, _, _ in points[ranks]) for batch in batches)
+            batches, whole, device = batches[:seen], whole[:seen], device[:seen]
             left.plot(batches, [w / MIB for w in whole], color=tones[ranks], linewidth=1.2)
             left.plot(batches, [d / MIB for d in device], color=tones[ranks], linewidth=1.2, linestyle=":")
             left.fill_between(
@@ -108,24 +110,22 @@ def against_batch(points: dict, lines: dict, record: dict):
             )
     for ranks, measured in points.items():
         batches, whole, device = zip(*measured, strict=True)
-        left.plot(batches, [w / MIB for w in whole], "o", color=tones[ranks], label=f"{_ranks(ranks)}, no offload")
-        left.plot(
-            batches,
-            [d / MIB for d in device],
-            "v",
-            color=tones[ranks],
-            markersize=11 if ranks == 1 else 6,
-            label=f"{_ranks(ranks)}, device side",
-        )
+        left.plot(batches, [w / MIB for w in whole], "o", color=tones[ranks])
+        size = 11 if ranks == 1 else 6  # they nearly coincide
+        left.plot(batches, [d / MIB for d in device], "v", color=tones[ranks], markersize=size)
         right.plot(batches, [100 * (1 - d / w) for _, w, d in measured], "s", color=tones[ranks])
-    left.set(xlabel="batch a rank [images]", ylabel="peak memory a rank [MiB]")
+    left.set(xlabel="batch per rank [images]", ylabel="peak memory per rank [MiB]")
     widest = 1.1 * max(batch for measured in points.values() for batch, _, _ in measured)
-    highest = max(whole for curve in lines.values() for batch, whole, _ in curve if batch <= widest)
-    left.set(xlim=(0, widest), ylim=(0, 1.3 * highest / MIB))
-    left.legend(fontsize=11, loc="upper left")
+    ends = {ranks: [point for point in lines[ranks] if point[0] <= widest][-1] for ranks in points}
+    for ranks, (batch, whole, _) in ends.items():
+        left.text(batch * 1.03, whole / MIB, f"{_ranks(ranks)},\nno offload", color=tones[ranks], va="bottom")
+    batch, _, lowest = min(ends.values(), key=lambda end: end[2])
+    left.text(batch * 1.03, lowest / MIB, "device side,\nboth", va="top")
+    highest = max(whole for _, whole, _ in ends.values())
+    left.set(xlim=(0, 1.45 * widest), ylim=(0, 1.2 * highest / MIB))
     right.set_xscale("log", base=2)
     first, last = lines[max(lines)][0][0], lines[max(lines)][-1][0]
-    right.set(xlabel="batch a rank [images]", ylabel="share of the peak that offload saves [%]", ylim=(0, None))
+    right.set(xlabel="batch per rank [images]", ylabel="share of the peak that offload saves [%]", ylim=(0, None))
     right.set_xlim(first / 3.4, last * 1.1)
     right.set_xticks([2**k for k in range(first.bit_length() - 1, last.bit_length())])
     right.xaxis.set_major_formatter("{x:.0f}")

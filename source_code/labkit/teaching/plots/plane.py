@@ -46,9 +46,10 @@ def plane(points: list[tuple], title: str, guesses: dict[str, float] | None = No
     right = max(x for _, x, _ in places)
     axes.set_xlim(0, right * 1.42)
     _name(axes, places, right)
-    axes.set(xlabel="gathered + reduced, a micro-batch [MB]", ylabel="peak memory a rank [MiB]")
+    axes.set(xlabel="gathered + reduced per micro-batch [MB]", ylabel="peak memory per rank [MiB]")
     axes.grid(color="#DDDDDD", linewidth=0.6)
     marks = "solid: measured, outlined: predicted" + ", diamond: your guess" * bool(guessed)
+    marks += "; the upright axis does not begin at zero"
     headline(figure, title, f"{caption(points[0][1])}\n{marks}")
     show(figure)
 

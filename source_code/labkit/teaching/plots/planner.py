@@ -1,5 +1,7 @@
-"""Figures of chapter 11: what is predicted, simulated and measured, side by side; errors of estimators; a published figure."""
+"""Figures of chapter 11: what is predicted, simulated and measured, side by side; errors of estimators."""
 
+import re
+from itertools import pairwise
 from textwrap import fill
 
 import matplotlib.pyplot as plt
@@ -22,7 +24,7 @@ def look(way: str, colour: str) -> dict:
     return {
         "facecolor": "white",
         "edgecolor": colour,
-        "linewidth": 1.6,
+        "linewidth": 2.2,
         "hatch": "////" if way == "simulated" else None,
     }
 
@@ -37,12 +39,15 @@ def ways(rows: list[tuple], title: str, under: str, unit=(2**20, "MiB"), limit=N
     pitch = 0.8 / len(present)
     figure, axes = plt.subplots(figsize=(10, (0.3 * len(present) + 0.18) * len(rows) + 2.4), layout="constrained")
     handles, longest = {}, 0
+    gap = 0.004 * max(sum(terms.values()) for _, row in rows for terms in row.values()) / size
     for place, (_, row) in enumerate(rows):
         for way, terms in row.items():
             y, left = place + pitch * (present.index(way) - (len(present) - 1) / 2), 0
             for category in [c for c in CATEGORIES if terms.get(c, 0) > 0.001 * sum(terms.values())]:
                 width = terms[category] / size
-                bar = axes.barh(y, width, left=left, height=0.82 * pitch, **look(way, COLOURS[category]))
+                inset = 0 if way == "measured" else min(gap, width / 3)  # outlines beside each other, not on each other
+                drawn = {"left": left + inset / 2, "height": 0.82 * pitch} | look(way, COLOURS[category])
+                bar = axes.barh(y, width - inset, **drawn)
                 handles.setdefault(category, bar) if way == present[0] else None
                 left += width
             number = f"{left:,.{2 if name == 'GiB' else 1}f}"
@@ -63,7 +68,7 @@ def ways(rows: list[tuple], title: str, under: str, unit=(2**20, "MiB"), limit=N
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(rows) - 0.5, -0.6)
     axes.set_xlim(0, max(longest, (limit or 0) / size, *[g or 0 for g in (guesses or {}).values()], 0) * 1.13)
-    axes.set_xlabel(f"peak memory a rank [{name}]")
+    axes.set_xlabel(f"peak memory per rank [{name}]")
     marks = ", ".join(f"{MARKS[way]}: {way}" for way in present)
     marks += ", diamond: your guess" * any(g is not None for g in (guesses or {}).values())
     headline(figure, title, f"{under}\n{marks}")
@@ -85,21 +90,37 @@ def draw_places(axes, moments: dict, size: int = GIB, unit: str = "GiB") -> dict
     """A bar for each place, stacked by category; returns the legend's handles."""
     handles = {}
     totals = [total / size for total, _ in moments.values()]
-    for x, (_, terms) in enumerate(moments.values()):
-        bottom = 0
+    at = _with_breaks(list(moments))
+    for x, (_, terms) in zip(at, moments.values(), strict=True):
+        bottom, gap = 0, 0.005 * max(totals)
         for category in CATEGORIES:
             height = sum(found for (kind, _), found in terms.items() if kind == category) / size
             if height > 0.003 * max(totals):
-                bar = axes.bar(x, height, bottom=bottom, width=0.68, **look("predicted", COLOURS[category]))
-                handles.setdefault(category, bar)
+                inset = min(gap, height / 3)
+                drawn = {"bottom": bottom + inset / 2, "width": 0.66} | look("predicted", COLOURS[category])
+                handles.setdefault(category, axes.bar(x, height - inset, **drawn))
                 bottom += height
+    for before, after in pairwise(at):
+        if after - before > 1:  # blocks that are left out: they lie between their neighbours
+            axes.text((before + after) / 2, 0.02 * max(totals), "⋯", ha="center", fontsize=16)
     top = max(range(len(totals)), key=lambda i: totals[i])
-    axes.text(top, totals[top], f"{totals[top]:.2f}", ha="center", va="bottom", fontweight="bold")
-    shown = range(0, len(moments), len(moments) // MOST_NAMES + 1)
+    axes.text(at[top], totals[top], f"{totals[top]:.2f}", ha="center", va="bottom", fontweight="bold")
     names = list(moments)
-    axes.set_xticks(shown, [names[x] for x in shown], rotation=60, ha="right", rotation_mode="anchor", fontsize=11)
-    axes.set(ylabel=f"highest moment [{unit}]", ylim=(0, 1.12 * max(totals)), xlim=(-0.6, len(totals) - 0.4))
+    shown = range(0, len(moments), len(moments) // MOST_NAMES + 1)
+    where = [at[x] for x in shown]
+    axes.set_xticks(where, [names[x] for x in shown], rotation=60, ha="right", rotation_mode="anchor", fontsize=11)
+    axes.set(ylabel=f"highest moment [{unit}]", ylim=(0, 1.12 * max(totals)), xlim=(-0.6, at[-1] + 0.6))
     return handles
+
+
+def _with_breaks(names: list[str]) -> list[float]:
+    """Where each place stands on the axis: one apart, and further where blocks between two of them are left out."""
+    blocks = [re.fullmatch(r"(.*block) (\d+)", name) for name in names]
+    at = [0.0]
+    for before, after in pairwise(blocks):
+        skipped = before and after and before[1] == after[1] and abs(int(before[2]) - int(after[2])) > 1
+        at.append(at[-1] + (1.9 if skipped else 1))
+    return at
 
 
 def categories_below(figure, handles: dict):
@@ -178,27 +199,6 @@ def errors(panels: dict[str, dict[str, float]], title: str, under: str):
     axes[0].set_ylim(len(names) - 0.5, -0.5)
     figure.suptitle(f"{title}\n\n", x=0.01, ha="left", fontweight="bold")
     figure.text(0.01, 0.925, under, fontsize=11, va="top")
-    show(figure)
-
-
-def bridge(terms: list[tuple], published: float, title: str, under: str):
-    """From the terms to a published sum, a row each: terms of (name, bytes, category or None where it is no tensor)."""
-    figure, axes = plt.subplots(figsize=(10, 0.36 * len(terms) + 2.4), layout="constrained")
-    left = 0
-    for place, (_, size, category) in enumerate(terms):
-        start, width = (left, size / GIB) if size >= 0 else (left + size / GIB, -size / GIB)
-        style = look("predicted", COLOURS[category] if category else "black")
-        axes.barh(place, width, left=start, height=0.62, **style | ({} if category else {"linestyle": "--"}))
-        axes.text(start + width, place, f" {size / GIB:+.2f}".replace("-", "−"), va="center", fontsize=11)
-        left += size / GIB
-    axes.barh(len(terms), published / GIB, color="#666666", height=0.62)
-    axes.text(published / GIB, len(terms), f" {published / GIB:.2f}", va="center", fontweight="bold")
-    axes.set_yticks(range(len(terms) + 1), [name for name, *_ in terms] + ["published: peak reserved"])
-    axes.tick_params(axis="y", length=0)
-    axes.invert_yaxis()
-    axes.set_xlim(0, max(published / GIB, left) * 1.15)
-    axes.set_xlabel("memory a rank [GiB]")
-    headline(figure, title, under)
     show(figure)
 
 

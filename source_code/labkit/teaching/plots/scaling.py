@@ -28,7 +28,7 @@ def against_ranks(measured: dict[int, dict], predicted: dict[int, tuple[dict, di
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(predicted), [str(world_size) for world_size in predicted])
     axes.minorticks_off()
-    axes.set(ylim=(0, None), xlabel="ranks", ylabel="memory a rank [MiB]")
+    axes.set(ylim=(0, None), xlabel="ranks", ylabel="memory per rank [MiB]")
     record = next(iter(measured.values()))
     under = caption(record).replace(f"{record['ranks']} ranks", f"{min(measured)} to {max(measured)} ranks")
     headline(figure, title, f"{under}; filled: measured, hollow: predicted")

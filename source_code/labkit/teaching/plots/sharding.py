@@ -3,7 +3,7 @@
 import matplotlib.pyplot as plt
 
 from labkit.measuring.trace import CATEGORIES
-from labkit.teaching.plots import MIB, STRATEGY_COLOURS, headline, memory_bars, show
+from labkit.teaching.plots import MIB, STRATEGY_COLOURS, headline, memory_bars, show, timelines
 
 STAGE_COLOURS = [STRATEGY_COLOURS[name] for name in ("ddp", "zero1", "zero2", "zero3")]
 
@@ -13,11 +13,23 @@ def stages(rows: list[tuple[str, dict, dict]], title: str, under: str, guesses: 
     figure, axes = plt.subplots(figsize=(10, 0.7 * len(rows) + 2.2), layout="constrained")
     empty = dict.fromkeys(CATEGORIES, 0)
     memory_bars(axes, [(label, empty | held, sum(told.values())) for label, held, told in rows], guesses)
-    axes.set_xlabel("parameters, gradients, optimizer state a rank [MiB]")
+    axes.set_xlabel("parameters, gradients, optimizer state per rank [MiB]")
     diamond = ", diamond: your guess" if any(guess is not None for guess in (guesses or {}).values()) else ""
     headline(figure, title, f"{under}\nsolid: measured, outlined: predicted{diamond}")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=4, fontsize=11)
     show(figure)
+
+
+def steps(rows: list[tuple[str, dict]], title: str):
+    """One step's memory, a panel a run (``timelines``), in this chapter's words: shard, and whole."""
+    words = {
+        "parameters": "parameters: this rank's shard",
+        "gradients": "gradients: this rank's shard",
+        "optimizer state": "optimizer state of the shard",
+        "all-gather": "whole parameters, gathered",
+        "reduce-scatter": "whole gradients, before the reduce-scatter",
+    }
+    timelines(rows, title, words)
 
 
 def by_ranks(predicted: dict, measured: dict, title: str, under: str):
@@ -33,7 +45,7 @@ def by_ranks(predicted: dict, measured: dict, title: str, under: str):
     axes.set_xscale("log", base=2)
     axes.set_xticks(ranks, [str(w) for w in ranks])
     axes.minorticks_off()
-    axes.set(xlim=(1.8, ranks[-1] * 1.9), xlabel="ranks", ylabel="model state a rank [MiB]")
+    axes.set(xlim=(1.8, ranks[-1] * 1.9), xlabel="ranks", ylabel="model state per rank [MiB]")
     axes.set_ylim(bottom=0)
     axes.spines["bottom"].set_bounds(1.8, ranks[-1])
     headline(figure, title, f"{under}\nsolid: measured, outlined: predicted")

@@ -1,5 +1,9 @@
 """Figures of chapter 12: where a step's time goes, and what each memory saver costs of it."""
 
+import statistics
+
+from matplotlib.patheffects import withStroke
+
 from labkit.teaching.plots import COLOURS, MIB, STRATEGY_COLOURS, headline, plt, show
 
 COMPUTE, REST = COLOURS["activations"], "#666666"
@@ -13,6 +17,7 @@ SHARES = {
     "exposed communication": "#D55E00",
     "rest": "white",
 }
+DOTS = {"fsdp1": {"marker": "o", "markersize": 7, "markeredgecolor": "white", "zorder": 4}}  # the others' are larger
 GRID = {"color": "#DDDDDD", "linewidth": 0.6}
 
 
@@ -91,7 +96,7 @@ def ratios(rows: dict[str, dict], under: str, title: str, label: str, guesses: d
 
 
 def batch_scaling(tokens: list[int], steps: list[dict], fixed: float, each: float, under: str, title: str):
-    """Step time and tokens/s against tokens a step: measured, and by ``fixed + each × tokens`` seconds."""
+    """Step time and tokens/s against tokens per step: measured, and by ``fixed + each × tokens`` seconds."""
     figure, (time, rate) = plt.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
     fine = [max(tokens) * n / 200 for n in range(201)]
     time.plot(fine, [1e3 * (fixed + each * n) for n in fine], "--", color="black", linewidth=1)
@@ -108,7 +113,7 @@ def batch_scaling(tokens: list[int], steps: list[dict], fixed: float, each: floa
         spread = [[max(0, p - e[0]) for p, e in zip(points, ends, strict=True)]]
         spread += [[max(0, e[1] - p) for p, e in zip(points, ends, strict=True)]]
         axes.errorbar(tokens, points, spread, fmt="o", color=STRATEGY_COLOURS["fsdp2"], capsize=3, markersize=8)
-        axes.set(xlabel="tokens a step, all ranks", ylim=(0, None), xlim=(-0.02 * max(tokens), None))
+        axes.set(xlabel="tokens per step, all ranks", ylim=(0, None), xlim=(-0.02 * max(tokens), None))
         axes.grid(axis="y", **GRID)
     time.set_ylabel("step time [ms]")
     rate.set_ylabel("tokens/s")
@@ -122,7 +127,7 @@ def efficiency(strong: dict[int, float], weak: dict[int, float], cores: int, und
     places = range(len(strong))
     for shift, name, values, colour in (
         (-0.2, "strong: the same work, shared", strong, STRATEGY_COLOURS["fsdp2"]),
-        (0.2, "weak: the same work a rank", weak, STRATEGY_COLOURS["zero2"]),
+        (0.2, "weak: the same work per rank", weak, STRATEGY_COLOURS["zero2"]),
     ):
         heights = [100 * value for value in values.values()]
         axes.bar([place + shift for place in places], heights, width=0.36, color=colour, label=name)
@@ -140,28 +145,54 @@ def efficiency(strong: dict[int, float], weak: dict[int, float], cores: int, und
     show(figure)
 
 
+def _coinciding(x: list[float], y: list[float], size: tuple[float, float]) -> list[list[int]]:
+    """The points, those together whose rings of that size (in x, in y) overlap: each group has one label."""
+    groups = []
+    for n in sorted(range(len(y)), key=y.__getitem__):
+        touched = [g for g in groups if any(abs(x[m] - x[n]) < size[0] and abs(y[m] - y[n]) < size[1] for m in g)]
+        groups = [g for g in groups if g not in touched] + [[n, *(m for g in touched for m in g)]]
+    return [sorted(group) for group in groups]
+
+
 def pareto(records: list[dict], labels: list[str], predicted: list[int], front: list[int], under: str, title: str):
-    """Memory against throughput, a numbered point a record; front: the numbers of the points on it, in order."""
+    """Memory against throughput, a numbered point a record; front: the numbers of the points on it, in order.
+
+    Points that coincide share a label. FSDP1's, which may lie on FSDP2's, are smaller and drawn last.
+    """
     figure, (axes, key) = plt.subplots(1, 2, figsize=(13, 6.2), layout="constrained", width_ratios=[5, 2])
     x = [sum(record["memory"]["peak"].values()) / MIB for record in records]
     y = [record["tokens_per_second"] for record in records]
-    axes.plot([x[n] for n in front], [y[n] for n in front], "-", color="#888888", linewidth=1.5, zorder=1)
+    # A step: between two points there is no mixture of the two to be had, and with more memory one has the left one.
+    until = [*(x[n] for n in front), 1.04 * max(x)]
+    axes.step(until, [*(y[n] for n in front), y[front[-1]]], where="post", color="#888888", linewidth=1.5, zorder=1)
     for n, record in enumerate(records):
-        colour = STRATEGY_COLOURS[record["config"]["strategy"]]
-        step = record["time"]["step"]
-        tokens = y[n] * step["median"]
+        strategy, step = record["config"]["strategy"], record["time"]["step"]
+        colour, tokens = STRATEGY_COLOURS[strategy], y[n] * step["median"]
         axes.plot([x[n]] * 2, [tokens / step["p90"], tokens / step["p10"]], color=colour, linewidth=1)
         axes.plot(predicted[n] / MIB, y[n], "o", markersize=14, markerfacecolor="none", markeredgecolor="black")
-        axes.plot(x[n], y[n], "o", color=colour, markersize=9)
-        axes.annotate(str(n + 1), (x[n], y[n]), (9, 5), textcoords="offset points", fontsize=11)
+        axes.plot(x[n], y[n], color=colour, **DOTS.get(strategy, {"marker": "o", "markersize": 9}))
         key.text(0, 1 - n / len(records), f"{n + 1:2}  {labels[n]}", color="black", va="top", fontsize=11,
                  fontweight="bold" if n in front else "normal")  # fmt: skip
+    for group in _coinciding(x, y, (0.02 * (max(x) - min(x)), 0.035 * max(y))):
+        place = statistics.mean(x[n] for n in group), statistics.mean(y[n] for n in group)
+        away, side = (9, "left") if len(group) == 1 else (-11, "right")  # a long label would reach the next point
+        axes.annotate(
+            ", ".join(str(n + 1) for n in group),
+            place,
+            (away, 9 if len(group) == 1 else 0),
+            textcoords="offset points",
+            ha=side,
+            va="center",
+            fontsize=11,
+            path_effects=[withStroke(linewidth=3, foreground="white")],  # above the front's line
+        )
     for strategy in dict.fromkeys(record["config"]["strategy"] for record in records):
-        axes.plot([], [], "o", color=STRATEGY_COLOURS[strategy], label=strategy.upper())
-    axes.set(xlabel="peak memory a rank [MiB]", ylabel="tokens/s, all ranks", ylim=(0, None))
+        dot = DOTS.get(strategy, {"marker": "o", "markersize": 9})
+        axes.plot([], [], color=STRATEGY_COLOURS[strategy], label=strategy.upper(), linestyle="none", **dot)
+    axes.set(xlabel="peak memory per rank [MiB]", ylabel="tokens/s, all ranks", ylim=(0, None))
     axes.grid(**GRID)
     key.axis("off")
-    key.set_title("bold: on the front", fontsize=11)
+    key.text(0, -0.02, "bold: on the front", va="top", fontsize=11)  # above, it would meet a long line
     headline(figure, title, under)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=4, fontsize=11)
     show(figure)

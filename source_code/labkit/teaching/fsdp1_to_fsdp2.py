@@ -1,0 +1,241 @@
+"""Chapter 09's table: each argument and method of FSDP1, what one calls under FSDP2 instead, and a function that does it.
+
+ROWS has (FSDP1's name, FSDP2's, function). A function runs on four ranks, is given x of shape (3, 6) on the rank's
+device, and returns (did FSDP2 do it?, what was seen, in words).
+"""
+
+import inspect
+import warnings
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
+
+ROWS = []
+
+
+def row(fsdp1, fsdp2):
+    """Put a function into the table."""
+    return lambda function: ROWS.append((fsdp1, fsdp2, function)) or function
+
+
+def try_rows(me) -> list[tuple[bool, str]]:
+    """What each row's function found on this rank."""
+    torch.set_default_device(me.device)
+    warnings.filterwarnings("ignore", ".*returned a view tensor")  # CommDebugMode takes a linear layer apart
+    return [function(torch.ones(3, 6)) for _, _, function in ROWS]
+
+
+def toy():
+    """Two linear layers and a ReLU between, the same on every rank."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 2))
+
+
+def wrapped(model, **options):
+    """Both linear layers as units of their own, then the root."""
+    for layer in (model[0], model[2]):
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+# What is cut, and where
+
+
+@row("`sharding_strategy=FULL_SHARD`", "`reshard_after_forward=True`, the default for all but the root")
+def full_shard(x):
+    model = wrapped(toy())
+    model(x)
+    return isinstance(model[0].weight, DTensor), "a DTensor again after forward"
+
+
+@row("`sharding_strategy=SHARD_GRAD_OP`", "`reshard_after_forward=False`")
+def shard_grad_op(x):
+    model = wrapped(toy(), reshard_after_forward=False)
+    model(x)
+    return not isinstance(model[0].weight, DTensor), "whole after forward"
+
+
+@row("`sharding_strategy=HYBRID_SHARD`, `device_mesh`, `process_group`", "`mesh`, in two dimensions for it")
+def hybrid_shard(x):
+    mesh = init_device_mesh(x.device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    placements = wrapped(toy(), mesh=mesh)[0].weight.placements
+    return placements == (Replicate(), Shard(0)), f"placements {placements}"
+
+
+@row("`sharding_strategy=NO_SHARD`", "none: it is DDP under another name")
+def no_shard(x):
+    model = DistributedDataParallel(toy().to(x.device))
+    return not any(isinstance(p, DTensor) for p in model.parameters()), "DDP keeps every parameter whole"
+
+
+@row("`auto_wrap_policy`", "call `fully_shard` in a loop, inner modules first")
+def auto_wrap_policy(x):
+    units = sum(isinstance(module, FSDPModule) for module in wrapped(toy()).modules())
+    return units == 3, f"{units} units: two layers and the root"
+
+
+@row("`ignored_modules`, `ignored_states`", "`ignored_params={…}`")
+def ignored(x):
+    model = toy().to(x.device)
+    wrapped(model, ignored_params={model[2].bias})
+    kinds = [isinstance(model[2].bias, DTensor), isinstance(model[2].weight, DTensor)]
+    return kinds == [False, True], "the bias stays whole, the weight is sharded"
+
+
+@row("`device_id`, `param_init_fn`", "build on `meta`, shard, `to_empty(device=…)`, fill in the values")
+def param_init_fn(x):
+    with torch.device("meta"):
+        model = toy()
+    wrapped(model, mesh=init_device_mesh(x.device.type, (4,))).to_empty(device=x.device)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 2.0)
+    sums = sum(p.full_tensor().sum().item() for p in model.parameters())
+    return sums == 2 * 92, f"92 parameters of 2.0 on {model[0].weight.device.type}, none ever whole before"
+
+
+@row("`use_orig_params`", "nothing to set: always so")
+def use_orig_params(x):
+    names = [name for name, _ in wrapped(toy()).named_parameters()]
+    return names == [name for name, _ in toy().named_parameters()], f"names {', '.join(names)}"
+
+
+# How it is gathered and reduced, and when
+
+
+@row("`mixed_precision=MixedPrecision(…)`", "`mp_policy=MixedPrecisionPolicy(…)`")
+def mixed_precision(x):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = wrapped(toy().to(x.device), mp_policy=policy)
+    seen = [model(x).dtype, model[0].weight.dtype]
+    return seen == [torch.bfloat16, torch.float32], "computes in bf16, keeps its shards in fp32"
+
+
+@row("`cpu_offload=CPUOffload(True)`", "`offload_policy=CPUOffloadPolicy(…)`")
+def cpu_offload(x):
+    policy = CPUOffloadPolicy(pin_memory=x.device.type == "cuda")
+    model = wrapped(toy(), offload_policy=policy, mesh=init_device_mesh(x.device.type, (4,)))
+    model(x).sum().backward()
+    kept_on = model[0].weight.grad.device.type
+    return kept_on == "cpu", f"shards and gradients on the {kept_on} (chapter 6)"
+
+
+@row("`limit_all_gathers`", "none needed: FSDP2 frees what it gathered in a fixed order")
+def limit_all_gathers(x):
+    return "limit_all_gathers" not in inspect.signature(fully_shard).parameters, "there is no such argument"
+
+
+def gathers_at_relu(x, model) -> tuple[int, int, int]:
+    """All-gathers called by the time that forward, and then backward, is at the ReLU between the layers; and in all."""
+    seen = []
+
+    def note(*_):
+        seen.append(sum(n for operator, n in calls.get_comm_counts().items() if "gather" in str(operator)))
+
+    def watch(module, inputs, y):
+        note()
+        y.register_hook(note)
+
+    model[1].register_forward_hook(watch)
+    with CommDebugMode() as calls:
+        model(x).sum().backward()
+        note()
+    return tuple(seen)
+
+
+@row("`backward_prefetch`", "built in, one unit ahead; `set_modules_to_backward_prefetch([…])` for more")
+def backward_prefetch(x):
+    _, at_relu, all_of_them = gathers_at_relu(x, wrapped(toy()))
+    return at_relu == all_of_them, "the first layer is fetched before its turn in backward"
+
+
+@row("`forward_prefetch`", "`set_modules_to_forward_prefetch([…])`")
+def forward_prefetch(x):
+    model = wrapped(toy())
+    without, _, _ = gathers_at_relu(x, wrapped(toy()))
+    model[0].set_modules_to_forward_prefetch([model[2]])
+    ahead, _, _ = gathers_at_relu(x, model)
+    return ahead > without, f"{ahead} units gathered when the first layer has computed, else {without}"
+
+
+@row("`no_sync()`", "`set_requires_gradient_sync(False)`")
+def no_sync(x):
+    model = wrapped(toy())
+    model.set_requires_gradient_sync(False)
+    model(x).sum().backward()
+    waits = model[0].weight.grad is None
+    model.set_requires_gradient_sync(True)
+    model(x).sum().backward()
+    alone = toy()
+    (2 * alone(x.cpu()).sum()).backward()  # every rank has the same x, so the mean over ranks is one's own
+    same = torch.allclose(model[0].weight.grad.full_tensor().cpu(), alone[0].weight.grad)
+    return waits and same, "no shard of a gradient after the first backward, the sum of both after the second"
+
+
+# What one does with a model that has been cut: fill it, clip it, save it, look at it
+
+
+@row("`sync_module_states`", "`set_model_state_dict(…, broadcast_from_rank0=True)`, or one seed for all")
+def sync_module_states(x):
+    model, rank = wrapped(toy()), torch.distributed.get_rank()
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.0)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    dcp.set_model_state_dict(model, toy().to(x.device).state_dict() if rank == 0 else {}, options=options)
+    return torch.equal(model[0].weight.full_tensor().cpu(), toy()[0].weight.cpu()), "rank 0's values on all ranks"
+
+
+@row("`clip_grad_norm_()`", "`torch.nn.utils.clip_grad_norm_(model.parameters(), …)`")
+def clip_grad_norm(x):
+    model, alone = wrapped(toy()), toy()
+    norms = []
+    for one, data in ((model, x), (alone, x)):
+        one(data).sum().backward()
+        norms.append(nn.utils.clip_grad_norm_(one.parameters(), 1.0))
+    norm = norms[0].full_tensor()
+    return torch.allclose(norm, norms[1]), f"norm {norm:.3f}, in one process {norms[1]:.3f}"
+
+
+@row("`state_dict_type(SHARDED_STATE_DICT)`", "`model.state_dict()`")
+def sharded_state_dict(x):
+    values = wrapped(toy()).state_dict().values()
+    return all(isinstance(value, DTensor) for value in values), f"{len(values)} DTensors"
+
+
+@row(
+    "`state_dict_type(FULL_STATE_DICT)`",
+    "`get_model_state_dict(…)` with `full_state_dict=True`, whole on every rank; with `cpu_offload=True` too, on rank 0 alone",
+)
+def full_state_dict(x):
+    model, weight, rank = wrapped(toy()), toy()[0].weight.cpu(), torch.distributed.get_rank()
+    everywhere, on_rank_0 = (
+        dcp.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=alone))
+        for alone in (False, True)
+    )
+    there = torch.equal(on_rank_0["0.weight"], weight) if rank == 0 else not on_rank_0
+    return there and torch.equal(everywhere["0.weight"].cpu(), weight), "whole on all ranks; then on rank 0 alone"
+
+
+@row("`optim_state_dict()`", "`get_optimizer_state_dict(model, optimizer)`")
+def optim_state_dict(x):
+    model = wrapped(toy())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(x).sum().backward()
+    optimizer.step()
+    moment = dcp.get_optimizer_state_dict(model, optimizer)["state"]["0.weight"]["exp_avg"]
+    return moment.placements == (Shard(0),), "moments by parameter name, each a DTensor"
+
+
+@row("`summon_full_params()`", "`unshard()` … `reshard()`; to read one, `full_tensor()`")
+def summon_full_params(x):
+    model = wrapped(toy())
+    model[0].unshard()
+    whole = not isinstance(model[0].weight, DTensor)
+    model[0].reshard()
+    return whole and isinstance(model[0].weight, DTensor), "whole in between, a DTensor after"

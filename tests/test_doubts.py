@@ -1,0 +1,67 @@
+"""A verdict that cannot FAIL is found, and no other."""
+
+import linecache
+import sys
+
+import doubts
+import pytest
+from commands import call
+
+RECORD = {"peak": 120, "kept": 40, "losses": [2.0, 1.5]}
+OTHER = {"peak": 120, "kept": 40, "losses": [2.0, 1.5]}
+MORE = {"losses": [2.1, 1.6]}
+FAILED, APART = [], 0.0
+
+
+def judged(source: str):
+    """Run a cell that ends with a doubted verdict."""
+    name = "<cell of the test>"
+    linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
+    names = globals() | {"verdict": doubted, "__name__": "__main__"}
+    exec(compile(source, name, "exec"), names)
+
+
+doubted = doubts.doubted
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        'verdict("peak", RECORD["peak"], predicted=OTHER["peak"], limit=0.01)',
+        'verdict("losses apart", max(abs(a - b) for a, b in zip(RECORD["losses"], OTHER["losses"])), at_most=1e-6)',
+        'verdict("losses differ", max(abs(a / b - 1) for a, b in zip(RECORD["losses"], MORE["losses"])), at_least=1e-4)',
+        'verdict("rows that failed", len(FAILED), predicted=0)',
+        'verdict("apart by", APART, at_most=0.01)',
+        'verdict("both fell", int(RECORD["losses"][1] < RECORD["losses"][0]), predicted=1)',
+        'kept = lambda name: RECORD[name]\nfor name in ("kept",):\n    verdict(name, kept(name), predicted=40)',
+        'verdict("a number by hand", 3, at_least=1)',
+    ],
+)
+def test_a_verdict_that_may_fail_passes(cell, capsys):
+    judged(cell)
+    assert capsys.readouterr().out.startswith("PASS")
+    assert RECORD == OTHER  # what was changed is as it was
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        # The rest is what is left over: the sum is the peak by construction
+        'rest = lambda: RECORD["peak"] - RECORD["kept"]\n'
+        'verdict("the bar", RECORD["kept"] + rest(), predicted=RECORD["peak"])',
+        'verdict("times as much", len(RECORD["losses"]), at_least=0)',
+        'verdict("a share", min(1, abs(APART)), at_most=1)',
+        'verdict("anything", RECORD["peak"], predicted=RECORD["peak"])',
+    ],
+)
+def test_a_verdict_that_cannot_fail_stops_the_cell(cell):
+    with pytest.raises(doubts.CannotFail):
+        judged(cell)
+
+
+def test_kernels_of_the_tests_doubt():
+    lines = "from labkit.teaching import verdict; print(verdict.__name__, 'doubts' in dir())"
+    ask = f"kernel.execute_interactive({lines!r}, timeout=60)"
+    script = f"from jupyter_client.manager import run_kernel\nwith run_kernel() as kernel:\n    {ask}"
+    asked = call(sys.executable, "-c", script, timeout=90)
+    assert asked.stdout == "doubted False\n", asked.stderr
