@@ -14,6 +14,7 @@ SCRIPT = SOURCE / "slurm" / "practice_cluster.sh"
 sys.path.insert(0, str(SOURCE))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")  # the tests are of the CPU, on every machine
+os.environ["PYTHONSTARTUP"] = str(Path(__file__).with_name("kernel_startup.py"))  # which doubts verdicts
 
 # Started in a shell's background, as a CI may do, Python ignores Ctrl-C, and so would all that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -26,11 +27,39 @@ if warm.possible():
     os.environ.setdefault(warm.VARIABLE, warm.address())
 
 
+# Files side by side: what takes longest begins first, so that no worker is left with it when the others are done.
+LONGEST = ("drill", "equivalence", "class_installation", "gpt", "predict", "saving", "gpt_equality", "equality")
+LONGEST += (
+    "hf_fsdp",
+    "who_is_missing",
+    "gpu_plan",
+    "tensor_parallel",
+    "signals",
+    "rank_zero",
+    "resume_elsewhere",
+    "gpt_jax",
+)
+LONGEST = [f"test_{name}" for name in LONGEST]
+
+
 def pytest_collection_modifyitems(items):
-    """What starts a Slurm is marked so; it takes long, and ``make test`` leaves it to CI."""
+    """The order of files; and what starts a Slurm is marked so: it takes long, and ``make test`` leaves it to CI."""
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
     for item in items:
         if "slurm_installed" in getattr(item, "fixturenames", ()):
             item.add_marker("slurm")
+
+
+@pytest.fixture(autouse=True)
+def environment_kept():
+    """A variable that a test left behind would have later tests' programs started anew instead of forked."""
+
+    def read_at_import():
+        return {name: value for name, value in os.environ.items() if name.startswith(warm.READ_AT_IMPORT)}
+
+    before = read_at_import()
+    yield
+    assert read_at_import() == before, "the test has changed the environment of those after it"
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Run notebooks in tests, whole or with something in them broken."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from forked import forked
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 PATHS = sorted(FOLDER.glob("*.ipynb"))
+MIDDLE = re.compile(r'^check\("(\d\d\.0|07\.4)".*$', re.MULTILINE)  # judges what later cells compute with
 
 
 def read(path: Path):
@@ -39,12 +41,14 @@ def run_broken(
     """Run a notebook with ``breaks`` (text: what replaces it) in its code, and return the verdicts it came to.
 
     Every text must occur. It runs to the first cell with ``until``, if any, without the cells that contain a
-    text of ``skip`` or only draw (plots) or ask (exercises), which do not bear on the verdict. ranks: of its labs.
+    text of ``skip`` or only draw (plots) or ask (exercises), which do not bear on the verdict. An exercise in the middle
+    (05.0) is left unanswered, so the course's solution serves what follows. ranks: of its labs.
     """
     (path,) = FOLDER.glob(f"{name}*.ipynb")
     notebook = read(path)
     cells = []
     for cell in code_cells(notebook):
+        cell.source = MIDDLE.sub("", cell.source)
         if not any(text in cell.source for text in ("plots.", "hint(", "check(", *skip)) or "import" in cell.source:
             cells.append(cell)
         if until in cell.source:

@@ -7,6 +7,7 @@ import equivalence
 import pytest
 
 pytestmark = pytest.mark.long
+STEPS = 10  # the command takes more; a forgotten weight decay is seen in these
 # Of JAX what is cut, as it compiles for long: test_gpt_jax.py has all of it in fp32 and on more devices, the record too.
 OF_JAX = {"ranks": (4,), "precisions": ("fp64",)}
 WAYS = [
@@ -19,13 +20,13 @@ RUNS = [(w.name, count, precision) for w in WAYS for count in w.ranks for precis
 
 @pytest.fixture(scope="module")
 def rows():
-    return {(row["way"], row["ranks"], row["precision"]): row for row in equivalence.run(WAYS)}
+    return {(row["way"], row["ranks"], row["precision"]): row for row in equivalence.run(WAYS, STEPS)}
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run[0]}, {run[1]} ranks, {run[2]}")
 def test_its_losses_are_those_of_one_process(run, rows):
     row, tolerance = rows[run], equivalence.TOLERANCE[run[2]]
-    assert len(row["losses"]) == equivalence.STEPS
+    assert len(row["losses"]) == STEPS
     assert row["difference"] <= tolerance
     assert math.isclose(row["losses"][-1], rows["one process", 1, run[2]]["losses"][-1], rel_tol=tolerance)
 

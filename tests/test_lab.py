@@ -46,7 +46,9 @@ def test_what_ranks_print_is_printed(capsys):
     assert capsys.readouterr().out == "from rank 0\n"
 
 
-def test_first_error_comes_back_as_text():
+def test_first_error_comes_back_as_text(monkeypatch, tmp_path):
+    monkeypatch.setattr(launch, "RUNS", tmp_path)
+
     def fail(me):
         if me.rank == 1:
             raise ValueError("a bad day")
@@ -54,7 +56,7 @@ def test_first_error_comes_back_as_text():
 
     with pytest.raises(launch.RunFailed, match="(?s)rank 1 failed.*ValueError: a bad day"):
         HERE.on_ranks(fail)
-    assert not list(launch.RUNS.glob(".call-*"))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -108,6 +110,12 @@ def test_guess_is_explained(guess, words, capsys):
         terms = {"parameters": 3 * 2**20, "gradients": 3 * 2**20, "activations": 4 * 2**20}
     about_guess(guess, terms)
     assert words in capsys.readouterr().out
+
+
+def test_what_nobody_leaves_out_explains_no_gap(capsys):
+    terms = {"parameters": 3 * 2**20, "gradients": 2 * 2**20, "activations": 5 * 2**20}
+    about_guess(7, terms, sure=("parameters",))
+    assert "the terms are gradients 20%, activations 50%" in capsys.readouterr().out
 
 
 def test_unknown_exercise_is_a_sentence():

@@ -1,4 +1,4 @@
-"""The ladder's table and picture say what the records say; so does the README."""
+"""The ladder's table and picture say what the records say; so does the README, which also lists the chapters as they do."""
 
 import sys
 
@@ -10,9 +10,13 @@ from labkit.measuring import records
 from labkit.measuring.trace import CATEGORIES
 from labkit.running import launch, options
 from labkit.teaching import plots
+from planner import gpus
+
+from notebooks import PATHS
 
 ROOT = launch.SOURCE.parent
 sys.path.insert(0, str(ROOT / "images"))
+import course  # noqa: E402
 import readme  # noqa: E402
 
 
@@ -23,8 +27,24 @@ def reference():
 
 def test_readme_shows_the_committed_records(reference):
     page = (ROOT / "README.md").read_text()
-    assert readme.with_table(page) == page, "run: python images/readme.py"
+    assert readme.with_tables(page) == page, "run: python images/readme.py"
     assert f"{sum(reference[1]['record']['memory']['peak'].values()):,}" in page
+
+
+def test_the_map_of_the_course_shows_the_notebooks_heads():
+    drawn = (ROOT / "images" / "course_map.svg").read_text()
+    assert course.course_map().svg() == drawn, "run: python images/readme.py"
+    assert [chapter.name for chapter in course.chapters()] == [path.stem for path in PATHS]
+
+
+def test_the_first_picture_promises_what_its_records_hold():
+    for way, record in readme.measured().items():
+        config = {key: record["config"][key] for key in readme.WAYS[way]}
+        assert config == readme.WAYS[way], way
+        assert sum(record["memory"]["peak"].values()) == readme.expected(record), way
+    ddp, fsdp, recomputed = (sum(terms.values()) / 2**30 for terms in readme.planned().values())
+    room = gpus.GPUS["h100"].memory  # what the picture's words say of the three bars
+    assert ddp > 2 * room and fsdp < 0.51 * room and recomputed < 0.26 * room
 
 
 def test_reference_ladder_keeps_the_readmes_promises(reference):
@@ -72,6 +92,8 @@ def test_picture_is_written_also_for_runs_too_short_to_time(reference, tmp_path)
 def test_every_category_has_a_colour_of_its_own():
     assert set(plots.COLOURS) == set(CATEGORIES)
     assert len(set(plots.COLOURS.values())) == len(CATEGORIES)
+    strategies = set(plots.STRATEGY_COLOURS.values())
+    assert len(strategies) == len(plots.STRATEGY_COLOURS) and not strategies & set(plots.COLOURS.values())
 
 
 @pytest.mark.parametrize(

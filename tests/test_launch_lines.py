@@ -23,7 +23,7 @@ from notebooks import PATHS, read
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "source_code"
-LABS = ("hello.py", "mnist_fsdp.py", "gpt_fsdp.py", "gpt_zero.py", "gpt_pipeline.py", "faults.py")
+LABS = ("hello.py", "mnist_fsdp.py", "gpt_fsdp.py", "gpt_zero.py", "gpt_pipeline.py", "hf_fsdp.py", "faults.py")
 ONE_PROCESS = ("rank_zero.py", "gpt_jax.py")  # labs whose own text says nothing of launching
 LAUNCH = re.compile(r"(cd source_code && )?(srun|sbatch|salloc|torchrun)\b")
 

@@ -1,4 +1,4 @@
-"""Every link of the README and of the notebooks leads somewhere: to a file, to a heading, or to an https address.
+"""Every link of the README, the glossary and the notebooks leads somewhere: to a file, to a heading, or to an https address.
 
 What is behind an address on the web is not asked: these tests need no network.
 """
@@ -13,7 +13,7 @@ from markdown_it import MarkdownIt
 from notebooks import FOLDER, PATHS, read
 
 ROOT = FOLDER.parent
-PAGES = [ROOT / "README.md", *PATHS]
+PAGES = [ROOT / "README.md", FOLDER / "glossary.md", *PATHS]
 
 
 def markdown(page) -> str:

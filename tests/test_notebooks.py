@@ -44,6 +44,12 @@ def test_has_the_parts_of_a_chapter(path, notebook):
         assert f'hint("{exercise}")' in code + text and f'solution("{exercise}")' in code + text
 
 
+def test_the_head_states_the_minutes_of_its_exercises(path, notebook):
+    (stated,) = re.findall(r"\d+ minutes, and (\d+) for the exercises", notebook.cells[0].source)
+    each = re.findall(rf"^\**(?:Your turn\. )?\**{path.stem[:2]}\.\d+\b.*?(\d+) min", prose(notebook), re.MULTILINE)
+    assert int(stated) == sum(map(int, each))
+
+
 def test_links_to_its_neighbours_and_its_pictures(path, notebook):
     text = prose(notebook)
     place = PATHS.index(path)

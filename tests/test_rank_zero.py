@@ -1,6 +1,7 @@
 """Rank 0 of a world that is not there holds and sends what rank 0 of a real one does."""
 
 import contextlib
+import dataclasses
 import re
 
 import pytest
@@ -9,7 +10,7 @@ from forked import by_value, forked
 from labkit.measuring import records
 from labkit.running.lab import Lab
 
-COMMON = {"device": "cpu", "batch_size": 2, "seq_len": 64, "max_steps": 6}
+COMMON = {"device": "cpu", "batch_size": 2, "seq_len": 32, "max_steps": 4}
 CONFIGS = {
     "FSDP2": {},
     "FSDP2, kept": {"reshard_after_forward": "false"},
@@ -21,9 +22,20 @@ CONFIGS = {
 HSDP = {"HSDP": {"mesh": "2x2"}}
 
 
+def made_small():
+    """A narrow model, traced a step sooner and one step less, and hardly evaluated: both sides do the same."""
+    import gpt_fsdp
+    from labkit.measuring import meters
+
+    gpt_fsdp.GPT_SHAPES["tiny"] = dataclasses.replace(gpt_fsdp.GPT_SHAPES["tiny"], width=32, hidden=96)
+    gpt_fsdp.VALIDATION_SEQUENCES = 4
+    meters.TRACED_STEPS = range(1, 4)
+
+
 def real(me, configs):
     import gpt_fsdp
 
+    made_small()
     with contextlib.redirect_stdout(None):
         return {name: gpt_fsdp.train(gpt_fsdp.Config(**COMMON | config), me) for name, config in configs.items()}
 
@@ -32,6 +44,7 @@ def alone(ranks, configs):
     import rank_zero
     from labkit.measuring import simulate
 
+    made_small()
     simulate.join(ranks)
     found = {}
     for name, config in configs.items():

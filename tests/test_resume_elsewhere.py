@@ -6,17 +6,19 @@ at all, in any number format: that is what drill.py shows.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 
+import few_digits
 import pytest
 from forked import by_value
 from labkit.running import cells, launch, progress
 
 pytestmark = pytest.mark.long
 HERE = launch.Cluster(launcher="local")
-STEPS, GLOBAL_BATCH, DIGITS = 10, 24, 200  # 8 steps of 24 are an epoch
-MIDDLE, END_OF_EPOCH = 5, 8
+STEPS, GLOBAL_BATCH, DIGITS = 8, 12, 64  # 5 steps of 12 are an epoch
+MIDDLE, END_OF_EPOCH = 3, 5
+NARROW = {"width": 32, "hidden": 96}  # a quarter of the smallest GPT's: what is tested does not depend on it
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,19 @@ MOVES = [  # lab, saved after the step, by whom, and who goes on
 ] + [("gpt_fsdp", MIDDLE, HSDP, FSDP2), ("mnist_fsdp", END_OF_EPOCH, FSDP2, ON_2)]
 
 
+narrow = by_value(few_digits.narrow)
+
+
 def train_all(me, runs: list[tuple[str, dict]]) -> list[dict]:
     """On each rank: what the training of each (lab, options) returns, on few digits."""
+    import gpt_fsdp
     from labkit.measuring import meters
     from labkit.training import datasets
 
     os.environ.pop(progress.VARIABLE, None)  # a bar that starts again with each run would say nothing
     meters.TRACED_STEPS = range(0)  # tracing takes much of a short run's time, and here the losses are asked for
+    gpt_fsdp.GPT_SHAPES["tiny"] = replace(gpt_fsdp.GPT_SHAPES["tiny"], **NARROW)
+    narrow()
     few = [tensor[:DIGITS] for tensor in datasets.load("mnist-5k").tensors()]
     datasets.load = lambda name: datasets.Digits(name, *few)
     found = []

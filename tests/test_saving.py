@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,8 +24,11 @@ from test_checkpoints import RUN, training
 
 LAB = Lab(launcher="local", ranks=2, device="cpu")
 by_value(training)  # ranks make one, too
-MNIST = ["mnist_fsdp.py", "--data", "mnist-5k", "--ranks", 2, "--batch-size", 50, "--max-steps", 80]  # an epoch has 40
-GPT = ["gpt_fsdp.py", "--ranks", 2, "--batch-size", 4, "--seq-len", 64, "--checkpoint-every", 5, "--max-steps", 30]
+FEW_DIGITS = Path(__file__).with_name("few_digits.py")
+MNIST = [FEW_DIGITS, 80, "mnist_fsdp", "--data", "mnist-5k", "--ranks", 2, "--batch-size", 2]  # an epoch has 20 steps
+GPT = ["gpt_fsdp.py", "--ranks", 2, "--batch-size", 2, "--seq-len", 16, "--checkpoint-every", 5]
+ENDLESS = {"mnist": ["--epochs", 10**5], "gpt": ["--max-steps", 10**6]}
+LABS = {"mnist": MNIST, "gpt": GPT}
 
 
 def saver(folder, model, optimizer, **given):
@@ -178,12 +182,13 @@ def test_what_is_saved_meanwhile_is_the_state_of_its_step(tmp_path):
         assert summary["asynchronous"] and summary["saves"] == 1 and summary["stall"] > 0
 
 
-@pytest.mark.parametrize("lab", [MNIST, GPT], ids=["mnist", "gpt"])
-def test_both_ways_write_the_same(lab, tmp_path):
+@pytest.mark.parametrize(("lab", "steps", "saves"), [("mnist", 25, 2), ("gpt", 12, 3)], ids=LABS)
+def test_both_ways_write_the_same(lab, steps, saves, tmp_path):
     for way, words in {"sync": [], "async": ["--async-checkpoint"]}.items():
-        run = script(*lab, "--checkpoint", tmp_path / way, *words)
+        run = script(*LABS[lab], "--max-steps", steps, "--checkpoint", tmp_path / way, *words)
         assert run.returncode == 0, run.stderr
     assert names(tmp_path / "sync") == names(tmp_path / "async")
+    assert len(names(tmp_path / "sync")) == saves
     for path in checkpoints.stored(tmp_path / "sync"):
         assert drill.fingerprint(path) == drill.fingerprint(tmp_path / "async" / path.name)
 
@@ -202,6 +207,7 @@ def asked(words, at: int, number: int, whom: str, tmp_path) -> subprocess.Comple
                 if (where := progress.read(mark)) and where[0] >= at:
                     os.kill(process.pid if whom == "launcher" else children(process.pid)[-1], number)
                     break
+                time.sleep(0.01)
             process.wait(60)
         finally:
             if process.poll() is None:
@@ -217,19 +223,20 @@ def children(process: int) -> list[int]:
 @pytest.mark.skipif(not warm.possible(), reason="forks, which Linux can")
 @pytest.mark.parametrize(
     ("lab", "number", "whom"),
-    [(MNIST, signal.SIGUSR1, "rank"), (GPT, signal.SIGTERM, "launcher"), (GPT, signal.SIGUSR2, "rank")],
+    [("mnist", signal.SIGUSR1, "rank"), ("gpt", signal.SIGTERM, "launcher"), ("gpt", signal.SIGUSR2, "rank")],
     ids=["mnist, USR1 to a rank", "gpt, TERM to all", "gpt, USR2 to a rank"],
 )
 def test_a_run_that_is_asked_to_end_saves_and_comes_back_to_the_same_weights(lab, number, whom, tmp_path):
-    whole = script(*lab, "--checkpoint", tmp_path / "whole")
-    assert whole.returncode == 0, whole.stderr
-    words = [*lab, "--checkpoint", tmp_path / "asked", "--resume"]
-    ended = asked(words, at := 20 if lab == MNIST else 6, number, whom, tmp_path)
+    """However late the signal comes: the run that nobody asks is made afterwards, five steps longer."""
+    words = [*LABS[lab], "--checkpoint", tmp_path / "asked", "--resume"]
+    ended = asked([*words, *ENDLESS[lab]], at := 6, number, whom, tmp_path)
     assert ended.returncode == stopping.TRY_AGAIN, ended.stdout + ended.stderr
     assert ended.stderr == ""
     saved = int(checkpoints.latest(tmp_path / "asked").name.removeprefix("step-"))
     assert at <= saved and f"asked to end ({signal.Signals(number).name}): saved at step {saved} of" in ended.stdout
-    again = script(*words)
+    whole = script(*LABS[lab], "--max-steps", saved + 5, "--checkpoint", tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    again = script(*words, "--max-steps", saved + 5)
     assert again.returncode == 0, again.stderr
     assert f"resumed at step {saved} of" in again.stdout
     whole, asked_to = (drill.fingerprint(checkpoints.latest(tmp_path / name)) for name in ("whole", "asked"))

@@ -34,7 +34,7 @@ LABS = {
 # To the whole group, as Ctrl-C and Slurm send it; or, as `kill` does, to the process that was started.
 SIGNALS = {"SIGINT": (signal.SIGINT, True), "SIGTERM": (signal.SIGTERM, True), "kill": (signal.SIGTERM, False)}
 SECONDS = 60  # none of these runs may live longer
-LONGEST = 2.0  # seconds of training before a signal
+LONGEST = 1.0  # seconds of training before a signal
 
 
 def ended(words: str, folder: Path, which: str, after: float, begins: bool) -> tuple[int, str]:

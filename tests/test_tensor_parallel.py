@@ -23,6 +23,10 @@ from planner import cost, networks, predict, shapes
 
 pytestmark = pytest.mark.long
 STEPS, SAVED_AT, SEQUENCES, LENGTH = 6, 3, 8, 16
+NARROW = {
+    "width": 32,
+    "hidden": 96,
+}  # a quarter of the smallest model's: of losses, what is tested does not depend on it
 FP64 = {"precision": "fp64"}
 CLIPPED = FP64 | {"clip": 0.4, "tied": True}  # below most of the norms that occur
 GRID, TENSOR, REPLICAS = ({"mesh": mesh} for mesh in ("shard=2,tensor=2", "tensor=2", "replicate=2,tensor=2"))
@@ -60,10 +64,12 @@ def whole_and_local(me):
 def everything(me, folder):
     """What is looked at: see the tests."""
     found = {"measured": trial.measure(me, [MEASURED])[0]} if me.world_size == 4 else {}
+    started = whole_and_local(me) if me.world_size == 4 else None
     meters.TRACED_STEPS = range(0)
+    gpt_fsdp.GPT_SHAPES["tiny"] = dataclasses.replace(gpt_fsdp.GPT_SHAPES["tiny"], **NARROW)
     checkpoint = FP64 | {"checkpoint": f"{folder}/{me.world_size}"}
     if me.world_size == 4:
-        found["started"] = whole_and_local(me)
+        found["started"] = started
         train(me, **checkpoint | GRID | {"max_steps": SAVED_AT})
         if me.rank == 0:
             shutil.copytree(f"{folder}/4", f"{folder}/2")

@@ -30,7 +30,7 @@ def test_each_parameter_has_one_rank_with_its_moments(ranks):
 
 @pytest.mark.parametrize("strategy", DEEPSPEED)
 def test_what_deepspeed_keeps_is_what_the_paper_counts_and_named_extras(strategy):
-    """In bf16: 2 bytes a parameter, 2 a gradient that stays, 12 for moments and master parameters. 4 ranks divide it all."""
+    """In bf16: 2 bytes per parameter, 2 per gradient that stays, 12 for moments and master parameters. 4 ranks divide it all."""
     stage = int(strategy[-1])
     kept = predict.Plan(TINY, strategy, 4, precision="bf16").persistent()
     tensors = TINY_TENSORS if stage == 0 else 1
