@@ -2,7 +2,7 @@
 
 from drawing import COLOURS, COMPUTE, INK, SOFT, Drawing
 
-HELD = ("parameters", "gradients", "all-reduce buckets", "optimizer state")
+HELD = ("parameters", "gradients", "optimizer state")  # the buckets are left for the learner to find
 FORWARD = (("conv1", 58), ("conv2", 70), ("fc1", 52), ("fc2", 46))
 BACKWARD = (("fc2", 46), ("fc1", 92), ("conv2", 150), ("conv1", 62))
 LEFT, BUCKET = 222, COLOURS["all-reduce buckets"]

@@ -9,7 +9,7 @@ PALE = ["#d3e5f1", "#f8ddcb", "#cfeae2", "#f5e1ec"]
 
 
 def all_reduce():
-    drawing = Drawing(1080, 410, "An all-reduce taken apart: a reduce-scatter, then an all-gather")
+    drawing = Drawing(1080, 385, "An all-reduce taken apart: a reduce-scatter, then an all-gather")
     box, height, top = 68, 46, 92
     lefts = [86, 442, 798]
     titles = [
@@ -40,15 +40,8 @@ def all_reduce():
     for first, second, name in ((0, 1, "reduce-scatter"), (1, 2, "all-gather")):
         start, end = (lefts[i] + 2 * box for i in (first, second))
         drawing.line(start, line, end - 8, line, INK, 1.5, arrow=True)
-        drawing.text((start + end) / 2, line + 24, f"{name}: each rank sends 3 chunks of 4", 15, "middle")
-    drawing.text(
-        540,
-        line + 62,
-        "both together: all-reduce. Each rank sends 2 × 3/4 of the tensor's size",
-        17,
-        "middle",
-        bold=True,
-    )
+        drawing.text((start + end) / 2, line + 24, name, 15, "middle")
+    drawing.text(540, line + 52, "both together: all-reduce", 17, "middle", bold=True)
     drawing.save("all_reduce")
 
 

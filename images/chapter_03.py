@@ -2,32 +2,27 @@
 
 from drawing import COLOURS, COMPUTE, FREE, GATHER, INK, REDUCE, SOFT, Drawing
 
-KINDS = (("parameters", 72), ("gradients", 72), ("optimizer state", 144))  # Adam: two numbers a parameter
+KINDS = (("parameters", 72), ("gradients", 72), ("optimizer state", 144))  # Adam: two numbers per parameter
 
 
 def zero_stages():
     """What each of four ranks holds under DDP, ZeRO-1, ZeRO-2 and ZeRO-3."""
-    drawing = Drawing(1080, 470, "What each rank holds under DDP, ZeRO-1, ZeRO-2 and ZeRO-3")
+    drawing = Drawing(1080, 440, "What each rank holds under DDP, ZeRO-1, ZeRO-2 and ZeRO-3")
     top = 92
     panels = ("DDP\nnothing sharded", "ZeRO-1\noptimizer state", "ZeRO-2\n+ gradients", "ZeRO-3 = FSDP\n+ parameters")
-    formulas = ("p + g + o", "p + g + o/W", "p + (g + o)/W", "(p + g + o)/W")
     y = top
-    for (kind, height), letter in zip(KINDS, "pgo", strict=True):
-        words = f"{kind.replace(' ', chr(10))}: {letter}"
+    for kind, height in KINDS:
+        words = kind.replace(" ", "\n")
         drawing.text(126, y + height / 2 + (5 if " " not in kind else -4), words, 15, "end")
         y += height + 8
-    for stage, (name, formula) in enumerate(zip(panels, formulas, strict=True)):
+    for stage, name in enumerate(panels):
         left = 150 + 234 * stage
         title, under = name.split("\n")
         drawing.text(left + 98, 32, title, 18, "middle", bold=True)
         drawing.text(left + 98, 52, under, 14, "middle", SOFT)
         for rank in range(4):
             column(drawing, left + 50 * rank, top, rank, stage)
-        drawing.text(left + 98, 428, formula, 18, "middle", bold=True)
-    drawing.text(126, 428, "bytes a rank", 15, "end")
-    drawing.text(
-        540, 456, "filled: this rank holds it · outlined: another rank does · W: number of ranks", 14, "middle", SOFT
-    )
+    drawing.text(540, 426, "filled: this rank holds it · outlined: another rank does", 14, "middle", SOFT)
     drawing.save("zero_stages")
 
 

@@ -38,7 +38,7 @@ def ddp_against_fsdp():
 
 
 def fsdp_step():
-    """One step, a lane a rank: the three collectives are the only moments at which the lanes touch."""
+    """One step, a lane per rank: the three collectives are the only moments at which the lanes touch."""
     d = Drawing(940, 330, "One step of FSDP in one unit: a lane for each of four ranks")
     phases = [
         ("all-gather", 130, 120, GATHER, "gather"),

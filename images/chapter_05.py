@@ -1,6 +1,6 @@
-"""Draw chapter 05's diagram, one unit's life through a step against two: python images/chapter_05.py"""
+"""Draw chapter 05's diagrams, one unit's step against that of several: python images/chapter_05.py"""
 
-from drawing import COLOURS, FREE, GATHER, INK, PAPER, REDUCE, SOFT, Drawing
+from drawing import COLOURS, COMPUTE, FREE, GATHER, INK, PAPER, REDUCE, SOFT, Drawing
 
 SHARD, WAITING, GRID = COLOURS["parameters"], "#D6ECF8", "#CCCCCC"
 LEFT, TOP, SLOT = 170, 140, 76  # the first column's left edge, the lanes' upper edge, a column's width
@@ -82,5 +82,46 @@ def units_in_a_step():
     d.save("units_in_a_step")
 
 
+# By block, in a turn's length of a block: (lane, text, begins, ends). A block's backward takes twice its forward.
+BLOCKS = 4
+ONE_UNIT = [
+    ("all-gather", "all four blocks", 0, 4),
+    *(("compute", str(i + 1), 4 + i, 5 + i) for i in range(BLOCKS)),
+    *(("compute", str(BLOCKS - i), 8 + 2 * i, 10 + 2 * i) for i in range(BLOCKS)),
+    ("reduce-scatter", "all four blocks", 16, 20),
+]
+BY_BLOCK = [
+    *(("all-gather", str(i + 1), i, i + 1) for i in range(BLOCKS)),
+    *(("compute", str(i + 1), i + 1, i + 2) for i in range(BLOCKS)),
+    *(("all-gather", str(BLOCKS - i), at, at + 1) for i, at in enumerate((5, 6, 8, 10))),
+    *(("compute", str(BLOCKS - i), 6 + 2 * i, 8 + 2 * i) for i in range(BLOCKS)),
+    *(("reduce-scatter", str(BLOCKS - i), 8 + 2 * i, 9 + 2 * i) for i in range(BLOCKS)),
+]
+LANES = {"all-gather": GATHER, "compute": COMPUTE, "reduce-scatter": REDUCE}
+
+
+def side_by_side():
+    """What a GPU gathers, computes and reduces when, for one unit and for a unit a block."""
+    turn, left = 40, 150
+    d = Drawing(980, 400, "A step in one unit, and with a unit for each block: what runs side by side")
+    for top, name, bars in ((46, "one unit", ONE_UNIT), (220, "a unit for each block", BY_BLOCK)):
+        d.text(20, top - 12, name, 18, bold=True)
+        for place, (lane, colour) in enumerate(LANES.items()):
+            y = top + 38 * place
+            d.text(20, y + 22, lane, 14)
+            d.line(left, y + 34, left + 20 * turn, y + 34, GRID, 1)
+            for which, text, begin, end in bars:
+                if which == lane:
+                    d.box(left + begin * turn, y + 2, (end - begin) * turn, 30, colour, PAPER, text, 14, INK)
+        end = left + turn * max(end for *_, end in bars)
+        d.line(end, top - 4, end, top + 112, INK, 1.8, dash="6 5")
+        d.text(end - 8, top - 12, "gradients reduced", 13, "end", SOFT)
+    d.text(
+        left, 372, "time →   A number is a block's. Forward, then backward, which takes twice as long.", 14, colour=SOFT
+    )
+    d.save("units_side_by_side")
+
+
 if __name__ == "__main__":
     units_in_a_step()
+    side_by_side()

@@ -7,7 +7,7 @@ SCALE = 0.36  # pixels a number
 PITCH, BAR = 86, 46
 NEXT = "the next\nblock"  # counts it as its own
 
-# The tensors of a block of the preset tiny: (name, numbers a token, which operator's backward needs it, if any)
+# The tensors of a block of the preset tiny: (name, numbers per token, which operator's backward needs it, if any)
 ATTENTION = [
     ("what\ncomes in", 128, "norm"),
     ("1/rms", 1, "norm"),
@@ -54,14 +54,14 @@ def block_kept():
     d.text(
         20,
         36,
-        f"A block keeps {kept:,} numbers a token, {inner:,} of them between gate and down",
+        f"A block keeps {kept:,} numbers per token, {inner:,} of them between gate and down",
         20,
         bold=True,
     )
     d.text(
         20,
         62,
-        "A bar is a tensor, as high as it has numbers a token (preset tiny). Left to right: forward.",
+        "A bar is a tensor, as high as it has numbers per token (preset tiny). Left to right: forward.",
         14,
         colour=SOFT,
     )
@@ -74,7 +74,7 @@ def block_kept():
     d.save("block_kept")
 
 
-# Recomputation: numbers a token that four blocks hold, in forward and in backward
+# Recomputation: numbers per token that four blocks hold, in forward and in backward
 BLOCK, INPUT, HEIGHT = 2694, 128, 150 / (4 * 2694)  # HEIGHT: pixels a number
 COLUMNS = [f"block {i}" for i in range(4)] + [f"block {i}" for i in (3, 2, 1, 0)]
 

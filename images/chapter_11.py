@@ -73,7 +73,7 @@ def three_ways():
         104,
         "#e7eef4",
         TONE,
-        "two ways agree that have no code in common",
+        "two ways agree; for a GPU both rest on one reading of its operators",
         15,
     )
     d.box(COLUMNS[2], 418, WIDE, 104, "none", SOFT, "not here:\nthese machines are elsewhere", 14, SOFT, dash="5 4")

@@ -55,7 +55,11 @@ class Drawing:
 
     def save(self, name: str):
         """Write images/NAME.svg."""
-        (IMAGES / f"{name}.svg").write_text(
+        (IMAGES / f"{name}.svg").write_text(self.svg())
+
+    def svg(self) -> str:
+        """The drawing as a file's text."""
+        return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" width="{self.width}" '
             f'height="{self.height}" font-family="Helvetica, Arial, DejaVu Sans, sans-serif" role="img">\n'
             f"<title>{escape(self.title)}</title>\n"

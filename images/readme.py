@@ -1,5 +1,11 @@
-"""Draw the pictures of README.md from committed records, and write its table: python images/readme.py"""
+"""Draw the pictures of README.md from committed records, and write its tables: python images/readme.py
 
+The records of the first picture are those of three runs on two cores, without their timelines:
+torchrun --standalone --nproc-per-node 4 gpt_fsdp.py --device cpu --max-steps 6 --strategy ddp --record …/0-ddp.json,
+the same with --strategy fsdp2, and with --strategy fsdp2 --recompute full.
+"""
+
+import json
 import re
 import sys
 from pathlib import Path
@@ -7,19 +13,100 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
+import course  # noqa: E402
 import ladder  # noqa: E402
+import matplotlib.pyplot as plt  # noqa: E402
+import plan  # noqa: E402
+from labkit.measuring.trace import CATEGORIES  # noqa: E402
 from labkit.teaching import plots  # noqa: E402
+from labkit.teaching.plots import planner as look_of  # noqa: E402
+from planner import gpus, predict  # noqa: E402
 
-REFERENCE = ROOT / "source_code" / "results" / "reference" / "ladder-amd-epyc-2-cores"
+RESULTS = ROOT / "source_code" / "results" / "reference"
+REFERENCE = RESULTS / "ladder-amd-epyc-2-cores"
+TINY = RESULTS / "tiny-intel-xeon-2-cores"
+GIB = 2**30
+WAYS = {  # what the first picture shows, of both models
+    "DDP": {"strategy": "ddp", "recompute": "none"},
+    "FSDP": {"strategy": "fsdp2", "recompute": "none"},
+    "FSDP,\nrecomputed": {"strategy": "fsdp2", "recompute": "full"},
+}
 
 
-def with_table(readme: str) -> str:
-    """README's text with the table made from the records."""
-    table = ladder.as_markdown(ladder.memory_table(ladder.read(REFERENCE)))
-    return re.sub(r"(<!-- table: memory -->\n).*(<!-- end -->)", rf"\1{table}\n\2", readme, flags=re.DOTALL)
+def planned() -> dict[str, dict]:
+    """{way: {category: bytes}} of Llama 3 8B on 8 ranks, a sequence of 4,096 tokens on each; a GPU's kernels."""
+    found = {}
+    for way, given in WAYS.items():
+        asked = plan.Options(model="llama3-8b", ranks=8, seq=4096, gpu="h100", **given)
+        found[way] = predict.by_category(plan.plan_of(asked).peak()[1])
+    return found
+
+
+def measured() -> dict[str, dict]:
+    """{way: record} of the tiny GPT."""
+    return dict(zip(WAYS, [json.loads(path.read_text()) for path in sorted(TINY.glob("*.json"))], strict=True))
+
+
+def expected(record: dict) -> int:
+    """The predicted peak of a record's run, in bytes."""
+    return predict.total(predict.plan_of(record).peak()[1])
+
+
+def first_picture(path: Path):
+    """A plan that everybody knows, and the same three ways measured here, each bar in the outline of its prediction."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.6), layout="constrained")
+    for place, terms in enumerate(planned().values()):
+        start = 0
+        for category in [each for each in CATEGORIES if terms.get(each, 0) > 0.002 * sum(terms.values())]:
+            width = terms[category] / GIB
+            outline = look_of.look("predicted", plots.COLOURS[category])
+            left.barh(place, width - 0.6, left=start + 0.3, height=0.62, **outline)  # outlines beside each other
+            start += width
+        left.text(start + 2.5, place, f"{start:.1f}", va="center")
+    room = gpus.GPUS["h100"].memory
+    left.axvline(room, color="black", linestyle="--", linewidth=1.3)
+    left.text(room + 1.5, 2.42, f"one H100: {room:.1f}", va="center")
+    left.set(yticks=range(len(WAYS)), yticklabels=WAYS, ylim=(2.62, -0.5), xlim=(0, 205))
+    left.set_xlabel("peak memory per rank [GiB]")
+    left.set_title("Llama 3 8B on 8 ranks · 4,096 tokens per rank · bf16\noutlined: predicted", fontsize=11)
+    runs = measured()
+    plots.memory_bars(right, [(way, run["memory"]["peak"], expected(run)) for way, run in runs.items()])
+    under = f"tiny GPT on 4 ranks · {runs['DDP']['hardware']}\nsolid: measured, outlined: predicted"
+    right.set_title(under, fontsize=11)
+    figure.suptitle("Will it fit? Peak memory, planned and measured\n", x=0.01, ha="left", fontweight="bold")
+    handles, labels = right.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower left", ncols=4, fontsize=11)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def first_table() -> str:
+    """What the first picture shows, in numbers."""
+    rows = ["| | Llama 3 8B, predicted | tiny GPT, predicted | tiny GPT, measured |", "|:--|--:|--:|--:|"]
+    runs = measured()
+    for way, terms in planned().items():
+        sizes = expected(runs[way]), sum(runs[way]["memory"]["peak"].values())
+        cells = [" ".join(way.split()), f"{sum(terms.values()) / GIB:.1f} GiB", *(f"{size:,} bytes" for size in sizes)]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def with_tables(readme: str) -> str:
+    """README's text with its tables made from the records and from the notebooks' heads."""
+    tables = {
+        "first": first_table(),
+        "memory": ladder.as_markdown(ladder.memory_table(ladder.read(REFERENCE))),
+        "chapters": course.table(),
+    }
+    for name, table in tables.items():
+        pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
+        readme = re.sub(pattern, lambda found, table=table: f"{found[1]}{table}\n{found[2]}", readme, flags=re.DOTALL)
+    return readme
 
 
 if __name__ == "__main__":
+    first_picture(ROOT / "images" / "will_it_fit.png")
     plots.ladder(ladder.read(REFERENCE), ROOT / "images" / "ladder.png")
+    course.course_map().save("course_map")
     path = ROOT / "README.md"
-    path.write_text(with_table(path.read_text()))
+    path.write_text(with_tables(path.read_text()))

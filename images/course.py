@@ -1,0 +1,70 @@
+"""The chapters, as the first cell of each notebook tells them, and the map of the course drawn from that.
+
+README.md's table of chapters is made from the same: python images/readme.py writes both.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from textwrap import wrap
+
+from drawing import COLOURS, IMAGES, PAPER, Drawing
+
+LINE = COLOURS["parameters"]
+ROWS = {"one small network": range(4), "": range(4, 8), "a transformer": range(8, 12), " ": range(12, 18)}
+
+
+@dataclass
+class Chapter:
+    number: str  # "05"
+    name: str  # "05_auto_wrap"
+    title: str  # "Auto wrap", without what follows a colon
+    claim: str  # the first sentence of the claim, without its full stop, in Markdown
+
+    def law(self) -> str:
+        """The first half of a long claim, without what stands in brackets; plain text."""
+        text = re.sub(r" \([^)]*\)|[`*]", "", self.claim)
+        return re.split(r"; |, each of which ", text)[0]
+
+
+def chapters() -> list[Chapter]:
+    """All chapters, in order."""
+    return [_chapter(path) for path in sorted((IMAGES.parent / "notebooks").glob("*.ipynb"))]
+
+
+def _chapter(path) -> Chapter:
+    head = "".join(json.loads(path.read_text())["cells"][0]["source"])
+    (title,) = re.findall(r"^# \d+ · ([^:\n]+)", head)
+    (claim,) = [" ".join(text.split()) for text in head.split("\n\n") if text.startswith("**The claim")]
+    claim = claim.replace("**", "").split(": ", 1)[1]  # "The claim put to the proof: …"
+    first = re.split(r"(?<=\.) (?=[A-Z]|bf16)", claim)[0]
+    return Chapter(path.stem[:2], path.stem, title, first.removesuffix("."))
+
+
+def table() -> str:
+    """The chapters as README.md lists them."""
+    rows = [f"| [`{each.name}`](notebooks/{each.name}.ipynb) | {each.claim} |" for each in chapters()]
+    return "\n".join(["| notebook | the claim it puts to the proof |", "|---|---|", *rows])
+
+
+def course_map() -> Drawing:
+    """The chapters as stations of one line, in rows."""
+    found, high = chapters(), 178
+    drawing = Drawing(1000, high * len(ROWS) + 16, "The map of the course: its chapters as stations of one line")
+    for row, (name, places) in enumerate(ROWS.items()):
+        y, step = 58 + high * row, 1000 / len(places)
+        drawing.line(step / 2, y, 1000 - step / 2, y, LINE, 6)
+        drawing.text(14, y - 34, name.strip(), 15, colour=LINE, bold=True)
+        for place, number in enumerate(places):
+            _station(drawing, found[number], (place + 0.5) * step, y, int(step / 7.6))
+    return drawing
+
+
+def _station(drawing, chapter, x, y, letters):
+    drawing.box(x - 21, y - 17, 42, 34, PAPER, LINE, chapter.number, 16, bold=True)
+    drawing.text(x, y + 38, chapter.title, 15, "middle", bold=True)
+    drawing.text(x, y + 57, "\n".join(wrap(chapter.law(), letters)), 13.5, "middle")
+
+
+if __name__ == "__main__":
+    course_map().save("course_map")
