@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-import pandas
 import torch.distributed.checkpoint as dcp
 from labkit import UserError
 from labkit.measuring import meters, records
@@ -278,7 +277,10 @@ def run(trials: int, seed: int) -> list[dict]:
     return rows
 
 
-def table(rows: list[dict]) -> pandas.DataFrame:
+def table(rows: list[dict]):
+    """A pandas.DataFrame with a line for each configuration."""
+    import pandas  # here, as every rank of every trial imports this file
+
     lines = []
     for name in dict.fromkeys(row["configuration"] for row in rows):
         mine = [row for row in rows if row["configuration"] == name]

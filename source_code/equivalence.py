@@ -68,17 +68,17 @@ WAYS = [
 ]
 
 
-def config_of(way: Way, count: int, precision: str):
+def config_of(way: Way, count: int, precision: str, steps: int):
     """The options of one run: the same sequences in a step, whatever the number of ranks that share them."""
     lab = import_module(way.lab)
-    options = {"max_steps": STEPS, "seq_len": LENGTH, "precision": precision, "device": "cpu"} | way.options
+    options = {"max_steps": steps, "seq_len": LENGTH, "precision": precision, "device": "cpu"} | way.options
     if way.lab == JAX:
         return lab.Config(**options, devices=count, batch_size=SEQUENCES // count)
     parts = lab.Config(**options).arranged(count).data * way.options.get("accumulate", 1)
     return lab.Config(**options, batch_size=SEQUENCES // parts)
 
 
-def losses_of(me, ways: list[tuple[Way, str]]) -> list[list[float]]:
+def losses_of(me, ways: list[tuple[Way, str]], steps: int) -> list[list[float]]:
     """Run on every rank: the losses of each (way, precision), step by step."""
     import gpt_fsdp
 
@@ -89,12 +89,12 @@ def losses_of(me, ways: list[tuple[Way, str]]) -> list[list[float]]:
         # Dozens of runs would each tell their losses.
         with contextlib.redirect_stdout(io.StringIO()), deepspeed_zero.contained():
             lab = import_module(way.lab)
-            config = config_of(way, me.world_size, precision)
+            config = config_of(way, me.world_size, precision, steps)
             found.append(gpt_fsdp.train(config, me, lab.prepare, lab.compute_loss)["losses"])
     return found
 
 
-def losses_under_jax(me, runs: list[tuple[Way, int, str]]) -> list[list[float]]:
+def losses_under_jax(me, runs: list[tuple[Way, int, str]], steps: int) -> list[list[float]]:
     """The same of each (way, devices, precision), in one process."""
     os.environ.pop(progress.VARIABLE, None)
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiling is most of these short runs
@@ -103,7 +103,7 @@ def losses_under_jax(me, runs: list[tuple[Way, int, str]]) -> list[list[float]]:
     for way, count, precision in runs:
         with contextlib.redirect_stdout(io.StringIO()):
             world = jax_world.load(count, "cpu", precision)
-            found.append(import_module(JAX).train(config_of(way, count, precision), world)["losses"])
+            found.append(import_module(JAX).train(config_of(way, count, precision, steps), world)["losses"])
     return found
 
 
@@ -113,7 +113,7 @@ def runnable() -> list[Way]:
     return [way for way in ways if way.lab != JAX or holds(jax_world.check)]
 
 
-def run(ways: list[Way]) -> list[dict]:
+def run(ways: list[Way], steps: int = STEPS) -> list[dict]:
     """[{"way", "ranks", "precision", "losses", "difference"}, …]: the largest relative difference to one process."""
     here = launch.Cluster(launcher="local")
     done = []
@@ -124,12 +124,12 @@ def run(ways: list[Way]) -> list[dict]:
             if count in way.ranks and way.lab != JAX
             for precision in way.precisions
         ]
-        found = cells.on_ranks(losses_of, mine, ranks=count, cluster=here, timeout=600)[0]
+        found = cells.on_ranks(losses_of, mine, steps, ranks=count, cluster=here, timeout=600)[0]
         done += [(way, count, precision, losses) for (way, precision), losses in zip(mine, found, strict=True)]
     if under_jax := [
         (w, count, precision) for w in ways if w.lab == JAX for count in w.ranks for precision in w.precisions
     ]:
-        found = cells.on_ranks(losses_under_jax, under_jax, ranks=1, cluster=here, timeout=600)[0]
+        found = cells.on_ranks(losses_under_jax, under_jax, steps, ranks=1, cluster=here, timeout=600)[0]
         done += [(*run, losses) for run, losses in zip(under_jax, found, strict=True)]
 
     alone = {precision: losses for way, _, precision, losses in done if way is ALONE}

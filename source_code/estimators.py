@@ -2,7 +2,7 @@
 
   python estimators.py --preset tiny --ranks 4 --batch-size 8 --seq-len 128
 
-Prints JSON: {name: bytes a rank needs at its peak, or a sentence where it cannot be asked}.
+Prints JSON: {name: bytes that a rank needs at its peak, or a sentence where it cannot be asked}.
 
   PyTorch      FSDPMemTracker: a step of fully_shard on tensors without memory, with the CPU's operators; what is alive
   DeepSpeed    estimate_zero3_model_states_mem_needs: parameters, gradients and Adam's state shared, and the largest layer

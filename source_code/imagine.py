@@ -1,4 +1,4 @@
-"""Simulate a step of gpt_fsdp.py or mnist_fsdp.py, on one rank of a world that is not there.
+"""Simulate a step of gpt_fsdp.py, mnist_fsdp.py or hf_fsdp.py, on one rank of a world that is not there.
 
 Used by plan.py --simulate; labkit/measuring/simulate.py does the work, on tensors without memory.
 """
@@ -88,3 +88,29 @@ def with_default(dtype: torch.dtype, make):
         return make()
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def hf(ranks: int, **options) -> dict:
+    """The same with the options of hf_fsdp.py, and the CPU's kernels: the masks it gives to attention are not a GPU's here."""
+    import hf_fsdp  # and with it transformers, which takes seconds
+    from labkit.training import hf_models
+
+    config = hf_fsdp.Config(**options)
+    architecture = hf_models.configuration(config.model or config.config, "--config")
+    me = join(config, ranks)
+
+    def setup():
+        model = hf_models.without_values(architecture, config.dtype, config.lora)
+        with simulate.ranks_are_real():
+            model = hf_fsdp.parallelize(model, config, me)
+        optimizer = hf_fsdp.make_optimizer(model, config)
+        tokens = torch.zeros(config.accumulate, config.batch_size, config.seq_len, dtype=torch.long)
+        kept = []
+
+        def train(inputs, targets):
+            kept.extend(hf_fsdp.train_step(model, optimizer, inputs, targets, config))
+
+        return model, optimizer, (tokens, torch.zeros_like(tokens)), train
+
+    with hf_models.as_if_run():
+        return simulate.step(setup)

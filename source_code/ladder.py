@@ -55,7 +55,7 @@ class Climb(Options):
     ranks: int | None = option(
         None, "ranks of each rung but the first (default: one per GPU, or 4 where there are not two GPUs)", least=1
     )
-    batch_size: int = option(32, "images a step on each rank", least=1)
+    batch_size: int = option(32, "images per step on each rank", least=1)
 
 
 def climb(config: Climb) -> Iterator[dict]:

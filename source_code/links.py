@@ -16,7 +16,7 @@ A record has the keys of labkit/measuring/records.py that apply, and "link", wit
                       the last rank calls it, and ends when the last rank has it
   crossings           how many collectives of a step cross the link
   latency             of an all-reduce of 256 bytes among all ranks: the shortest
-  sent, received      bytes a step at the interface of each rank's node, the kernel's count
+  sent, received      bytes per step at the interface of each rank's node, the kernel's count
 """
 
 import os

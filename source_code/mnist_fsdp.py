@@ -240,9 +240,9 @@ class Config(options.Training):
     precision: Literal["fp32", "bf16", "fp64"] = option("fp32", "number format of the computation")
     epochs: int = option(4, "passes over the training set, those of the run being resumed included", least=1)
     max_steps: int | None = option(None, "stop after this many steps in all", least=1)
-    batch_size: int | None = option(None, "images a step on each rank (default: 64)", least=1)
+    batch_size: int | None = option(None, "images per step on each rank (default: 64)", least=1)
     global_batch_size: int | None = option(
-        None, "images a step on all ranks together, instead of --batch-size", least=1
+        None, "images per step on all ranks together, instead of --batch-size", least=1
     )
     lr: float = option(1.0, "Adadelta's learning rate in the first epoch", above=0)
     gamma: float = option(0.7, "factor on the learning rate after each epoch", above=0)
