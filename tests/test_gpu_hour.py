@@ -11,7 +11,7 @@ from commands import call, script
 from labkit import UserError
 from labkit.running import launch, options
 
-LABS = ("mnist_fsdp.py", "gpt_fsdp.py", "rank_zero.py")
+LABS = ("mnist_fsdp.py", "gpt_fsdp.py", "hf_fsdp.py", "rank_zero.py")
 
 
 def shown(monkeypatch, capsys, gpus, **settings):

@@ -54,8 +54,8 @@ def _trained(me, shard) -> list[dict]:
     found = []
     for tied in (False, True):
         about = _cut(me, shard, tied)
-        model = about.pop("model", None)
-        if model is not None and not tied and "model" in about["units"] and not about["loose"]:
+        model = about.pop("model")
+        if not tied and "model" in about["units"] and not about["loose"]:
             about["peak"] = _peak(model)
         found.append(about)
     return found
@@ -88,10 +88,12 @@ def judge_shard(shard) -> str:
     if apart["peak"] > BUDGET:
         much = f"the peak is {apart['peak'] / MIB:.1f} MiB, the budget {BUDGET / MIB:.0f}"
         return f"not quite: {much}: {_too_large(apart['units'])}"
-    if "refused" in tied or not tied["tied"]:
-        what = "fully_shard refuses it" if "refused" in tied else "they are two weights afterwards"
+    if not tied["units"] or tied["loose"] or "model" not in tied["units"]:
+        return "not quite: where embedding and head share their weight, not all of the model is in a unit"
+    if not tied["tied"]:
         return (
-            f"not quite: where embedding and head share their weight, {what}: leave both to one unit, such as the root"
+            "not quite: where embedding and head share their weight, they are two weights afterwards: "
+            "leave both to one unit, such as the root"
         )
     return "right"
 
