@@ -101,7 +101,7 @@ LANES = {"all-gather": GATHER, "compute": COMPUTE, "reduce-scatter": REDUCE}
 
 
 def side_by_side():
-    """What a GPU gathers, computes and reduces when, for one unit and for a unit a block."""
+    """What a GPU gathers, computes and reduces when, for one unit and for a unit per block."""
     turn, left = 40, 150
     d = Drawing(980, 400, "A step in one unit, and with a unit for each block: what runs side by side")
     for top, name, bars in ((46, "one unit", ONE_UNIT), (220, "a unit for each block", BY_BLOCK)):

@@ -49,7 +49,7 @@ VALIDATION_SEQUENCES, LOG_EVERY = 32, 50  # the latter in steps
 
 
 def build(config, me):
-    """(model ready to train, floating-point operations a token)."""
+    """(model ready to train, floating-point operations per token)."""
     with torch.device("meta"):  # shapes and no storage: nothing is allocated, however large the model
         model = models.GPT(config.shape).to(config.dtype)
         if config.lora:
@@ -181,7 +181,7 @@ def make_optimizer(model, config):
 
 
 def compute_loss(model, inputs, targets, config):
-    """Mean cross-entropy of a micro-batch on this rank, in nats a token."""
+    """Mean cross-entropy of a micro-batch on this rank, in nats per token."""
     # FSDP casts by its own policy, as DeepSpeed does; for the others, autocast does.
     by_autocast = config.mixed and config.strategy in ("single", "ddp")
     with torch.autocast(inputs.device.type, torch.bfloat16) if by_autocast else nullcontext():

@@ -122,7 +122,7 @@ def with_parameters(module, change, specs):
 
 
 def make_losses(config, mesh, model, placed):
-    """losses(params, inputs, targets): of each sequence the mean cross-entropy, in nats a token; shape (batch,).
+    """losses(params, inputs, targets): of each sequence the mean cross-entropy, in nats per token; shape (batch,).
 
     model: as ``jax_models.structure`` has it. placed: the parameters' shardings.
     """

@@ -89,7 +89,7 @@ def schedule_of(stage: PipelineStage, config):
 
 
 def mean_loss(logits, targets, config):
-    """Mean cross-entropy of logits (batch, sequence, vocabulary) and targets (batch, sequence), in nats a token."""
+    """Mean cross-entropy of logits (batch, sequence, vocabulary) and targets (batch, sequence), in nats per token."""
     return F.cross_entropy(logits.flatten(0, 1).to(config.dtype), targets.flatten())
 
 

@@ -98,7 +98,7 @@ def make_optimizer(model, config):
 
 
 def compute_loss(model, inputs, targets, config):
-    """Mean cross-entropy of a micro-batch on this rank, in nats a token."""
+    """Mean cross-entropy of a micro-batch on this rank, in nats per token."""
     by_autocast = config.precision == "bf16" and config.strategy != "fsdp2"  # FSDP casts by its own policy
     with torch.autocast(inputs.device.type, torch.bfloat16) if by_autocast else nullcontext():
         logits = model(input_ids=inputs, use_cache=False).logits

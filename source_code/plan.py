@@ -130,12 +130,12 @@ class Options(Base):
         None, "operations per second a rank does at best (default: of the GPU's data sheet, for --precision)", least=1
     )
     efficiency: float = option(0.4, "share of these that training attains", least=1e-6, at_most=1)
-    link: str | None = option(None, f"within a node: {', '.join(cost.LINKS)}, or GB/s a rank (default: the GPU's)")
+    link: str | None = option(None, f"within a node: {', '.join(cost.LINKS)}, or GB/s per rank (default: the GPU's)")
     network: str = option(
         "infiniband",
         "between nodes: "
-        + ", ".join(f"{name} ({link.bandwidth / 1e9:g} GB/s a node)" for name, link in cost.NETWORKS.items())
-        + ", or GB/s a node",
+        + ", ".join(f"{name} ({link.bandwidth / 1e9:g} GB/s per node)" for name, link in cost.NETWORKS.items())
+        + ", or GB/s per node",
     )
     find: Literal["ranks", "batch", "seq"] | None = option(
         None, "search for the least --ranks, or the most of the others, that fits"

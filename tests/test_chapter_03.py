@@ -32,7 +32,7 @@ def test_each_broken_stage_fails_and_no_other():
         "FAIL  stage 1: losses against torch's DDP",
         "FAIL  stage 2: losses against torch's DDP",
         "FAIL  stage 3, one unit: losses against torch's DDP",
-        "FAIL  stage 3, a unit a layer: losses against torch's DDP",
+        "FAIL  stage 3, a unit per layer: losses against torch's DDP",
         "FAIL  stage 3: bytes alive on a rank",
     ]
     assert sum(line.startswith("PASS") for line in lines) == 4

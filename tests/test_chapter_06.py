@@ -20,7 +20,7 @@ def test_without_the_policy_nothing_crosses_the_bus():
     lines = run_broken(
         "06", {"CPUOffloadPolicy(pin_memory=False), OffloadPolicy()]": "OffloadPolicy(), OffloadPolicy()]"}
     )
-    assert failed(lines, "bytes up a step") and failed(lines, "bytes down a step")
+    assert failed(lines, "bytes up per step") and failed(lines, "bytes down per step")
     assert not failed(lines, "largest difference")
 
 

@@ -18,7 +18,7 @@ def failed(lines):
 def test_another_length_is_other_arithmetic():
     lines = run_broken("12", {"ranks=2, max_steps=18)": "ranks=2, max_steps=9, seq_len=64)"})
     (line,) = failed(lines)
-    assert "floating-point operations a token" in line
+    assert "floating-point operations per token" in line
 
 
 @pytest.mark.long

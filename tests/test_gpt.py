@@ -452,7 +452,7 @@ WAYS = {
     # Two ranks, with twice as many sequences each, compute what four do.
     "torchrun": f"{PYTHON} -m torch.distributed.run --standalone --nproc-per-node 2 {LAB} --mesh 1x2 --batch-size 4",
     "srun, one task": f"srun -p gpu -N 1 --gres=gpu:4 python {LAB}",
-    "srun, a task a rank": f"srun -p gpu -N 2 --ntasks-per-node=2 --gres=gpu:2 python {LAB}",
+    "srun, a task per rank": f"srun -p gpu -N 2 --ntasks-per-node=2 --gres=gpu:2 python {LAB}",
 }
 
 

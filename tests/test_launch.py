@@ -43,7 +43,7 @@ def losses_of_four(tmp_path_factory):
 WAYS = {
     "torchrun": f"{TORCHRUN} --standalone --nproc-per-node 2 {{lab}}",  # two ranks compute what four do
     "srun, one task": "srun -p gpu -N 1 --gres=gpu:4 python {lab}",
-    "srun, a task a rank": "srun -p gpu -N 2 --ntasks-per-node=2 --gres=gpu:2 python {lab}",
+    "srun, a task per rank": "srun -p gpu -N 2 --ntasks-per-node=2 --gres=gpu:2 python {lab}",
     "srun torchrun": (
         "export HOST=127.0.0.1; srun -p gpu -N 2 --ntasks-per-node=1 torchrun --nnodes 2 --nproc-per-node 2"
         " --rdzv-backend c10d --rdzv-endpoint $HOST:{port} {lab}"
@@ -61,7 +61,7 @@ def test_every_way_computes_the_same(way, losses_of_four, tmp_path, request):
     record = records.load(tmp_path / "run.json")
     assert record["ranks"] == (2 if way == "torchrun" else 4)
     assert record["losses"] == pytest.approx(losses_of_four, rel=1e-10)
-    assert run.stdout.count("accuracy") == 1  # one line, not one a rank
+    assert run.stdout.count("accuracy") == 1  # one line, not one per rank
 
 
 def test_launch_run_and_submit_on_slurm(slurm, losses_of_four):

@@ -194,6 +194,6 @@ def test_a_line_of_the_readme_trains(line, slurm, tmp_path):
         (programs / name).chmod(0o755)
     said = run_line(line, tmp_path, dict(slurm), timeout=150)
     if "mnist" in line:
-        assert said.count("accuracy") == 1  # one world, not one a rank
+        assert said.count("accuracy") == 1  # one world, not one per rank
     else:
         assert said.count("the sum of 1 … ") == 1

@@ -84,7 +84,7 @@ def test_terms_of_ddp_by_hand():
     peak = measured(mnist("ddp", "unit", 2, 64))["memory"]["peak"]
     assert peak["parameters"] == 4 * PARAMETERS
     assert peak["gradients"] == 4 * (FC1 + FC2)  # the last layers' only, so far
-    assert peak["optimizer state"] == 2 * 4 * PARAMETERS + 8 * 4  # Adadelta: two a parameter, a counter a tensor
+    assert peak["optimizer state"] == 2 * 4 * PARAMETERS + 8 * 4  # Adadelta: two a parameter, a counter per tensor
     assert peak["all-reduce buckets"] == 4 * PARAMETERS
     assert peak["temporary"] == 2 * 64 * 4 * CONV2  # the gradient entering the ReLU, and the one leaving it
     kept = 64 * 4 * (IMAGE + CONV1 + CONV2)
@@ -96,7 +96,7 @@ def test_terms_of_ddp_by_hand():
 def test_terms_of_fsdp2_by_size_by_hand():
     """FSDP2 on 4 ranks, 8 images each, fc1 a unit of its own: the highest point is the backward of fc1."""
     peak = measured(mnist("fsdp2", "size", 4, 8))["memory"]["peak"]
-    # Along the first dimension: 32 → 8, 64 → 16, 128 → 32 rows a rank, and 10 → 3 on all but the last.
+    # Along the first dimension: 32 → 8, 64 → 16, 128 → 32 rows per rank, and 10 → 3 on all but the last.
     shard = 8 * 9 + 8 + 16 * 288 + 16 + 32 * 9216 + 32 + 3 * 128 + 3
     assert shard == ceil(32 / 4) * 10 + 16 * 289 + 32 * 9217 + 3 * 129
     assert peak["parameters"] == 4 * shard

@@ -51,7 +51,7 @@ def train_all(me, folder):
 def leg(me, number: int, folder: str) -> dict:
     """The next steps of the one run that all legs share; each goes on from the checkpoint of the leg before."""
     options = COMMON | {"max_steps": A_LEG * (number + 1), "checkpoint": folder, "resume": number > 0}
-    if LEGS[number][1] == "fsdp2":  # as many sequences a step, shared by the ranks
+    if LEGS[number][1] == "fsdp2":  # as many sequences per step, shared by the ranks
         return gpt_fsdp.train(gpt_fsdp.Config(**options | {"accumulate": 2, "batch_size": 2}), me)
     return gpt_fsdp.train(gpt_pipeline.Config(**options), me, gpt_pipeline.prepare, gpt_pipeline.compute_loss)
 

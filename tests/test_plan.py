@@ -158,7 +158,7 @@ def test_qloras_weights_take_little_more_than_half_a_byte():
     packed, plain = plan.plan_of(asked(f"{words} --frozen nf4")), plan.plan_of(asked(words))
     matrices = 32 * (4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     rest = (2 * 128_256 + 65) * 4096 + 32 * 16 * (3 * 4096 + 1024)
-    each = 4096 * 4096  # of a weight, in bytes: half a one a number, one a block, four for 256 blocks, and four
+    each = 4096 * 4096  # of a weight, in bytes: half a one per number, one per block, four for 256 blocks, and four
     assert fewer_bits.nf4(each) == each / 2 + each / 64 + 4 * each / 64 / 256 + 4
     assert packed.persistent()["parameters", "parameters"] == pytest.approx(matrices * 4.127 / 8 + 4 * rest, rel=1e-5)
     assert plain.persistent()["parameters", "parameters"] == 4 * (matrices + rest)

@@ -37,7 +37,7 @@ LINKS = {
 }
 NETWORKS = {
     "infiniband": Link(8 * 50e9, 5e-6, "eight NDR InfiniBand adapters a node, 400 Gbit/s each"),
-    "ethernet": Link(12.5e9, 30e-6, "Ethernet, 100 Gbit/s a node"),
+    "ethernet": Link(12.5e9, 30e-6, "Ethernet, 100 Gbit/s per node"),
 }
 
 

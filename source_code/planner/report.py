@@ -165,7 +165,7 @@ def short(asked, row: dict) -> str:
 def find_text(asked, found: dict) -> str:
     """One line with the answer, its reason, and its neighbours."""
     what, number = found["what"], found["found"]
-    tokens = {"ranks": "", "batch": " sequences a rank", "seq": " tokens a sequence"}[what]
+    tokens = {"ranks": "", "batch": " sequences per rank", "seq": " tokens per sequence"}[what]
     if number is None:
         head = f"no number of --{what} fits in {asked.memory:g} GiB"
         head += f"; {found['tight']:,}{tokens} would be tight" if found["tight"] else ""

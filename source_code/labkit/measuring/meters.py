@@ -189,7 +189,7 @@ def utilisation(tokens_per_second: float | None, flops_per_token: float, dtype: 
     name = str(dtype).removeprefix("torch.")
     return {
         "peak_flops": peak,
-        "peak_of": f"measured matmul ceiling of {peak / 1e12:.3g} TFLOP/s a rank ({name}, {size} × {size})",
+        "peak_of": f"measured matmul ceiling of {peak / 1e12:.3g} TFLOP/s per rank ({name}, {size} × {size})",
         "value": tokens_per_second and tokens_per_second * flops_per_token / (me.world_size * peak),
     }
 

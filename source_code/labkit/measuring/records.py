@@ -20,7 +20,7 @@ A record is a dict with these keys (sizes in bytes, times in seconds):
   losses       the loss of every step, averaged over the global batch
   accuracy     {"correct", "total"} on the test set (MNIST)
   test_loss    mean loss on the test set (MNIST)
-  validation_loss              mean loss on the text kept for it, in nats a token (GPT)
+  validation_loss              mean loss on the text kept for it, in nats per token (GPT)
   tokens_per_second            of all ranks together (GPT)
   model_flops_utilisation      {"flops_per_token", "peak_flops", "peak_of", "value"}: floating-point operations that
                training on a token takes; those a second that a rank can do, and how that was found; the share (GPT)

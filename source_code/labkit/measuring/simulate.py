@@ -98,7 +98,7 @@ def ranks_are_real():
 
 
 class _Parts:
-    """A tensor's parts, one a rank, each cut when it is asked for.
+    """A tensor's parts, one per rank, each cut when it is asked for.
 
     FSDP2 cuts every parameter into as many tensors as there are ranks and keeps one. For a thousand ranks, making
     tensors that are only thrown away took most of a simulation's time.

@@ -82,7 +82,7 @@ class Cluster:
     def request(self, ranks: int, nodes: int, device: str = "auto", tasks: int | None = None) -> dict:
         """What a run asks of Slurm, {option: value or True}, by srun or in the queue. device: "cpu" asks for no GPUs.
 
-        tasks: processes (default: one a rank). Each rank computes on a GPU, whatever process drives it.
+        tasks: processes (default: one per rank). Each rank computes on a GPU, whatever process drives it.
         A site's own words come last and win. Of ``--gres=gpu:a100:4`` only the type does: how many depends on the run.
         """
         if ranks % nodes:
@@ -107,7 +107,7 @@ class Cluster:
         return [f"--{name}" if value is True else f"--{name}={value}" for name, value in request.items()]
 
     def srun(self, ranks: int, nodes: int, device: str = "auto", tasks: int | None = None) -> list[str]:
-        """The srun words that start one task a rank, or so many. Run them in ``slurm.environment()``."""
+        """The srun words that start one task per rank, or so many. Run them in ``slurm.environment()``."""
         words = self.words(ranks, nodes, device, tasks)
         if slurm.inside_a_job():  # ranks share its CPUs and memory with the notebook, be it much or little
             words = [word for word in words if not slurm.CPUS_AND_MEMORY.match(word)] + ["--overlap", "--overcommit"]
@@ -132,7 +132,7 @@ def script_words(script: str, ranks: int, record: Path, script_options: dict) ->
 
 
 def tasks_of(script: str, nodes: int) -> int | None:
-    """How many processes a lab script is; None: one a rank. UserError: one cannot lie on several nodes."""
+    """How many processes a lab script is; None: one per rank. UserError: one cannot lie on several nodes."""
     if script in ONE_PROCESS and nodes > 1:
         raise UserError(f"{script} is one process, with the devices of one node: use nodes=1")
     return 1 if script in ONE_PROCESS else None
@@ -192,7 +192,7 @@ def _folded(command: list[str], width: int = 96) -> str:
 def started(
     words: list[str], ranks: int, nodes: int, device: str, cluster: Cluster | None, tasks: int | None = None
 ) -> list[str]:
-    """The command that runs ``python words`` as ranks: srun's, a task a rank (or ``tasks``), or here, one process."""
+    """The command that runs ``python words`` as ranks: srun's, a task per rank (or ``tasks``), or here, one process."""
     cluster = cluster or Cluster()
     command = [sys.executable, "-u", *words]
     if cluster.uses_slurm():

@@ -21,7 +21,7 @@ from labkit.training.manifest import Damaged
 def identity(config, global_batch: int, data: str) -> dict:
     """What a run that resumes another must share with it: {what it is called: its value}.
 
-    The options that are declared with ``resumed=True``; the global batch (images or sequences a step) and the data
+    The options that are declared with ``resumed=True``; the global batch (images or sequences per step) and the data
     set, as step n of another would have read something else.
     """
     kept = [field.name for field in dataclasses.fields(config) if field.metadata["resumed"]]

@@ -9,7 +9,7 @@ import torch
 
 
 def chunked_loss(x, weight, targets, chunks: int):
-    """Mean cross-entropy, in nats a token and in fp32 at least: a scalar.
+    """Mean cross-entropy, in nats per token and in fp32 at least: a scalar.
 
     x: hidden states, (batch, sequence, width). weight: the head's, (vocabulary, width). targets: int64, (batch, sequence).
     chunks: compute for one in so many parts of the tokens at a time. Under autocast the products are in its format.

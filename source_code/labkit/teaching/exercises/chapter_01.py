@@ -230,15 +230,15 @@ def train_ddp(me, model, data, batch_size, lr, epochs, log, save):
         answer=20 * BILLION / GIB,
         unit="GiB",
         slips={
-            "4 bytes a parameter are missing: the buckets, the gradients' own copies, or Adam's second number": 16
+            "4 bytes per parameter are missing: the buckets, the gradients' own copies, or Adam's second number": 16
             * BILLION
             / GIB,
-            "8 bytes a parameter are missing: Adam's state, or the gradients with their buckets": 12 * BILLION / GIB,
+            "8 bytes per parameter are missing: Adam's state, or the gradients with their buckets": 12 * BILLION / GIB,
             "nothing is divided by the number of ranks under DDP": 20 * BILLION / 8 / GIB,
             "that is GB, of 1000³ bytes; a GiB has 1024³": 20 * BILLION / 1e9,
             "those are the parameters alone": 4 * BILLION / GIB,
         },
-        hint="List what is there: parameters, gradients, buckets, two numbers of Adam. How many bytes a parameter "
+        hint="List what is there: parameters, gradients, buckets, two numbers of Adam. How many bytes per parameter "
         "is each? Does any of them depend on the number of ranks?",
         solution=f"""
 # A parameter costs 4 bytes as itself, 4 as a gradient, 4 in a bucket, and 2 × 4 in Adam: 20 bytes.

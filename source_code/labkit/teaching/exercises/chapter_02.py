@@ -145,7 +145,7 @@ def ring_reduce_scatter(me, chunks, shift):
         slips={
             "that is both halves in full, but a rank keeps one of the eight chunks at home in each": 2 * GRADIENT,
             "that is one half only; an all-reduce is a reduce-scatter and an all-gather": 7 / 8 * GRADIENT,
-            "that is with 4 bytes a number; bf16 has 2": 2 * 7 / 8 * 2 * GRADIENT,
+            "that is with 4 bytes per number; bf16 has 2": 2 * 7 / 8 * 2 * GRADIENT,
             "that is everybody posting the whole gradient to everybody; the ring sends chunks": 7 * GRADIENT,
             "that is the size of the gradient; how often does a chunk leave a rank?": GRADIENT,
         },
@@ -175,7 +175,7 @@ answer = 2 * 7 * chunk
         hint="If nine tenths of the time are bytes, one tenth is latency. How long is the whole, then?",
         solution="""
 # Latency is the tenth part, so the bytes take nine times as long as the latency.
-latency, bandwidth = 40e-6, 5e9  # seconds, bytes a second
+latency, bandwidth = 40e-6, 5e9  # seconds, bytes per second
 answer = 9 * latency * bandwidth / 1e6  # MB
 # A unit much smaller than this wastes the link. That is one reason why FSDP gathers many parameters in one call.
 """,
@@ -207,7 +207,7 @@ def answer(parts, all_gather):
         answer=(4 * 2 + 1) / 2,
         unit="times DDP's traffic",
         slips={
-            "that is one micro-batch a step; FSDP gathers anew for each of the four": 3 / 2,
+            "that is one micro-batch per step; FSDP gathers anew for each of the four": 3 / 2,
             "that reduce-scatters in each of the four; it has been told to wait for the last": 4 * 3 / 2,
             "you gathered once a micro-batch; the parameters are freed after forward and gathered again": (4 + 1) / 2,
             "that has DDP all-reduce in each of the four; under no_sync() it does once": (4 * 2 + 1) / (4 * 2),

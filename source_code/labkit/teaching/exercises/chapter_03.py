@@ -188,7 +188,7 @@ def shard_of_mean(gradient, rank, world):
             "that is stage 0, with nothing sharded": 16 * WHOLE / MIB,
             "one shard is missing: the gradient's, or one of Adam's two moments": (4 * WHOLE + 8 * SHARE) / MIB,
             "you left out Adam's moments": (4 * WHOLE + 4 * SHARE) / MIB,
-            "float32 is 4 bytes a number, and you counted 8": (8 * WHOLE + 24 * SHARE) / MIB,
+            "float32 is 4 bytes per number, and you counted 8": (8 * WHOLE + 24 * SHARE) / MIB,
         },
         hint="Three terms. Which of them has every rank whole at stage 2, and which of them divided by 8?",
         solution="""

@@ -221,7 +221,7 @@ def train(model, batches, mesh):
         answer=3 * SHARD / MIB,
         unit="MiB",
         slips={
-            "that is the parameters alone; Adam's two numbers a parameter persist too": SHARD / MIB,
+            "that is the parameters alone; Adam's two numbers per parameter persist too": SHARD / MIB,
             "Adam keeps two numbers for each parameter, not one": 2 * SHARD / MIB,
             "that has a gradient in it, and gradients are gone between steps": 4 * SHARD / MIB,
             "the parameters are sharded too, not the optimizer state alone": (4 * NUMBERS + 2 * SHARD) / MIB,

@@ -216,7 +216,7 @@ def wrap(model, shard):
             "that is the whole model: what one unit in all would hold": BF16 * (LAYERS * BLOCK + OTHERS) / GIB,
             "a number in bf16 is 2 bytes, not 4": 4 * (2 * BLOCK + OTHERS) / GIB,
         },
-        hint="Three things are whole: the block that computes, the one fetched ahead, and the root. 2 bytes a number.",
+        hint="Three things are whole: the block that computes, the one fetched ahead, and the root. 2 bytes per number.",
         solution="""
 # Backward needs this block and fetches the next one meanwhile; the root was never freed. With embedding and head
 # in units of their own the last term would be gone here: more than a block's worth.

@@ -198,7 +198,7 @@ def go_on(where, model, optimizer):
         },
         hint="Which numbers does the next step depend on? Count them for one parameter. Who writes each of them?",
         solution="""
-# Parameters and Adam's two moments, 4 bytes each: 12 bytes a parameter. Each is held by one rank, which writes it.
+# Parameters and Adam's two moments, 4 bytes each: 12 bytes per parameter. Each is held by one rank, which writes it.
 answer = 3 * 4 * 8_030_261_248 / 64 / 2**30
 """,
     ),

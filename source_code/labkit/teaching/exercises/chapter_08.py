@@ -260,7 +260,7 @@ def judge_keep(keep) -> str:
         given, best, labs = (_selective(policy, shape) for policy in (keep, all_but_down, the_labs))
         if all(unanswered(one) for one in given["said"]):
             return "not answered yet"
-        about = f"{what}: {given['kept']:,} bytes a token are kept"
+        about = f"{what}: {given['kept']:,} bytes per token are kept"
         for which, count in given["computed"].items():
             if more := count - best["computed"][which]:
                 return f"not quite: {about}, and in backward {which} is computed again, {more} times"

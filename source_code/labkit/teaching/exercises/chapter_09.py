@@ -255,7 +255,7 @@ answer = (4 * (root + 4 * block) + (root + 4 * block)) / 1e6
             "that is one block; all 32 are waiting at the end of forward": WAITING / 8 / LLAMA.layers,
             "that is the part of the other node's ranks, too": WAITING / 2,
         },
-        hint="At the end of forward every block has been whole and has left one part in 8 on each rank. 2 bytes a number.",
+        hint="At the end of forward every block has been whole and has left one part in 8 on each rank. 2 bytes per number.",
         solution="""
 # Each of the 32 blocks leaves an eighth of itself, in the number format in which it was gathered.
 answer = 32 * 218_112_000 * 2 / 8 / 2**30

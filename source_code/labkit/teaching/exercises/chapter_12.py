@@ -17,8 +17,8 @@ MICRO, LESS = 4, 1.5  # of 12.0: micro-batches in a step, and how many times few
 SHAPE = GPTShape(layers=3, width=64, heads=2, kv_heads=2, hidden=128, vocabulary=256)
 TOKENS = 32  # in a sequence
 
-ONE, EIGHT, RANKS = 1.28, 0.20, 8  # seconds a step for the same work, and on how many ranks
-SMALL, LARGE = (2, 0.030), (8, 0.060)  # sequences a step, seconds
+ONE, EIGHT, RANKS = 1.28, 0.20, 8  # seconds per step for the same work, and on how many ranks
+SMALL, LARGE = (2, 0.030), (8, 0.060)  # sequences per step, seconds
 EACH = (LARGE[1] - SMALL[1]) / (LARGE[0] - SMALL[0])
 FIXED = SMALL[1] - EACH * SMALL[0]
 BATCH, LENGTH = 32, 128
@@ -170,9 +170,7 @@ def works_more(mine, slow) -> str | None:
         why = GROWN.get(grown, f"what has grown most: {grown}")
         return f"the peak is {now / 1e3:.0f} kB, the slow script's {before / 1e3:.0f}; {why}"
     if mine["reads"] > 2:
-        return (
-            f"the host reads {mine['reads']} numbers a step; two are returned. On a GPU each read waits for the device"
-        )
+        return f"the host reads {mine['reads']} numbers per step; two are returned. On a GPU each read waits for the device"
     if mine["wide"]:
         return f"{mine['wide']} results a step are in float64; nothing that is returned needs it"
     if mine["zeros"] >= slow["zeros"]:

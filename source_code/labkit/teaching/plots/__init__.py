@@ -155,7 +155,8 @@ def timeline(axes, record: dict, height: float | None = None):
     where = len(totals) - 1 - totals[::-1].index(top)
     axes.axhline(top, color="black", linestyle="--", linewidth=1)
     clear = len(totals) if where < 0.84 * len(totals) else where - 0.015 * len(totals)  # of the mark
-    axes.text(clear, top, f"peak {top:.1f} MiB ", ha="right", va="bottom")
+    behind = {"facecolor": "white", "edgecolor": "none", "pad": 0}  # of a phase's line
+    axes.text(clear, top * 1.02, f"peak {top:.1f} MiB ", ha="right", va="bottom", bbox=behind)
     axes.plot(where, top, "v", color="black", markersize=8, clip_on=False)
     name_phases(axes, [moment[0] for moment in moments], height * 1.2)
     axes.set(xlim=(0, len(totals)), ylim=(0, height * 1.27), ylabel="live tensors [MiB]")

@@ -57,15 +57,24 @@ def plane(points: list[tuple], title: str, guesses: dict[str, float] | None = No
 def _name(axes, places: list[tuple[str, float, float]], right: float):
     """Write each label to the right of its point; where points crowd, one above the other."""
     low, high = axes.get_ylim()
-    taken = {}  # column → the height of the last label
+    columns = {}  # where labels begin → the points that have theirs there
     for label, x, y in sorted(places, key=lambda place: place[2]):
-        column = right if x > 0.85 * right else x
-        height = max(y, taken.get(column, low) + GAP * (high - low))
-        taken[column] = height
-        axes.annotate(
-            label,
-            (x, y),
-            (column + 0.045 * right, height),
-            va="center",
-            arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.7, "shrinkB": 8},
-        )
+        columns.setdefault(right if x > 0.85 * right else x, []).append((label, x, y))
+    for column, points in columns.items():
+        for (label, x, y), height in zip(points, _apart([y for _, _, y in points], GAP * (high - low)), strict=True):
+            axes.annotate(
+                label,
+                (x, y),
+                (column + 0.045 * right, height),
+                va="center",
+                arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.7, "shrinkB": 8},
+            )
+
+
+def _apart(heights: list[float], gap: float) -> list[float]:
+    """Rising ``heights``, moved until they are ``gap`` apart, as much up as down."""
+    up, down = list(heights), list(heights)
+    for i in range(1, len(heights)):
+        up[i] = max(up[i], up[i - 1] + gap)
+        down[-1 - i] = min(down[-1 - i], down[-i] - gap)
+    return [(a + b) / 2 for a, b in zip(up, down, strict=True)]

@@ -1,6 +1,6 @@
 """Memory against the number of ranks: a curve as predicted, points as measured."""
 
-from labkit.teaching.plots import MIB, caption, headline, plt, show
+from labkit.teaching.plots import MIB, STRATEGY_COLOURS, caption, headline, plt, show
 
 
 def against_ranks(measured: dict[int, dict], predicted: dict[int, tuple[dict, dict]], floor: int, title: str):
@@ -10,17 +10,16 @@ def against_ranks(measured: dict[int, dict], predicted: dict[int, tuple[dict, di
     floor: bytes below which the peak cannot fall.
     """
     figure, axes = plt.subplots(figsize=(10, 4.6), layout="constrained")
-    for place, (name, colour) in enumerate((("between steps", "#009E73"), ("peak", "#0072B2"))):
+    colour = STRATEGY_COLOURS["fsdp2"]  # both series are of one strategy: their marks differ
+    for place, (name, mark) in enumerate((("between steps", "s"), ("peak", "o"))):
         heights = [sum(terms[place].values()) / MIB for terms in predicted.values()]
-        axes.plot(
-            list(predicted), heights, "o", markerfacecolor="none", color=colour, markersize=9, markeredgewidth=1.5
-        )
         axes.annotate(
             name, (max(predicted), heights[-1]), (0, 12), textcoords="offset points", ha="right", color=colour
         )
         moment = ("start", "peak")[place]
         points = [sum(record["memory"][moment].values()) / MIB for record in measured.values()]
-        axes.plot(list(measured), points, "o", color=colour, markersize=9)
+        axes.plot(list(measured), points, mark, color=colour, markersize=8)
+        axes.plot(list(predicted), heights, mark, markerfacecolor="none", color="black", markersize=13)
         for world_size, point in zip(measured, points, strict=True):
             axes.annotate(f"{point:.1f}", (world_size, point), (5, 6), textcoords="offset points", fontsize=11)
     axes.axhline(floor / MIB, color="black", linestyle="--", linewidth=1)
@@ -31,5 +30,6 @@ def against_ranks(measured: dict[int, dict], predicted: dict[int, tuple[dict, di
     axes.set(ylim=(0, None), xlabel="ranks", ylabel="memory per rank [MiB]")
     record = next(iter(measured.values()))
     under = caption(record).replace(f"{record['ranks']} ranks", f"{min(measured)} to {max(measured)} ranks")
-    headline(figure, title, f"{under}; filled: measured, hollow: predicted")
+    marks = "filled: measured, with two batches of images between steps; hollow: predicted, without them"
+    headline(figure, title, f"{under}\n{marks}")
     show(figure)
