@@ -29,7 +29,7 @@ BREAKS = {
         ["activations over everything else, 8 ranks"],
     ),
     "the run in bf16 is one in fp32": (
-        {'precision="bf16", max_steps=6': 'precision="fp32", max_steps=6'},
+        {'precision="bf16", max_steps=5': 'precision="fp32", max_steps=6'},
         "gathered in a step, bf16",
         ("about_guess(g", "by_ranks"),
         ["gathered in a step, bf16"],

@@ -109,6 +109,8 @@ def losses(curves: dict[str, dict], title: str, under: str):
         steps = range(1, len(curve["losses"]) + 1)
         loss.plot(steps, curve["losses"], line, color=colour, label=label, linewidth=2)
         changed.plot(steps, [100 * share for share in curve["changed"]], line, color=colour, linewidth=2)
+    for axes in (loss, changed):
+        axes.locator_params(axis="x", integer=True)
     loss.set(xlabel="step", ylabel="loss [nats per token]")
     changed.set(xlabel="step", ylabel="weights that the step changed [%]", ylim=(0, 104))
     headline(figure, title, under)
