@@ -21,13 +21,13 @@ def peak_against_batch(records: list[dict], predicted: dict[str, list[tuple[int,
         strategy, batch = record["config"]["strategy"], record["batch_size"]
         peak = sum(record["memory"]["peak"].values()) / MIB
         axes.plot(batch, peak, "o", color=STRATEGY_COLOURS[strategy], markersize=9)
-        dx, dy, side = (8, -18, "left") if strategy == "single" else (-6, 8, "right")  # keep clear of the lines
+        dx, dy, side = (12, -8, "left") if strategy == "single" else (-6, 8, "right")  # keep clear of the lines
         behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
         axes.annotate(f"{peak:.1f}", (batch, peak), (dx, dy), textcoords="offset points", ha=side, bbox=behind)
     last = max(batch for points in predicted.values() for batch, _ in points)
     axes.axhline(floor / MIB, color="black", linestyle="--", linewidth=1)
     where = {"xytext": (0, -5), "textcoords": "offset points", "va": "top", "ha": "right"}
-    axes.annotate("under DDP no batch gets below this", (last, floor / MIB), **where)
+    axes.annotate(f"under DDP no batch gets below this: {floor / MIB:.1f}", (last, floor / MIB), **where)
     axes.set(xlim=(0, last * 1.07), xlabel="images per step and rank", ylabel="peak memory per rank [MiB]")
     axes.set_ylim(0)
     widest = max(records, key=lambda record: record["ranks"])
@@ -48,8 +48,8 @@ def speed_up(ratios: dict[int, dict[str, list[float]]], guess: float | None, und
     figure, axes = plt.subplots(figsize=(10, 4.8), layout="constrained")
     most = max(ratios)
     axes.plot([1, most], [1, most], color="black", linestyle="--", linewidth=1, label="as many times as ranks")
-    # Labels keep clear of the dashed line: above it on the left, and below
-    left, right = {"xytext": (-8, 10), "ha": "right"}, {"xytext": (8, -20)}
+    # Labels keep clear of the dashed line, below it
+    left, right = {"xytext": (8, -16), "ha": "left"}, {"xytext": (8, -20)}
     for way, colour, side in (("each for itself", "#666666", left), ("DDP", STRATEGY_COLOURS["ddp"], right)):
         middles = {ranks: median(ways[way]) for ranks, ways in ratios.items()}
         axes.plot(*zip(*middles.items(), strict=True), "o-", color=colour, markersize=9, linewidth=1.5, label=way)

@@ -8,11 +8,11 @@ MEASURED = "#444444"
 # Parts of a process' resident memory: no categories of tensors, and no strategies, so none of their colours
 PARTS = {
     "Python and libraries": "#333333",
-    "loaded by the first step": "#999999",
+    "first step, besides its tensors (assumed)": "#999999",
     "live tensors (tracer)": "#7F4A0B",
     "scratch, and freed but kept": "#F0DDB8",
 }
-LIGHT = ("loaded by the first step", "scratch, and freed but kept")  # black text is read better on these
+LIGHT = ("#999999", "#F0DDB8")  # black text is read better on these
 
 
 def moments(grown: dict, predicted: dict, guesses: dict, under: str):
@@ -56,7 +56,7 @@ def parts(rows: list[tuple[str, dict]], under: str):
                     f"{width:.0f}",
                     ha="center",
                     va="center",
-                    color="black" if part in LIGHT else "white",
+                    color="black" if colour in LIGHT else "white",
                 )
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for place, (total, (_, sizes)) in enumerate(zip(left, rows, strict=True)):
