@@ -24,7 +24,8 @@ from labkit.running import warm  # noqa: E402
 
 # One warm process for all tests, and for the kernels and ranks that they start: most tests are not about starting.
 if warm.possible():
-    os.environ.setdefault(warm.VARIABLE, warm.address())
+    often = ("matplotlib.pyplot", "pandas", "IPython.display", "ipywidgets", *warm.IF_IMPORTED)
+    os.environ.setdefault(warm.VARIABLE, warm.address(*often))
 
 
 # Files side by side: what takes longest begins first, so that no worker is left with it when the others are done.

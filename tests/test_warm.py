@@ -98,6 +98,19 @@ def test_an_error_is_a_traceback_and_exit_code_1(program):
     assert read()[1].startswith("Traceback") and read()[1].endswith("ValueError: a bad day\n")
 
 
+LAST = """
+import atexit, threading
+atexit.register(print, "at the exit")
+threading.Thread(target=lambda: (threading.Event().wait(0.1), print("a thread"))).start()
+print("the last line", end=" ")
+"""
+
+
+def test_what_is_to_be_done_at_its_end_is_done(program):
+    process, read = program(LAST)
+    assert process.wait(60) == 0 and read() == ["the last line a thread\nat the exit\n", ""]
+
+
 WAIT = "import time; print('here', flush=True); time.sleep(600)"
 
 

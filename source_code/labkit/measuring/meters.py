@@ -194,8 +194,9 @@ def utilisation(tokens_per_second: float | None, flops_per_token: float, dtype: 
     }
 
 
-def _matmul_flops(size: int, device, dtype: torch.dtype, seconds: float = 0.3) -> float:
-    """The most operations per second that multiplying two square matrices reaches, of all tries in that time."""
+def _matmul_flops(size: int, device, dtype: torch.dtype) -> float:
+    """The most operations per second that multiplying two square matrices reaches, of all tries in a short time."""
+    seconds = 0.3 if device.type == "cuda" else 0.1  # a CPU tries some twenty times in it
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best, deadline = math.inf, time.perf_counter() + seconds
     while (start := time.perf_counter()) < deadline:

@@ -24,7 +24,6 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 # The order in which categories are stacked in figures: what persists between steps first.
 CATEGORIES = (
@@ -72,6 +71,13 @@ def members(arguments) -> tuple:
             return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument)))
     names = [argument for argument in arguments if isinstance(argument, str)]
     return tuple(dist.get_process_group_ranks(_resolve_process_group(names[-1]))) if names else ()
+
+
+def tensors_in(value) -> list[torch.Tensor]:
+    """Those among an operator's arguments or results: lists and tuples are looked into."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for each in value for tensor in tensors_in(each)] if isinstance(value, list | tuple) else []
 
 
 def local(tensor):
@@ -146,17 +152,14 @@ class StepTrace(TorchDispatchMode):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if any(issubclass(t, (DTensor, AsyncCollectiveTensor)) for t in types):
             return NotImplemented  # let them turn it into operators on local tensors, and wait; we see those
-        # gloo's threads hold a collective's buffers a moment longer than the work takes, and need the interpreter to
-        # let go of them. Without this a step's peak has, as often as not, a buffer in it that nobody uses.
-        os.sched_yield()
         self._operator = name = operator._schema.name
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        given = tensors_in((args, *(kwargs or {}).values()))
         result = operator(*args, **(kwargs or {}))
         addresses = {t.untyped_storage()._cdata for t in given}
-        for tensor in tree_leaves(result):
+        for tensor in tensors_in(result):
             if isinstance(tensor, AsyncCollectiveTensor):
                 continue  # refers to a collective's result, which has been seen
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in addresses:
+            if tensor.untyped_storage()._cdata not in addresses:
                 self._see(tensor)
         if name in COLLECTIVES:
             self._count(name, args, result)
@@ -199,6 +202,10 @@ class StepTrace(TorchDispatchMode):
             self._category[number] = category
 
     def _change(self, number, size):
+        if size > self._size[number]:
+            # gloo's threads hold a collective's buffers a moment longer than the work takes, and need the interpreter
+            # to let go of them. Without this a step's peak has, as often as not, a buffer in it that nobody uses.
+            os.sched_yield()
         if size != self._size[number]:
             event = (number, size - self._size[number], self._phase(), self._operator)
             self._events.append(event)
@@ -219,7 +226,7 @@ class StepTrace(TorchDispatchMode):
     def _count(self, name, args, result):
         kind, position, category = COLLECTIVES[name]
         whole = result if position is None else args[position]
-        tensors = [t for t in tree_leaves(whole) if isinstance(t, torch.Tensor)]
+        tensors = tensors_in(whole)
         self.collectives[kind, sum(t.nbytes for t in tensors), self._dimensions.get(members(args))] += 1
         for tensor in tensors:
             self._see(tensor, category)

@@ -27,6 +27,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 VARIABLE = "FSDP_LABS_WARM"
@@ -40,9 +41,24 @@ MODULES = (
     "torch.distributed.tensor",
     "torch.nn.parallel",
     "torch.profiler",
+    "torchvision.datasets",
 )
+# Imported too if whoever starts the warm process has them, as its ranks will: they take longer than torch.
+IF_IMPORTED = ("peft", "transformers.modeling_utils")
 # What Python and the libraries read while they are imported: a program that wants other values must import them itself.
-READ_AT_IMPORT = ("PYTHON", "LANG", "LC_", "LD_", "MALLOC_", "OMP_", "MKL_", "TORCH_", "TORCHDYNAMO_")
+READ_AT_IMPORT = (
+    "PYTHON",
+    "LANG",
+    "LC_",
+    "LD_",
+    "MALLOC_",
+    "OMP_",
+    "MKL_",
+    "TORCH_",
+    "TORCHDYNAMO_",
+    "HF_",
+    "TRANSFORMERS_",
+)
 GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 PREFIX = "fsdp-labs-"  # of every address
 IMPORTED_WITH = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_IMPORT)}
@@ -106,10 +122,11 @@ def _received(connection) -> int:
 
 
 @functools.cache
-def address() -> str:
-    """The address of this process's own warm process, which is started at the first call."""
+def address(*modules: str) -> str:
+    """The address of this process's own warm process, which is started at the first call. modules: it imports too."""
     name = PREFIX + secrets.token_hex(16)
-    words = [sys.executable, "-u", "-m", "labkit.running.warm", name]
+    words = [sys.executable, "-u", "-m", "labkit.running.warm", name, *modules]
+    words += [module for module in IF_IMPORTED if module in sys.modules]
     # It ends when its standard input does: with this process, however that ends. A group of its own keeps Ctrl-C away.
     folder = Path(__file__).resolve().parents[2]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -128,14 +145,14 @@ _kept = []  # a Popen that is forgotten closes its pipes
 # The warm process
 
 
-def serve(name: str) -> tuple:
+def serve(name: str, *modules: str) -> tuple:
     """Import, listen, and fork at every request. Returns in the forks: the request."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind("\0" + name)  # an abstract name: no file to clean up; who may connect is checked
     listener.listen(64)
     print("listening", flush=True)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks: let the kernel
-    for module in MODULES:
+    for module in (*MODULES, *modules):
         importlib.import_module(module)
     gc.freeze()  # collections in the forks leave out what is there now, so that its pages stay shared
     while True:
@@ -198,7 +215,19 @@ def become(words: list[str], cwd: str, env: dict):
     else:
         sys.argv, sys.path[0] = rest, str(Path(rest[0]).resolve().parent)
         runpy.run_path(rest[0], run_name="__main__")
+    end()
+
+
+def end():
+    """End a program that has come to its last line. Python's own way out spends a second on taking torch apart."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
-    become(*serve(sys.argv[1]))
+    become(*serve(*sys.argv[1:]))
