@@ -65,7 +65,7 @@ def environment_kept():
 
 @pytest.fixture(scope="session")
 def require_all() -> bool:
-    """Whether everything must be tested, as in CI: nothing skipped, no sample taken."""
+    """Whether everything must be tested, as in CI: nothing skipped."""
     return os.environ.get("FSDP_LABS_REQUIRE_ALL") == "1"
 
 
