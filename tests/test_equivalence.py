@@ -12,11 +12,15 @@ STEPS = 10  # the command takes more; a forgotten weight decay is seen in these
 FP64 = {"precisions": ("fp64",)}
 # Of JAX what is cut, as it compiles for long: test_gpt_jax.py has all of it in fp32 and on more devices, the record too.
 OF_JAX = FP64 | {"ranks": (4,)}
-WAYS = [
-    dataclasses.replace(way, **(OF_JAX if way.lab == equivalence.JAX else FP64 if "fp64" in way.precisions else {}))
-    for way in equivalence.WAYS
-    if way.name != "JAX, replicated"
-]
+
+
+def cut(way):
+    if way.lab == equivalence.JAX:
+        return dataclasses.replace(way, **OF_JAX)
+    return dataclasses.replace(way, **FP64) if "fp64" in way.precisions else way
+
+
+WAYS = [cut(way) for way in equivalence.WAYS if way.name != "JAX, replicated"]
 RUNS = [(w.name, count, precision) for w in WAYS for count in w.ranks for precision in w.precisions]
 
 

@@ -88,12 +88,9 @@ def test_cells_are_short_and_words_are_kind(notebook):
     assert not BANNED.findall(prose(notebook))
 
 
-FIRST = "00_start_here.ipynb"
-
-
 def test_the_first_runs_on_slurm(slurm):
     # On two ranks, as a class may: under Slurm each imports torch anew, and the verdicts hold for any number.
     env = slurm | {"FSDP_LABS_LAUNCHER": "slurm", "FSDP_LABS_PARTITION": "gpu", "FSDP_LABS_RANKS": "2"}
-    command = (sys.executable, "-m", "pytest", "--nbval-lax", "-q", "-p", "no:cacheprovider", FOLDER / FIRST)
-    run = call(*command, env=env, cwd=FOLDER.parent, timeout=500)
+    words = ("-m", "pytest", "--nbval-lax", "-q", "-p", "no:cacheprovider", FOLDER / "00_start_here.ipynb")
+    run = call(sys.executable, *words, env=env, cwd=FOLDER.parent, timeout=500)
     assert run.returncode == 0, run.stdout[-4000:]
