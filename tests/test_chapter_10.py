@@ -184,12 +184,11 @@ def leaving(record):
 
 @pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("strategy", links.STRATEGIES)
-def test_no_communication_is_shorter_than_latency_and_bytes_over_bandwidth(swept, strategy, rate):
+def test_no_communication_is_shorter_than_what_a_full_bucket_leaves_over_bandwidth(swept, strategy, rate):
     """How much longer it takes depends on what else the machine does: that is links.py's to say, not a test's."""
     record = swept[strategy, rate]
-    latency = min(each["link"]["latency"] for each in swept.values())
-    predicted = record["link"]["crossings"] * latency + leaving(record) / practice_link.bytes_per_second(rate)
-    assert min(record["link"]["communication"]) > 0.85 * predicted
+    left = leaving(record) - record["link"]["crossings"] * practice_link.saved_up(rate)
+    assert min(record["link"]["communication"]) > 0.85 * left / practice_link.bytes_per_second(rate)
 
 
 @pytest.mark.parametrize("strategy", links.STRATEGIES)
@@ -207,8 +206,8 @@ def test_the_notebook_measures_on_two_hosts(linked):  # noqa: F811
     (last,) = (number for number, source in enumerate(sources) if "MiB: peak of a rank" in source)
     lines = lines_of_verdicts(forked(run_cells, sources[: last + 1], str(FOLDER), env=env, timeout=400))
     assert sum("at its interface" in line for line in lines) == len(links.STRATEGIES)
-    busy = "bytes / speed, the most"  # a machine with something else to do does not feed the link
-    assert [line for line in lines if line.startswith("FAIL") and busy not in line] == []
+    seconds = "communication over"  # what else the machine does is in them: the notebook judges them, not a test
+    assert [line for line in lines if line.startswith("FAIL") and seconds not in line] == []
 
 
 def test_a_sweep_where_there_is_no_link():
