@@ -143,10 +143,11 @@ def peaks_of_steps(me, config, steps):
 
 @pytest.mark.long
 def test_a_buffer_that_gloo_still_holds_is_not_in_a_peak():
-    every = cells.on_ranks(by_value(peaks_of_steps), gpt_fsdp.Config(batch_size=1, accumulate=4), 16, ranks=2)
-    # Where the tracer does not let gloo's threads run, every other step is higher. One in hundreds is so all the same,
-    # which is why a meter takes the lowest of three.
-    assert all(peaks.count(min(peaks)) >= len(peaks) - 2 for peaks in every), every
+    every = cells.on_ranks(by_value(peaks_of_steps), gpt_fsdp.Config(batch_size=1, accumulate=4), 30, ranks=2)
+    # Where the tracer does not let gloo's threads run, one step in ten is higher, on some machines every other. One in
+    # hundreds is so all the same, which is why a meter takes the lowest of three.
+    higher = [peak - min(peaks) for peaks in every for peak in peaks if peak > min(peaks)]
+    assert len(higher) <= 2, higher
 
 
 def test_trace_agrees_with_pytorchs_own_tracker():
