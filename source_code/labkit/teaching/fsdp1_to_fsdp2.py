@@ -93,11 +93,13 @@ def ignored(x):
 def param_init_fn(x):
     with torch.device("meta"):
         model = toy()
-    wrapped(model, mesh=init_device_mesh(x.device.type, (4,))).to_empty(device=x.device)
+    wrapped(model, mesh=init_device_mesh(x.device.type, (4,)))
+    cut_on = {str(parameter.device) for parameter in model.parameters()}
+    model.to_empty(device=x.device)
     for parameter in model.parameters():
         nn.init.constant_(parameter, 2.0)
     sums = sum(p.full_tensor().sum().item() for p in model.parameters())
-    return sums == 2 * 92, f"92 parameters of 2.0 on {model[0].weight.device.type}, none ever whole before"
+    return cut_on == {"meta"} and sums == 2 * 92, f"cut on meta, filled on {model[0].weight.device.type}: 92 × 2.0"
 
 
 @row("`use_orig_params`", "nothing to set: always so")
@@ -122,8 +124,9 @@ def cpu_offload(x):
     policy = CPUOffloadPolicy(pin_memory=x.device.type == "cuda")
     model = wrapped(toy(), offload_policy=policy, mesh=init_device_mesh(x.device.type, (4,)))
     model(x).sum().backward()
-    kept_on = model[0].weight.grad.device.type
-    return kept_on == "cpu", f"shards and gradients on the {kept_on} (chapter 6)"
+    kept_on = {model[0].weight.device.type, model[0].weight.grad.device.type}
+    without = "" if x.device.type != "cpu" else ", where they would be without it: a GPU is needed to tell"
+    return kept_on == {"cpu"}, f"shard and gradient on the {' and '.join(kept_on)}{without} (chapter 6)"
 
 
 @row("`limit_all_gathers`", "none needed: FSDP2 frees what it gathered in a fixed order")
