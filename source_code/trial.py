@@ -5,7 +5,7 @@
   python trial.py --random 60 --seed 7     so many drawn at random from all that the labs accept; what is refused is listed
   python trial.py --simulated              Llama 3's shapes on 8 to 1024 ranks: predicted beside simulated
 
-Each configuration trains for six steps on the CPU, where the meters count to the byte; those with equally many ranks
+Each configuration trains for five steps on the CPU, where the meters count to the byte; those with equally many ranks
 share one launch. What is compared: every category that stays between steps, the peak, every collective.
 """
 

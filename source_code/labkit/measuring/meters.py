@@ -4,8 +4,8 @@ Memory and time are measured on different steps, because a tracer slows what it 
 
   step 0        nothing: the optimizer's state is made here, and caches fill
   step 1        CUDA only: the allocator's peaks
-  steps 2 to 5  every storage and collective traced (``labkit.measuring.trace``). The first of them only makes the tracer
-                acquainted; of the others the one with the lowest peak is kept, because a backend's thread
+  steps 2 to 4  every storage and collective traced (``labkit.measuring.trace``). The first of them only makes the tracer
+                acquainted; of the others the one with the lower peak is kept, because a backend's thread
                 can let go of a buffer a moment late, which adds to a peak but never takes from it
   step 7 on     time: from the end of one step to the end of the next, fetching the batch included
 """
@@ -25,7 +25,7 @@ from labkit.measuring import machine
 from labkit.measuring.trace import CATEGORIES, StepTrace, listed, peak
 
 ALLOCATOR_STEP = 1
-TRACED_STEPS = range(2, 6)
+TRACED_STEPS = range(2, 5)
 FIRST_TIMED_STEP = 7
 PROFILED = {"wait": 7, "warmup": 1, "active": 3}
 
