@@ -41,6 +41,10 @@ RENDEZVOUS_SECONDS = 120  # how long ranks that Slurm started wait for rank 0
 LINGER_SECONDS = 3  # how long a rank that lost contact waits to be ended before it ends itself
 # What gloo and NCCL say when it was another rank that failed
 LOST_CONTACT = re.compile(r"gloo/transport|remote process exited|closed by remote peer", re.I)
+LOOPBACK = "127.0.0.1"
+# PyTorch asks for the name behind the address of every connection. /etc/hosts seldom has this one's IPv6 form, so the
+# question goes to a name server, and the C library waits five seconds for an answer that is lost (resolv.conf(5)).
+QUICK_DNS = "timeout:1"
 FAILED = "labkit/failed"  # at the store: how many ranks have failed
 
 
@@ -83,7 +87,7 @@ def run(main, config):
             if (count := ranks_to_start(config, device, dict(os.environ))) > 1:
                 start_here(count, device, main, config)
             else:
-                rendezvous(0, 1, "127.0.0.1", [0], "alone")
+                rendezvous(0, 1, LOOPBACK, [0], "alone")
                 be_rank((0, 0, 1), main, config)
     _end(0)
 
@@ -167,7 +171,7 @@ def _as_local_rank(rank: int, count: int, ports, job: str, main, config):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every rank: end, without a traceback from each
     stopping.listen(config)  # (a rank that was forked does already)
     with _failing_tidily():
-        rendezvous(rank, count, "127.0.0.1", ports, job)
+        rendezvous(rank, count, LOOPBACK, ports, job)
         be_rank((rank, rank, count), main, config)
 
 
@@ -240,6 +244,8 @@ def rendezvous(rank: int, world_size: int, host: str, ports, job: str):
     After it, a plain ``init_process_group(backend)`` works as it does under torchrun.
     """
     global _store
+    if host == LOOPBACK:
+        os.environ.setdefault("RES_OPTIONS", QUICK_DNS)
     _store = _open(world_size, ports) if rank == 0 else _find(host, ports, job)
     if rank == 0:
         _store.set("job", job)
