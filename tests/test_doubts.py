@@ -1,11 +1,17 @@
 """A verdict that cannot FAIL is found, and no other."""
 
 import linecache
+import shlex
 import sys
+from pathlib import Path
 
 import doubts
+import nbformat
 import pytest
 from commands import call
+from labkit.running import launch
+
+ROOT = Path(__file__).resolve().parents[1]
 
 RECORD = {"peak": 120, "kept": 40, "losses": [2.0, 1.5]}
 OTHER = {"peak": 120, "kept": 40, "losses": [2.0, 1.5]}
@@ -59,9 +65,20 @@ def test_a_verdict_that_cannot_fail_stops_the_cell(cell):
         judged(cell)
 
 
-def test_kernels_of_the_tests_doubt():
-    lines = "from labkit.teaching import verdict; print(verdict.__name__, 'doubts' in dir())"
-    ask = f"kernel.execute_interactive({lines!r}, timeout=60)"
-    script = f"from jupyter_client.manager import run_kernel\nwith run_kernel() as kernel:\n    {ask}"
-    asked = call(sys.executable, "-c", script, timeout=90)
-    assert asked.stdout == "doubted False\n", asked.stderr
+@pytest.mark.parametrize("most", [1, 0.9])
+def test_the_run_of_the_notebooks_in_make_test_doubts(most, tmp_path):
+    """A share is never above one."""
+    source = f"""
+import sys
+sys.path.insert(0, {str(launch.SOURCE)!r})
+from labkit.teaching import verdict
+apart = 0.5
+verdict("a share", min(1, abs(apart)), at_most={most})"""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
+    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
+    nbformat.write(notebook, tmp_path / "small.ipynb")
+    *_, run = call("make", "-n", "test", cwd=ROOT).stdout.splitlines()
+    _, *words, notebooks = shlex.split(run)
+    assert notebooks == "notebooks"
+    asked = call(sys.executable, *words, tmp_path / "small.ipynb", cwd=ROOT, timeout=90)
+    assert asked.returncode == ("CannotFail" in asked.stdout) == (most == 1), asked.stdout
