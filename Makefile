@@ -18,11 +18,13 @@ LADDER := $(if $(DATA),--data $(DATA)) $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $
 
 # Test files run side by side, one for every two cores and one more: a test often waits, for ranks to start or to end.
 # Notebooks are left alone, as they take times: one for every four cores; with fewer than eight, one after the other.
+# Two ranks on few cores: four take twice as long there, and a notebook's verdicts hold for any number.
 # -p: the tests' own set-up, which pytest would look for beside the notebooks. Their kernels doubt verdicts by it.
 CORES  := $(shell getconf _NPROCESSORS_ONLN)
 aside   = $(if $(filter-out 0 1,$(1)),-n $(1) --dist loadfile --no-loadscope-reorder)
 TESTS  := python -m pytest -v $(call aside,$(shell expr $(CORES) / 2 + 1))
-BOOKS  := $(BIN)/python -m pytest -v -p tests.conftest --nbval-lax $(call aside,$(shell expr $(CORES) / 4))
+FEW    := $(if $(filter 1 2 3,$(CORES)),2,4)
+BOOKS  := FSDP_LABS_RANKS=$${FSDP_LABS_RANKS:-$(FEW)} $(BIN)/python -m pytest -v -p tests.conftest --nbval-lax $(call aside,$(shell expr $(CORES) / 4))
 
 # $(call install,VENV,WORDS): uv takes a quarter of pip's time; where it cannot be had or used, pip does the same.
 pip     = $(1)/bin/python -m pip install --quiet --disable-pip-version-check

@@ -78,7 +78,7 @@ verdict("a share", min(1, abs(apart)), at_most={most})"""
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
     nbformat.write(notebook, tmp_path / "small.ipynb")
     *_, run = call("make", "-n", "test", cwd=ROOT).stdout.splitlines()
-    _, *words, notebooks = shlex.split(run)
+    _, _, *words, notebooks = shlex.split(run)  # ranks, Python
     assert notebooks == "notebooks"
     asked = call(sys.executable, *words, tmp_path / "small.ipynb", cwd=ROOT, timeout=90)
     assert asked.returncode == ("CannotFail" in asked.stdout) == (most == 1), asked.stdout

@@ -1,6 +1,7 @@
 """What every notebook stands on: its settings, functions on ranks, verdicts, guesses."""
 
 import math
+import os
 
 import pytest
 import torch
@@ -39,6 +40,13 @@ def test_function_runs_on_every_rank_with_a_process_group():
     returned = HERE.on_ranks(add, 2)
     assert [(rank, world) for rank, world, _ in returned] == [(0, 3), (1, 3), (2, 3)]
     assert all(tensor.item() == 2 * (0 + 1 + 2) + 30 for _, _, tensor in returned)
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [(None, "timeout:1"), ("timeout:9", "timeout:9")])
+def test_ranks_here_do_not_wait_long_for_a_name_server(mine, theirs, monkeypatch):
+    """PyTorch asks for a name at each connection; the C library reads the variable before its first question."""
+    monkeypatch.setenv("RES_OPTIONS", mine) if mine else monkeypatch.delenv("RES_OPTIONS", raising=False)
+    assert HERE.on_ranks(lambda me: os.environ.get("RES_OPTIONS")) == [theirs] * 3
 
 
 def test_what_ranks_print_is_printed(capsys):
