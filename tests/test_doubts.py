@@ -77,7 +77,7 @@ verdict("a share", min(1, abs(apart)), at_most={most})"""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
     nbformat.write(notebook, tmp_path / "small.ipynb")
-    *_, run = call("make", "-n", "test", cwd=ROOT).stdout.splitlines()
+    *_, run = call("make", "-n", "--no-print-directory", "test", cwd=ROOT).stdout.splitlines()
     _, _, *words, notebooks = shlex.split(run)  # ranks, Python
     assert notebooks == "notebooks"
     asked = call(sys.executable, *words, tmp_path / "small.ipynb", cwd=ROOT, timeout=90)
