@@ -205,6 +205,14 @@ def test_a_job_that_is_warned_before_its_command_begins_comes_back(monkeypatch):
     assert resumable.Command(["never", "started"], resumes=False).checkpoint() is None
 
 
+def test_a_queued_job_listens_before_torch_is_imported():
+    """Which takes seconds, and on a cluster's file system a minute; a warning in that time would end the job for good."""
+    asked = call(
+        sys.executable, "-c", "import sys, labkit.running.resumable; print('torch' in sys.modules)", cwd=SOURCE
+    )
+    assert asked.stdout == "False\n", asked.stderr
+
+
 @pytest.mark.parametrize(
     ("limit", "minutes"),
     [(None, None), ("90", 90), ("30:00", 30), ("1:30:00", 90), ("0:00:30", 1), ("2-12", 3600), ("1-0:30", 1470)],

@@ -10,9 +10,8 @@ import os
 import signal
 from collections.abc import Iterable, Iterator
 
-import torch
-import torch.distributed as dist
-
+# torch is imported where it is needed: a queued job imports this file (resumable.py), and until it has done so, and only
+# then listens, the warning that is to requeue it would end it.
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 SIGNALS = (signal.SIGTERM, *WARNINGS)
 TRY_AGAIN = 75  # the exit code: EX_TEMPFAIL of sysexits.h. The job templates in slurm/ requeue a job that ends so
@@ -46,6 +45,8 @@ class Stop:
     """Whether the run has been asked to end. Every rank makes one. config: see ``listen``."""
 
     def __init__(self, config):
+        import torch.distributed as dist
+
         self.agreed = None  # the name of the signal for which all ranks end
         self.vote = self.votes = None
         # Messages of its own, in the CPU's memory: a GPU need not be waited for.
@@ -64,6 +65,9 @@ class Stop:
 
         That goes on during the step, so that it costs next to nothing; the run ends a step later for it.
         """
+        import torch
+        import torch.distributed as dist
+
         if self.vote:
             self.vote.wait()
             if number := int(self.votes):
@@ -75,6 +79,8 @@ class Stop:
 
     def leave(self, me, step: int, last_step: int):
         """End this rank, once the state after ``step`` is saved. me: a ``ranks.Rank``."""
+        import torch.distributed as dist
+
         me.say(f"asked to end ({self.agreed}): saved at step {step} of {last_step}; --resume goes on from there")
         dist.barrier(self.group)  # nobody's end shall be the others' lost contact
         raise Stopped
