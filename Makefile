@@ -18,7 +18,7 @@ LADDER := $(if $(DATA),--data $(DATA)) $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $
 
 # Test files run side by side, one for every two cores and one more: a test often waits, for ranks to start or to end.
 # Notebooks are left alone, as they take times: one for every four cores; with fewer than eight, one after the other.
-# Two ranks on few cores: four take twice as long there, and a notebook's verdicts hold for any number.
+# Two ranks on few cores: four take twice as long there, and a notebook's verdicts hold on two as on four.
 # -p: the tests' own set-up, which pytest would look for beside the notebooks. Their kernels doubt verdicts by it.
 CORES  := $(shell getconf _NPROCESSORS_ONLN)
 aside   = $(if $(filter-out 0 1,$(1)),-n $(1) --dist loadfile --no-loadscope-reorder)
