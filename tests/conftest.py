@@ -22,10 +22,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 from labkit.running import warm  # noqa: E402
 
-# One warm process for all tests, and for the kernels and ranks that they start: most tests are not about starting.
-if warm.possible():
+# One warm process for all tests, and for the workers, kernels and ranks that they start: most tests are not about
+# starting.
+if warm.VARIABLE not in os.environ and warm.possible():
     often = ("matplotlib.pyplot", "pandas", "IPython.display", "ipywidgets", *warm.IF_IMPORTED)
-    os.environ.setdefault(warm.VARIABLE, warm.address(*often))
+    os.environ[warm.VARIABLE] = warm.address(*often)
 
 
 # Files side by side: what takes longest begins first, so that no worker is left with it when the others are done.

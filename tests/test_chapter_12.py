@@ -6,7 +6,7 @@ from labkit.teaching.plots import speed
 
 from notebooks import run_broken
 
-SHORT = {"ranks=2, max_steps=18)": "ranks=2, max_steps=9)", "variants, 12, ranks=2": "variants, 2, ranks=2"}
+SHORT = {"ranks=2, max_steps=14)": "ranks=2, max_steps=9)", "variants, 6, ranks=2": "variants, 2, ranks=2"}
 TRACE = "in the trace of a step"  # part of a claim, and of its cell
 
 
@@ -16,7 +16,7 @@ def failed(lines):
 
 @pytest.mark.long
 def test_another_length_is_other_arithmetic():
-    lines = run_broken("12", {"ranks=2, max_steps=18)": "ranks=2, max_steps=9, seq_len=64)"})
+    lines = run_broken("12", {"ranks=2, max_steps=14)": "ranks=2, max_steps=9, seq_len=64)"})
     (line,) = failed(lines)
     assert "floating-point operations per token" in line
 
