@@ -402,9 +402,9 @@ WHOLE, SAVED_AT = 6, 4
 
 
 def quick():
-    """Here the losses are asked for, which a narrow model has, too."""
+    """Here the losses are asked for, which a small model has, too."""
     meters.TRACED_STEPS = range(0)
-    gpt_fsdp.GPT_SHAPES["tiny"] = dataclasses.replace(gpt_fsdp.GPT_SHAPES["tiny"], width=32, hidden=96)
+    gpt_fsdp.GPT_SHAPES["tiny"] = dataclasses.replace(gpt_fsdp.GPT_SHAPES["tiny"], width=32, hidden=96, layers=2)
 
 
 def saved_config(name, me, **given):

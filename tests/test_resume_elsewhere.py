@@ -18,7 +18,8 @@ pytestmark = pytest.mark.long
 HERE = launch.Cluster(launcher="local")
 STEPS, GLOBAL_BATCH, DIGITS = 8, 12, 64  # 5 steps of 12 are an epoch
 MIDDLE, END_OF_EPOCH = 3, 5
-NARROW = {"width": 32, "hidden": 96}  # a quarter of the smallest GPT's: what is tested does not depend on it
+# A quarter of the smallest GPT's width, half of its blocks: what is tested does not depend on these.
+SMALL = {"width": 32, "hidden": 96, "layers": 2}
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def train_all(me, runs: list[tuple[str, dict]]) -> list[dict]:
 
     os.environ.pop(progress.VARIABLE, None)  # a bar that starts again with each run would say nothing
     meters.TRACED_STEPS = range(0)  # tracing takes much of a short run's time, and here the losses are asked for
-    gpt_fsdp.GPT_SHAPES["tiny"] = replace(gpt_fsdp.GPT_SHAPES["tiny"], **NARROW)
+    gpt_fsdp.GPT_SHAPES["tiny"] = replace(gpt_fsdp.GPT_SHAPES["tiny"], **SMALL)
     narrow()
     few = [tensor[:DIGITS] for tensor in datasets.load("mnist-5k").tensors()]
     datasets.load = lambda name: datasets.Digits(name, *few)

@@ -23,10 +23,8 @@ from planner import cost, networks, predict, shapes
 
 pytestmark = pytest.mark.long
 STEPS, SAVED_AT, SEQUENCES, LENGTH = 6, 3, 8, 16
-NARROW = {
-    "width": 32,
-    "hidden": 96,
-}  # a quarter of the smallest model's: of losses, what is tested does not depend on it
+# A quarter of the smallest model's width, half of its blocks: of losses, what is tested does not depend on these.
+SMALL = {"width": 32, "hidden": 96, "layers": 2}
 FP64 = {"precision": "fp64"}
 CLIPPED = FP64 | {"clip": 0.4, "tied": True}  # below most of the norms that occur
 GRID, TENSOR, REPLICAS = ({"mesh": mesh} for mesh in ("shard=2,tensor=2", "tensor=2", "replicate=2,tensor=2"))
@@ -66,7 +64,7 @@ def everything(me, folder):
     found = {"measured": trial.measure(me, [MEASURED])[0]} if me.world_size == 4 else {}
     started = whole_and_local(me) if me.world_size == 4 else None
     meters.TRACED_STEPS = range(0)
-    gpt_fsdp.GPT_SHAPES["tiny"] = dataclasses.replace(gpt_fsdp.GPT_SHAPES["tiny"], **NARROW)
+    gpt_fsdp.GPT_SHAPES["tiny"] = dataclasses.replace(gpt_fsdp.GPT_SHAPES["tiny"], **SMALL)
     checkpoint = FP64 | {"checkpoint": f"{folder}/{me.world_size}"}
     if me.world_size == 4:
         found["started"] = started

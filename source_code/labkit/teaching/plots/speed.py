@@ -121,24 +121,30 @@ def batch_scaling(tokens: list[int], steps: list[dict], fixed: float, each: floa
     show(figure)
 
 
-def efficiency(strong: dict[int, float], weak: dict[int, float], cores: int, under: str, title: str):
-    """Strong and weak efficiency against ranks, and the ceiling that the cores set: {ranks: share of 1}."""
+def efficiency(strong: dict[int, dict], weak: dict[int, dict], cores: int, under: str, title: str):
+    """Strong and weak efficiency against ranks, and the ceiling that the cores set.
+
+    strong, weak: {ranks: {"median", "p10", "p90"}}, each a share of 1.
+    """
     figure, axes = plt.subplots(figsize=(10, 4.2), layout="constrained")
     places = range(len(strong))
     for shift, name, values, colour in (
-        (-0.2, "strong: the same work, shared", strong, STRATEGY_COLOURS["fsdp2"]),
-        (0.2, "weak: the same work per rank", weak, STRATEGY_COLOURS["zero2"]),
+        (-0.2, "strong: the same work, shared", strong, "#555555"),
+        (0.2, "weak: the same work per rank", weak, "#bbbbbb"),
     ):
-        heights = [100 * value for value in values.values()]
-        axes.bar([place + shift for place in places], heights, width=0.36, color=colour, label=name)
-        for place, height in zip(places, heights, strict=True):
-            axes.text(place + shift, height + 2, f"{height:.0f}", ha="center")
+        for place, value in zip(places, values.values(), strict=True):
+            low, height, high = (100 * value[name] for name in ("p10", "median", "p90"))
+            spread = [[height - low], [high - height]]
+            axes.bar(place + shift, height, width=0.36, color=colour, label=name if place == 0 else None)
+            axes.errorbar(place + shift, height, yerr=spread, color="black", capsize=3)
+            axes.text(place + shift, 2, f"{height:.0f}", ha="center", color="white" if shift < 0 else "black")
     for place, ranks in enumerate(strong):
         ceiling = 100 * min(ranks, cores) / ranks
         axes.bar(place, ceiling, width=0.86, fill=False, edgecolor="black", linewidth=1.3)
     axes.bar(0, 0, fill=False, edgecolor="black", label=f"outlined: what {cores} cores allow")
     axes.set_xticks(places, [f"{ranks} rank{'s' * (ranks > 1)}" for ranks in strong])
-    axes.set(ylabel="efficiency [%]", ylim=(0, 1.18 * max(100, *(100 * v for v in [*strong.values(), *weak.values()]))))
+    highest = max(1, *(value["p90"] for value in [*strong.values(), *weak.values()]))
+    axes.set(ylabel="efficiency [%]", ylim=(0, 110 * highest))
     axes.tick_params(axis="x", length=0)
     headline(figure, title, under)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=3, fontsize=11)
