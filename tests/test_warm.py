@@ -111,6 +111,15 @@ def test_what_is_to_be_done_at_its_end_is_done(program):
     assert process.wait(60) == 0 and read() == ["the last line a thread\nat the exit\n", ""]
 
 
+LEAVES = [("", 0, ""), ("None", 0, ""), ("True", 1, ""), ("3", 3, ""), ("'a sentence'", 1, "a sentence\n")]
+
+
+@pytest.mark.parametrize("given, code, said", LEAVES, ids=[leave[0] or "nothing" for leave in LEAVES])
+def test_it_leaves_as_python_does(given, code, said, program):
+    process, read = program(f"{LAST}import sys; sys.exit({given})")
+    assert process.wait(60) == code and read() == ["the last line a thread\nat the exit\n", said]
+
+
 WAIT = "import time; print('here', flush=True); time.sleep(600)"
 
 

@@ -209,24 +209,31 @@ def become(words: list[str], cwd: str, env: dict):
     atexit.register(gc.unfreeze)  # what is frozen as Python ends counts as leaked
     for module in [name for name in sys.modules if name.partition(".")[0] in ("labkit", "planner")]:
         del sys.modules[module]
-    if rest[0] == "-m":
-        sys.argv, sys.path[0] = rest[1:], cwd
-        runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv, sys.path[0] = rest, str(Path(rest[0]).resolve().parent)
-        runpy.run_path(rest[0], run_name="__main__")
-    end()
+    code = 0
+    try:
+        if rest[0] == "-m":
+            sys.argv, sys.path[0] = rest[1:], cwd
+            runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv, sys.path[0] = rest, str(Path(rest[0]).resolve().parent)
+            runpy.run_path(rest[0], run_name="__main__")
+    except SystemExit as left:
+        code = left.code
+    end(code)
 
 
-def end():
-    """End a program that has come to its last line. Python's own way out spends a second on taking torch apart."""
+def end(code):
+    """End as Python ends with ``sys.exit(code)``. Its own way out spends more than a second on taking torch apart."""
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code or 0)
 
 
 if __name__ == "__main__":
