@@ -104,6 +104,7 @@ STEPS = {  # what is said to 12.0: how its solution is broken
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("said", STEPS)
 def test_a_step_is_told_its_first_difference(said, capsys):
     code, names = chapter_12.EXERCISES["12.0"].solution, {"__name__": "__main__"}

@@ -62,6 +62,7 @@ def not_where_tied(model, mesh):
         never_tied(model, mesh)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("shard", "said"),
     [

@@ -86,6 +86,7 @@ def test_every_command_runs_and_writes_into_the_home(words, learner):
     assert ("{runs}" in COMMANDS[words]) == any(learner.runs.glob("*")), said
 
 
+@pytest.mark.long
 def test_where_runs_go_is_a_setting(learner, tmp_path):
     code, said = learner(sys.executable, "-c", "from labkit.running import launch; print(launch.RUNS)")
     assert (code, said) == (0, f"{learner.runs}\n")
@@ -94,6 +95,7 @@ def test_where_runs_go_is_a_setting(learner, tmp_path):
     assert list((tmp_path / "scratch").glob("trial-*.json")) and not learner.runs.exists()
 
 
+@pytest.mark.long
 def test_a_home_that_cannot_be_written_is_one_sentence(course, learner):
     words = ("ladder.py", "--epochs", "1", "--ranks", "2", "--batch-size", "200")
     code, said = learner(sys.executable, *words, HOME=str(course))

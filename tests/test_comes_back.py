@@ -184,6 +184,7 @@ def test_a_job_whose_node_fails_goes_on(slurm, uninterrupted, tmp_path):
 # ---- torchrun
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lab", ["mnist_fsdp", "gpt_fsdp"])
 def test_torchrun_starts_anew_when_a_rank_is_killed(lab, uninterrupted, tmp_path):
     words = {"mnist_fsdp": MNIST, "gpt_fsdp": GPT}[lab]

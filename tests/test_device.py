@@ -47,6 +47,7 @@ def test_labs_stay_on_the_cpu(words):
     assert "cuda" not in run.stdout + run.stderr
 
 
+@pytest.mark.long
 def test_a_simulation_needs_no_gpu():
     run = believing("plan.py", "--model", "tiny", "--ranks", "4", "--seq", "64", "--batch", "1", "--simulate")
     assert "(+0.00%)" in run.stdout
@@ -66,6 +67,7 @@ print(Lab(device="cpu", launcher="local").on_ranks(on_what, ranks=2))
 """
 
 
+@pytest.mark.long
 def test_what_a_cell_shards_without_a_mesh_stays_on_the_cpu():
     assert believing("-c", IN_A_CELL).stdout == "[('cpu', 'cpu', 0), ('cpu', 'cpu', 0)]\n"
 

@@ -65,6 +65,7 @@ def test_a_verdict_that_cannot_fail_stops_the_cell(cell):
         judged(cell)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("most", [1, 0.9])
 def test_the_run_of_the_notebooks_in_make_test_doubts(most, tmp_path):
     """A share is never above one."""

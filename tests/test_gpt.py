@@ -316,6 +316,7 @@ def test_units_are_counted(options, units, world_of_one):
     assert gpt_fsdp.count_units(gpt_fsdp.build(gpt_fsdp.Config(**options), world_of_one)[0]) == units
 
 
+@pytest.mark.long
 def test_it_learns(record):
     losses = record["losses"]
     assert losses[0] == pytest.approx(torch.tensor(256.0).log().item(), rel=0.02)  # nothing known yet

@@ -114,6 +114,7 @@ def runs(shapes):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_losses_are_those_of_one_process(runs, family):
     for precision, limit in (("fp32", 1e-4), ("fp64", 1e-9)):
@@ -124,6 +125,7 @@ def test_losses_are_those_of_one_process(runs, family):
                 assert losses == pytest.approx(alone, rel=0, abs=limit)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_peaks_are_the_simulations(runs, shapes, family):
     import imagine
@@ -149,6 +151,7 @@ def record(**options):
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", PLANNED)
 def test_peaks_are_the_plans_where_it_knows_the_operators(runs, shapes, family):
     options = {"config": str(shapes[family]), "batch_size": SEQUENCES // 4, "seq_len": LENGTH}

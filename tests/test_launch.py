@@ -527,6 +527,7 @@ def test_without_a_time_slurms_own_limit_holds(stand_in):
     assert "--time" not in job.handle.paths.submission_file.read_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"ranks": 1}, {"strategy": "single"}], ids=str)
 def test_one_rank_is_one_rank_under_slurm_too(options, stand_in, capsys):
     """A script that is a single task would start ranks of its own, two if nobody said how many."""

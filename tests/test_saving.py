@@ -182,6 +182,7 @@ def test_what_is_saved_meanwhile_is_the_state_of_its_step(tmp_path):
         assert summary["asynchronous"] and summary["saves"] == 1 and summary["stall"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("lab", "steps", "saves"), [("mnist", 25, 2), ("gpt", 12, 3)], ids=LABS)
 def test_both_ways_write_the_same(lab, steps, saves, tmp_path):
     for way, words in {"sync": [], "async": ["--async-checkpoint"]}.items():
@@ -220,6 +221,7 @@ def children(process: int) -> list[int]:
     return [int(p) for p in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not warm.possible(), reason="forks, which Linux can")
 @pytest.mark.parametrize(
     ("lab", "number", "whom"),
@@ -259,6 +261,7 @@ def test_ranks_agree_on_the_step(tmp_path):
 # Taken out
 
 
+@pytest.mark.long
 def test_the_export_is_read_without_the_course(tmp_path):
     run = script(*GPT, "--checkpoint", tmp_path / "c", "--max-steps", 2)
     assert run.returncode == 0, run.stderr

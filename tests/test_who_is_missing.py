@@ -91,6 +91,7 @@ def after(folder, case) -> str:
     return who_is_missing.report(folder)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "first", "places"),
     [
