@@ -324,6 +324,7 @@ def test_it_learns(record):
     assert record["validation_loss"] == pytest.approx(losses[-1], rel=0.1)
 
 
+@pytest.mark.long
 def test_record_says_what_was_measured(record):
     assert record["script"] == "gpt_fsdp.py"
     assert record["data"] == {
