@@ -80,6 +80,7 @@ def all_kept(model, shard):
     shard(model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("wrap", "said"),
     [

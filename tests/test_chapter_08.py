@@ -205,6 +205,7 @@ def half_the_output(model, mesh, excess, kept, given):
     all_sharded(model, mesh)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [

@@ -23,6 +23,7 @@ def believing(*words, code=0, **env):
     return run
 
 
+@pytest.mark.long
 def test_ranks_believe_in_gpus_unless_they_are_hidden():
     see = "import torch; print(torch.cuda.is_available(), torch.cuda.device_count(), torch._C._get_accelerator())"
     assert believing("-c", see).stdout == "True 4 cuda\n"

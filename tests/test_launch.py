@@ -248,6 +248,7 @@ signal.pause()
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
 def test_what_a_killed_notebook_has_started_ends_with_it(tmp_path):
     (tmp_path / "wait.py").write_text(WAIT)

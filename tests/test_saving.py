@@ -128,6 +128,7 @@ def small_disk(tmp_path, require_all):
     subprocess.run(["umount", folder], check=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["at once", "meanwhile"])
 def test_a_full_disk_ends_the_run_or_not_as_the_option_says(small_disk, mode):
     words = [*GPT, "--checkpoint", small_disk, *(["--async-checkpoint"] if mode == "meanwhile" else [])]
