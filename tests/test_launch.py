@@ -366,6 +366,19 @@ def test_single_under_several_ranks_is_an_error():
     assert run.stderr.count("--strategy single is one rank, but 2 were started") == 1
 
 
+@pytest.mark.parametrize(("rank", "local_rank", "node"), [(0, 0, "gpu03"), (3, 1, "gpu04")])
+def test_a_task_of_srun_knows_its_place_from_slurm(rank, local_rank, node, monkeypatch):
+    """Without a Slurm: of four tasks on two nodes. All meet at the first, and know their job by its name."""
+    met = []
+    monkeypatch.setattr(ranks, "rendezvous", lambda *given: met.append(given))
+    step = {"SLURM_JOB_ID": "70", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "8"}
+    step |= {"SLURM_JOB_NODELIST": "gpu[02-04]", "SLURM_STEP_NODELIST": "gpu[03-04]", "SLURMD_NODENAME": node}
+    placed = ranks.placement(step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local_rank)})
+    assert placed == (rank, local_rank, 4)
+    ((*asked, ports, job),) = met
+    assert asked == [rank, 4, "gpu03"] and len(ports) == 8 and job == "slurm-70.2"
+
+
 @pytest.mark.long
 def test_half_a_rendezvous_on_the_command_line():
     run = script(*LAB.split(), env=os.environ | {"RANK": "0"})
