@@ -224,12 +224,12 @@ def become(words: list[str], cwd: str, env: dict):
 
 def end(code):
     """End as Python ends with ``sys.exit(code)``. Its own way out spends more than a second on taking torch apart."""
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
