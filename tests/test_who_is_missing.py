@@ -144,6 +144,20 @@ def test_a_rank_that_paused_before_it_was_killed_is_dead(is_killed_at_once, tmp_
     assert said.startswith("rank 2 is dead: process") and "did not arrive" not in said, said
 
 
+def computes_for_long(folder) -> str:
+    """What is written of a rank that runs Python, and calls no collective, for longer than ``quiet``."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+    with flight.recorder(folder, quiet=QUIET):
+        until(Path(folder, "flight_0").exists)
+        return Path(folder, "where_0").read_text()
+
+
+def test_stacks_that_change_are_read_while_they_stand_still(tmp_path):
+    """Else the process may crash: the watcher writes them, which holds the interpreter, not the C thread, which cannot."""
+    text = forked(computes_for_long, tmp_path)
+    assert f"\n{flight.IS_QUIET} " in text and " in computes_for_long\n" in text and flight.STUCK not in text, text
+
+
 WAITING = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -190,7 +204,7 @@ def test_a_record_says_nothing_of_what_came_after_it(age, tmp_path):
     dumped(tmp_path, [waiting, [entry(1)]], flight.FLIGHT)
     for rank in range(2):
         stack = '  File "/home/me/train.py", line 7 in train\n'
-        (tmp_path / f"where_{rank}").write_text(f"process 7 on node\n{{}}\nCurrent thread 0x1 (most …):\n{stack}")
+        (tmp_path / f"where_{rank}").write_text(f"process 7 on node\n{{}}\n{flight.SIGNAL}\n{stack}")
         os.utime(tmp_path / f"flight_{rank}", (10**9 - age,) * 2)
     said = who_is_missing.report(tmp_path)
     assert ("rank 1 did not arrive at collective 2 " in said) == (age < 0), said
@@ -200,9 +214,7 @@ def test_a_rank_that_was_ended_in_the_recorder_is_at_no_line_of_the_program(tmp_
     frames = [(flight.__file__, 90, "recorder"), ("/usr/lib/python3.12/contextlib.py", 158, "__exit__")]
     frames.append(("/home/me/train.py", 254, "main"))
     stack = "\n".join(f'  File "{file}", line {line} in {function}' for file, line, function in frames)
-    (tmp_path / "where_0").write_text(
-        f"process 7 on node-1\n{{}}\nCurrent thread 0x1 (most recent call first):\n{stack}\n"
-    )
+    (tmp_path / "where_0").write_text(f"process 7 on node-1\n{{}}\n{flight.SIGNAL}\n{stack}\n")
     said = who_is_missing.report(tmp_path)
     assert said.startswith("these were ended from outside, or are stuck outside of Python"), said
     assert said.endswith(":\n  rank 0"), said

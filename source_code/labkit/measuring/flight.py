@@ -7,8 +7,8 @@ When a rank has called no collective for ``quiet`` seconds, and when its work en
 
   flight_3    what PyTorch's flight recorder has of rank 3: its last collectives, with the Python stack of each call, in
               the form of the dumps that NCCL writes when it times out (``torchfrtrace`` reads both)
-  where_3     its process and node; the stacks of its threads; how it left. A C thread of Python's faulthandler writes
-              the stacks, so they come from a process that is stuck for good, and need no right to look into it
+  where_3     its process and node; the stacks of its threads; how it left. Where no Python can run, as a thread that
+              is stuck outside of it holds the interpreter, a C thread of Python's faulthandler writes the stacks
 
 When the rank calls collectives again, what it has left is removed: it was a pause. Four times in ``quiet`` seconds the
 date of where_3 is set, as a sign of life, and that of flight_3, as long as it holds. ``who_is_missing.py`` compares the
@@ -40,7 +40,9 @@ from labkit import UserError
 FLIGHT, WHERE = "flight_", "where_"
 RAISED = "raised:"  # in where_<rank>: what follows is where
 KEPT = "200"  # collectives of a rank: to write the stacks of 2,000 took 4 to 12 s
-MAIN = re.compile(r"(?m)^(?:Current t|T)hread .*$")
+IS_QUIET, STUCK = "quiet:", "Timeout "  # in where_<rank>: who has written the stacks below, the watcher or the C thread
+SIGNAL = "Stack (most recent call first):"  # the signal's handler has, of the main thread
+MAIN = re.compile(rf"(?m)^(?:(?:Current t|T)hread .*|{re.escape(SIGNAL)})$")
 STACK = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>\S+)')
 
 
@@ -62,7 +64,8 @@ def recorder(folder: str | Path, quiet: float = 60):
         _, began = _state_and_start(os.getpid())
         print(json.dumps({"pid": os.getpid(), "began": began, "on": _machine(), "beat": quiet / 4}), file=where)
         faulthandler.enable(where)  # a crash
-        faulthandler.register(signal.SIGTERM, file=where, chain=True)  # ended by a launcher, it says where it was
+        # Ended by a launcher, it says where it was. The other threads run on; to read their stacks could crash this one.
+        faulthandler.register(signal.SIGTERM, file=where, chain=True, all_threads=False)
         over, removing = threading.Event(), threading.Lock()
         written = []  # the last call of each record that the watcher has written
         about = folder, rank, where, quiet, over, removing, written
@@ -115,20 +118,26 @@ def _rank(environ) -> int:
 
 
 def _watch(folder, rank, where, quiet, over, removing, written):
-    """Until it is over: when no collective has been called for so long, write what there is to know."""
+    """Until it is over: when no collective has been called for so long, write what there is to know.
+
+    This thread writes the stacks while it holds the interpreter, so they stand still. The C thread cannot hold it, and a
+    stack that changes while it reads may crash the process: it is put off as long as this thread has its turns.
+    """
     called, head = "nothing looked at yet", os.fstat(where.fileno()).st_size
     while True:
         if (now := _last_call()) != called:
             called, since = now, time.monotonic()
-            faulthandler.cancel_dump_traceback_later()
             with removing, contextlib.suppress(OSError):
                 if not over.is_set():  # what was written was of a pause, and would hide a death
                     (folder / f"{FLIGHT}{rank}").unlink(missing_ok=True)
                     os.ftruncate(where.fileno(), head)
-            faulthandler.dump_traceback_later(quiet, file=where)
         elif written[-1:] != [called] and time.monotonic() - since > quiet:
+            faulthandler.cancel_dump_traceback_later()  # what follows may take long
+            print(f"{IS_QUIET} no collective for {quiet:g} s", file=where)
+            faulthandler.dump_traceback(where)
             _dump(folder, rank, where)
             written.append(called)
+        faulthandler.dump_traceback_later(2 * quiet, file=where)  # from now on, anew each time
         with contextlib.suppress(OSError):
             os.utime(where.fileno())  # a sign of life
             if written[-1:] == [called]:
@@ -313,13 +322,13 @@ def _place(path: Path) -> Place:
     except (ValueError, TypeError):  # cut off, or of something else
         known = {}
     raised = text.partition(f"\n{RAISED}\n")[2].partition("\nleft: ")[0].partition("Thread ")[0]
-    *_, stacks = re.split(r"(?m)^Timeout .*$", text)  # the last ones; the main thread's comes last
+    *_, stacks = re.split(rf"(?m)^(?:{IS_QUIET}|{STUCK}).*$", text)  # the last ones; the main thread's comes last
     left = re.search(r"(?m)^(?:left|Fatal Python error): (.*)$", text)
     return Place(
         process=process,
         line=next(iter(own(_lines(raised) if raised else _outside(_lines(MAIN.split(stacks)[-1])))), None),
         left=left and left[1],
-        ended=not left and "\nCurrent thread " in stacks,  # a signal's handler is in a thread; the C thread is none
+        ended=not left and f"\n{SIGNAL}\n" in stacks,
         state=_state(known),
         seen=seen,
         beat=known.get("beat", Place.beat),
