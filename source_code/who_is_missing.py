@@ -37,10 +37,11 @@ def report(folder: str | Path, prefix: str = flight.FLIGHT) -> str:
     """What the dumps in a folder say, in lines. UserError if they cannot be read."""
     groups, places, told = flight.read(folder, prefix)
     lost = _lost(places, told)
-    for calls in groups.values():  # what a lost rank has written may be of a pause before
-        for rank in lost & set(calls):
+    unsaid = lost | _outdated(groups, told)  # what these have written may be of a pause before
+    for calls in groups.values():
+        for rank in unsaid & set(calls):
             del calls[rank]
-    told = {rank: until for rank, until in told.items() if rank not in lost}
+    told = {rank: until for rank, until in told.items() if rank not in unsaid}
     silent = sorted(({rank for _, members in groups for rank in members} | set(places)) - set(told))
     lines = _of_failures(places, told)
     alone = bool(lines)
@@ -82,6 +83,16 @@ def _lost(places: dict, told: dict) -> set:
         if place.state == "stopped" or alone or early or mute:
             lost.add(rank)
     return lost
+
+
+def _outdated(groups: dict, told: dict) -> set:
+    """Ranks whose record holds until a moment after which others of their group have called something."""
+    return {
+        rank
+        for calls in groups.values()
+        for rank in calls
+        if any(call.created / 1e9 > told[rank] for of in calls.values() for call in of.values())
+    }
 
 
 def _of_silent_ranks(silent: list, lost: set, places: dict) -> list[str]:

@@ -153,9 +153,38 @@ def computes_for_long(folder) -> str:
 
 
 def test_stacks_that_change_are_read_while_they_stand_still(tmp_path):
-    """Else the process may crash: the watcher writes them, which holds the interpreter, not the C thread, which cannot."""
+    """Else the process may crash: the watcher writes them, which holds the interpreter; faulthandler's thread cannot."""
     text = forked(computes_for_long, tmp_path)
-    assert f"\n{flight.IS_QUIET} " in text and " in computes_for_long\n" in text and flight.STUCK not in text, text
+    assert f"\n{flight.IS_QUIET} " in text and " in computes_for_long\n" in text and "Timeout" not in text, text
+
+
+def is_stuck_and_goes_on(folder) -> tuple:
+    """What a rank that held the interpreter for long has written meanwhile; what is left of its alarm, after it."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+    with flight.recorder(folder, quiet=0.2):
+        until(Path(folder, "flight_0").exists)  # the watcher has had its first turns
+        re.match(r"(a+)+b", "a" * 25)
+        text = Path(folder, "where_0").read_text()
+    return text, signal.getitimer(signal.ITIMER_REAL), signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+
+
+def test_a_rank_that_holds_the_interpreter_says_where_and_goes_on(tmp_path):
+    text, timer, default = forked(is_stuck_and_goes_on, tmp_path)
+    assert f"{flight.SIGNAL}\n" in text and " in is_stuck_and_goes_on\n" in text, text
+    assert timer == (0, 0) and default
+
+
+def has_an_alarm_of_its_own(folder) -> float:
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 900)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+    with flight.recorder(folder):
+        pass
+    return signal.getitimer(signal.ITIMER_REAL)[0]
+
+
+def test_a_programs_own_alarm_is_left_to_it(tmp_path):
+    assert 800 < forked(has_an_alarm_of_its_own, tmp_path) <= 900
 
 
 WAITING = """
@@ -208,6 +237,7 @@ def test_a_record_says_nothing_of_what_came_after_it(age, tmp_path):
         os.utime(tmp_path / f"flight_{rank}", (10**9 - age,) * 2)
     said = who_is_missing.report(tmp_path)
     assert ("rank 1 did not arrive at collective 2 " in said) == (age < 0), said
+    assert ("these were ended from outside" in said) == (age > 0), said
 
 
 def test_a_rank_that_was_ended_in_the_recorder_is_at_no_line_of_the_program(tmp_path):

@@ -8,7 +8,7 @@ When a rank has called no collective for ``quiet`` seconds, and when its work en
   flight_3    what PyTorch's flight recorder has of rank 3: its last collectives, with the Python stack of each call, in
               the form of the dumps that NCCL writes when it times out (``torchfrtrace`` reads both)
   where_3     its process and node; the stacks of its threads; how it left. Where no Python can run, as a thread that
-              is stuck outside of it holds the interpreter, a C thread of Python's faulthandler writes the stacks
+              is stuck outside of it holds the interpreter, a signal's handler of Python's faulthandler writes the stack
 
 When the rank calls collectives again, what it has left is removed: it was a pause. Four times in ``quiet`` seconds the
 date of where_3 is set, as a sign of life, and that of flight_3, as long as it holds. ``who_is_missing.py`` compares the
@@ -40,8 +40,8 @@ from labkit import UserError
 FLIGHT, WHERE = "flight_", "where_"
 RAISED = "raised:"  # in where_<rank>: what follows is where
 KEPT = "200"  # collectives of a rank: to write the stacks of 2,000 took 4 to 12 s
-IS_QUIET, STUCK = "quiet:", "Timeout "  # in where_<rank>: who has written the stacks below, the watcher or the C thread
-SIGNAL = "Stack (most recent call first):"  # the signal's handler has, of the main thread
+IS_QUIET = "quiet:"  # in where_<rank>: the stacks below are the watcher's
+SIGNAL = "Stack (most recent call first):"  # this one, of the main thread, a signal's handler has written
 MAIN = re.compile(rf"(?m)^(?:(?:Current t|T)hread .*|{re.escape(SIGNAL)})$")
 STACK = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>\S+)')
 
@@ -64,33 +64,40 @@ def recorder(folder: str | Path, quiet: float = 60):
         _, began = _state_and_start(os.getpid())
         print(json.dumps({"pid": os.getpid(), "began": began, "on": _machine(), "beat": quiet / 4}), file=where)
         faulthandler.enable(where)  # a crash
-        # Ended by a launcher, it says where it was. The other threads run on; to read their stacks could crash this one.
+        # Ended by a launcher, it says where it was; and SIGALRM comes when the watcher has had no turn for long. Of their
+        # own thread only: the others run on, and to read a stack that changes could crash the process.
         faulthandler.register(signal.SIGTERM, file=where, chain=True, all_threads=False)
+        alarm = signal.getsignal(signal.SIGALRM) == signal.SIG_DFL  # else the program has a use of its own for it
+        if alarm:
+            faulthandler.register(signal.SIGALRM, file=where, all_threads=False)
+            signal.setitimer(signal.ITIMER_REAL, 2 * quiet)  # the watcher puts it off, as long as it has turns
         over, removing = threading.Event(), threading.Lock()
         written = []  # the last call of each record that the watcher has written
-        about = folder, rank, where, quiet, over, removing, written
+        about = folder, rank, where, quiet, over, removing, written, alarm
         watcher = threading.Thread(target=_watch, args=about, daemon=True)
         watcher.start()
+        left = "finished"
         try:
-            try:
-                yield
-            finally:
-                with removing:  # what is written from here on stays
-                    over.set()
-            print("left: finished", file=where)
+            yield
         except BaseException as error:
             frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
             stack = [f'File "{code.co_filename}", line {line} in {code.co_name}' for code, line in reversed(frames)]
-            print(RAISED, *stack, sep="\n", file=where)
-            print(f"left: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}", file=where)
+            left = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             raise
         finally:
+            with removing:  # what is written from here on stays
+                over.set()
             watcher.join()
-            faulthandler.cancel_dump_traceback_later()
-            faulthandler.unregister(signal.SIGTERM)
-            faulthandler.disable()
+            if alarm:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                faulthandler.unregister(signal.SIGALRM)
             if written[-1:] != [_last_call()]:
                 _dump(folder, rank, where)
+            if left != "finished":
+                print(RAISED, *stack, sep="\n", file=where)
+            print(f"left: {left}", file=where)  # last: of a rank that has left, all that it has called is in its record
+            faulthandler.unregister(signal.SIGTERM)
+            faulthandler.disable()
 
 
 def _opened(folder: Path, rank: int):
@@ -117,14 +124,15 @@ def _rank(environ) -> int:
     return int(said)
 
 
-def _watch(folder, rank, where, quiet, over, removing, written):
+def _watch(folder, rank, where, quiet, over, removing, written, alarm):
     """Until it is over: when no collective has been called for so long, write what there is to know.
 
-    This thread writes the stacks while it holds the interpreter, so they stand still. The C thread cannot hold it, and a
-    stack that changes while it reads may crash the process: it is put off as long as this thread has its turns.
+    This thread writes the stacks while it holds the interpreter, so they stand still. (faulthandler's own thread, of
+    ``dump_traceback_later``, cannot hold it, and has crashed trainings that ran on.)
     """
     called, head = "nothing looked at yet", os.fstat(where.fileno()).st_size
     while True:
+        looked = time.time()  # what is called while this goes on is in no record
         if (now := _last_call()) != called:
             called, since = now, time.monotonic()
             with removing, contextlib.suppress(OSError):
@@ -132,16 +140,16 @@ def _watch(folder, rank, where, quiet, over, removing, written):
                     (folder / f"{FLIGHT}{rank}").unlink(missing_ok=True)
                     os.ftruncate(where.fileno(), head)
         elif written[-1:] != [called] and time.monotonic() - since > quiet:
-            faulthandler.cancel_dump_traceback_later()  # what follows may take long
             print(f"{IS_QUIET} no collective for {quiet:g} s", file=where)
             faulthandler.dump_traceback(where)
             _dump(folder, rank, where)
             written.append(called)
-        faulthandler.dump_traceback_later(2 * quiet, file=where)  # from now on, anew each time
+        if alarm:
+            signal.setitimer(signal.ITIMER_REAL, 2 * quiet)
         with contextlib.suppress(OSError):
             os.utime(where.fileno())  # a sign of life
             if written[-1:] == [called]:
-                os.utime(folder / f"{FLIGHT}{rank}")  # nothing has been called since
+                os.utime(folder / f"{FLIGHT}{rank}", (looked, looked))  # until then nothing had been called since
         if over.wait(quiet / 4):
             return
 
@@ -240,7 +248,7 @@ class Place:
     process: str  # "process 123 on node-1"
     line: Line | None  # where it is, or was when it raised
     left: str | None  # "finished", an error in words, or None: nobody knows, or it is there
-    ended: bool = False  # a signal has asked it to end, and it has written where it was
+    ended: bool = False  # a signal's handler has written where it was: it was asked to end, or was stuck for long
     state: str | None = None  # "there", "stopped" or "gone" now; None if that cannot be seen from this machine
     seen: float = 0  # seconds since 1970: its last sign of life
     beat: float = 15  # seconds between two signs of life
@@ -322,7 +330,7 @@ def _place(path: Path) -> Place:
     except (ValueError, TypeError):  # cut off, or of something else
         known = {}
     raised = text.partition(f"\n{RAISED}\n")[2].partition("\nleft: ")[0].partition("Thread ")[0]
-    *_, stacks = re.split(rf"(?m)^(?:{IS_QUIET}|{STUCK}).*$", text)  # the last ones; the main thread's comes last
+    *_, stacks = re.split(rf"(?m)^{IS_QUIET}.*$", text)  # the last ones; the main thread's comes last
     left = re.search(r"(?m)^(?:left|Fatal Python error): (.*)$", text)
     return Place(
         process=process,
