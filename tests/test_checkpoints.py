@@ -51,6 +51,30 @@ def test_one_rank_looks_for_the_newest_checkpoint_and_all_take_it(tmp_path):
     assert LAB.on_ranks(by_value(resumed_by_a_rank_with_a_stale_listing), str(tmp_path)) == [2, 2]
 
 
+def saved_where_nobody_else_looks(me, folder):
+    """What each rank is told where its folder is a disk of its own node: before the training, and as it is saved."""
+    mine = Path(folder, str(me.rank))
+    mine.mkdir()
+    checkpoints.SEEN_SECONDS = 0.1
+    said = []
+    for function in (
+        lambda: checkpoints.to_resume(SimpleNamespace(checkpoint=mine, resume=True)),
+        lambda: saving.save(mine, 1, torch.distributed.fsdp.fully_shard(model := training()[0]), torch.optim.SGD(model.parameters())),
+    ):  # fmt: skip
+        with pytest.raises(UserError) as refused:
+            function()
+        said.append(str(refused.value))
+    return said, [path.name for path in mine.iterdir()]
+
+
+def test_a_folder_that_not_all_nodes_share_is_told_to_all(tmp_path):
+    ranks = LAB.on_ranks(by_value(saved_where_nobody_else_looks), str(tmp_path))
+    for (before, saving_it), left in ranks:
+        assert "does not see what rank 0 writes to" in before and before.endswith("that all nodes share")
+        assert "__1_0.distcp is not seen by rank 0's node" in saving_it
+        assert left in ([], ["step-000001.partial"])  # the other node's is not rank 0's to clear
+
+
 def told_of_damage_by_each_rank(me, folder):
     """The sentences on each rank: a file that rank 1 looks into is damaged; the manifest, which rank 0 reads, is gone."""
     model, optimizer = training()

@@ -6,6 +6,9 @@ What differs from its manifest is never loaded.
 import dataclasses
 import re
 import shutil
+import socket
+import time
+import uuid
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,6 +19,8 @@ from labkit import UserError
 from labkit.running.options import flag
 from labkit.training import dcp_reading, manifest
 from labkit.training.manifest import Damaged
+
+SEEN_SECONDS = 5  # in which a shared file system shows a new file on another node
 
 
 def identity(config, global_batch: int, data: str) -> dict:
@@ -49,7 +54,8 @@ def go_on(config, last_step: int, load) -> int:
             if _rank() == 0:
                 print(f"{path} is damaged ({error.reason}): trying the one before", flush=True)
             continue
-        if step >= last_step:
+        saves_yet = step == last_step and getattr(config, "save", None)  # trained, and ended before that was done
+        if step >= last_step and not saves_yet:
             raise UserError(f"nothing left to train: the checkpoint is at step {step} of {last_step}; train for more")
         return step
     if found:
@@ -60,11 +66,12 @@ def go_on(config, last_step: int, load) -> int:
 def to_resume(config) -> list[Path]:
     """The checkpoints in --checkpoint, the newest first. Collective, where there are several ranks.
 
-    UserError: there are some, and --resume is not given; or none can be written there.
+    UserError: there are some, and --resume is not given; or none can be written there, or not for all ranks to see.
     """
     if not config.checkpoint:
         return []
     _prepare(config.checkpoint)
+    _check_shared(Path(config.checkpoint))
     found = on_one(lambda: stored(config.checkpoint))
     if found and not config.resume:
         raise UserError(
@@ -101,7 +108,7 @@ def _prepare(folder: str | Path):
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".writable-{_rank()}"
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)
         if _rank() == 0:
             for path in folder.glob("step-*"):  # left by a run that was ended there
                 if re.fullmatch(r"step-\d+\.(partial|removed)", path.name):
@@ -110,6 +117,35 @@ def _prepare(folder: str | Path):
         raise UserError(
             f"checkpoints cannot be written to {folder} ({error.strerror}): name another --checkpoint"
         ) from None
+
+
+def _check_shared(folder: Path):
+    """UserError, on every rank, if a rank does not see there what rank 0 writes: each node would save its own part alone.
+
+    Collective, where there are several ranks.
+    """
+    if not dist.is_initialized():
+        return
+    token = folder / on_one(lambda: f".seen-{uuid.uuid4().hex}")  # a new name: no node remembers that it is not there
+    on_one(token.touch)
+    unseen = [None] * dist.get_world_size()
+    dist.all_gather_object(unseen, None if _appears(token) else socket.gethostname())
+    on_one(lambda: token.unlink(missing_ok=True))
+    if any(unseen):
+        raise UserError(
+            f"{next(filter(None, unseen))} does not see what rank 0 writes to {folder}: name a --checkpoint folder that "
+            "all nodes share"
+        )
+
+
+def _appears(path: Path) -> bool:
+    """Whether a file that another node has just written is here, or comes soon."""
+    end = time.monotonic() + SEEN_SECONDS
+    while not path.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def name_of(step: int) -> str:
