@@ -293,9 +293,9 @@ def train(config, me, prepare=prepare, compute_loss=compute_loss):
             local_losses += train_one(inputs, targets)
             step += 1
         if step % save_every == 0 or step == config.max_steps or stop.agreed:
-            saver.save(step)
+            saver.save(step, must=bool(stop.agreed))
         if stop.agreed:
-            saver.finish()
+            saver.finish(must=True)
             stop.leave(me, step, config.max_steps)
 
         summed = torch.stack(local_losses).view(-1, config.accumulate).sum(1)

@@ -157,9 +157,9 @@ def train(config, me):
             local_losses += train_step(model, optimizer, inputs, targets, config)
             step += 1
         if step % save_every == 0 or step == config.max_steps or stop.agreed:
-            saver.save(step)
+            saver.save(step, must=bool(stop.agreed))
         if stop.agreed:
-            saver.finish()
+            saver.finish(must=True)
             stop.leave(me, step, config.max_steps)
         summed = torch.stack(local_losses).view(-1, config.accumulate).sum(1)
         dist.all_reduce(summed)  # once every LOG_EVERY steps: once a step, only to print, would slow the training

@@ -182,9 +182,9 @@ def train(config, me):
             torch.manual_seed(config.seed + 1000 * step + me.rank)
             local_losses.append(train_step(model, optimizer, images, labels, config))
             step += 1
-        saver.save(step)
+        saver.save(step, must=bool(stop.agreed))
         if stop.agreed:
-            saver.finish()
+            saver.finish(must=True)
             stop.leave(me, step, last_step)
 
         summed = torch.stack(local_losses)

@@ -14,7 +14,7 @@ from commands import script
 from labkit import UserError
 from labkit.measuring import meters
 from labkit.running import cells, launch
-from labkit.training import hf_models, hf_weights
+from labkit.training import checkpoints, dcp_reading, hf_models, hf_weights
 from peft import PeftModel
 from planner import predict
 from safetensors.torch import load_file
@@ -220,6 +220,22 @@ def tuned(weights, tmp_path_factory):
         key: (folder, each[0][0], each[0][1] | each[1][1])
         for key, folder, *each in zip(keys, folders, *ranks, strict=True)
     }
+
+
+@pytest.mark.long
+def test_a_run_that_was_ended_after_its_last_step_still_saves_its_model(shapes, tmp_path):
+    words = ["hf_fsdp.py", "--config", shapes["llama"], "--ranks", 2, "--batch-size", 1, "--seq-len", 16]
+    words += ["--max-steps", 3, "--checkpoint", tmp_path / "c", "--resume"]
+    assert script(*words).returncode == 0
+    done = script(*words)
+    assert done.returncode == 2 and "nothing left to train: the checkpoint is at step 3 of 3" in done.stderr
+    saved = script(*words, "--save", tmp_path / "model", "--record", tmp_path / "record.json")
+    assert saved.returncode == 0, saved.stderr
+    trained = dcp_reading.tensors(checkpoints.latest(tmp_path / "c"), "model.")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    assert trained and all(torch.equal(loaded[name], value) for name, value in trained.items())
+    about = json.loads((tmp_path / "record.json").read_text())
+    assert about["first_step"] == 3 and about["losses"] == []
 
 
 INPUTS = torch.arange(2 * LENGTH).view(2, LENGTH) % 256

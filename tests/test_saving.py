@@ -1,6 +1,7 @@
 """How checkpoints are written: whole or not at all, meanwhile, on a full disk, by a run that is asked to end; the export."""
 
 import errno
+import itertools
 import os
 import resource
 import signal
@@ -50,6 +51,14 @@ def test_only_the_newest_are_kept(tmp_path, world_of_one):
     assert names(tmp_path) == ["step-000002", "step-000003"]
 
 
+def test_newer_ones_that_are_damaged_do_not_cost_those_that_are_written(tmp_path, world_of_one):
+    """As after --fall-back: the run goes on from one before them."""
+    model, optimizer = training()
+    for step in (1, 8, 9, 2, 3):
+        saving.save(tmp_path, step, model, optimizer, RUN, keep=2 if step < 8 else None)
+    assert names(tmp_path) == [f"step-00000{step}" for step in (2, 3, 8, 9)]
+
+
 def test_a_save_that_is_interrupted_costs_nothing(tmp_path, world_of_one, monkeypatch):
     """Whenever it ends before the last step, which is a rename: the checkpoint before is the newest."""
     model, optimizer = training()
@@ -80,38 +89,56 @@ def test_what_an_ended_run_left_half_written_is_cleared(tmp_path):
 # No room
 
 
-def save_without_room(folder, on_failed_save):
+def save_without_room(folder, options, must):
     """What is said of the second save, which no file may take; and which checkpoints there are afterwards."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model, optimizer = training()
-    tried = saver(folder, model, optimizer, on_failed_save=on_failed_save)
+    tried = saver(folder, model, optimizer, **options)
     tried.save(1)
+    tried.finish()
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))  # bytes a file may have
     try:
         tried.save(2)
+        tried.finish()
+        tried.save(2, must=must)  # again: what could not be saved is not taken for saved
+        tried.finish(must=must)
         said = None
     except UserError as error:
         said = str(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     tried.save(3)
+    tried.finish()
     found = names(folder)
     manifest.read(folder / "step-000001")
     dist.destroy_process_group()
     return said, found, checkpoints.checked(folder / "step-000001", RUN)["ranks"]
 
 
-@pytest.mark.parametrize("on_failed_save", ["stop", "go-on"])
-def test_without_room_the_one_before_is_intact(tmp_path, on_failed_save):
-    said, found, ranks = forked(save_without_room, tmp_path, on_failed_save)
+@pytest.mark.parametrize("meanwhile", [False, True], ids=["at once", "meanwhile"])
+@pytest.mark.parametrize(("on_failed_save", "must"), [("stop", False), ("go-on", False), ("go-on", True)])
+def test_without_room_the_one_before_is_intact(tmp_path, on_failed_save, must, meanwhile):
+    """must: a run that is asked to end and to come back cannot go on without what it could not save."""
+    options = {"on_failed_save": on_failed_save, "async_checkpoint": meanwhile}
+    said, found, ranks = forked(save_without_room, tmp_path, options, must)
     assert found == ["step-000001", "step-000003"] and ranks == 1
-    if on_failed_save == "go-on":
+    if on_failed_save == "go-on" and not must:
         assert said is None
     else:
         assert said.startswith("step-000002 could not be saved to") and "(File too large)" in said
         assert "older checkpoints are as they were" in said
+
+
+def test_a_thread_that_saves_begins_on_the_ranks_own_gpu(monkeypatch):
+    """A new thread is on GPU 0, where its first call would take memory. (No GPU here: what it is told is looked at.)"""
+    told = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.append((device, threading.get_ident())))
+    with saving._thread() as thread:
+        assert told == [(3, thread.submit(threading.get_ident).result())]
 
 
 @pytest.fixture
@@ -146,6 +173,38 @@ def test_a_full_disk_ends_the_run_or_not_as_the_option_says(small_disk, mode):
     assert "step-000015 could not be saved" in goes_on.stdout and "; training goes on" in goes_on.stdout
     assert "after step 20" in goes_on.stdout
     assert names(small_disk) == ["step-000005", "step-000010"]
+
+
+def asked_without_room(folder):
+    """A gpt_fsdp.py that is asked to end in its third step, where nothing can be written any more."""
+    import gpt_fsdp
+    from labkit.running import options, ranks
+
+    sys.argv = ["gpt_fsdp.py"]
+    step, calls = gpt_fsdp.train_step, itertools.count(1)
+
+    def last(*given):
+        if next(calls) == 3:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return step(*given)
+
+    gpt_fsdp.train_step = last
+    words = ["--strategy", "single", "--device", "cpu", "--batch-size", "1", "--seq-len", "16", "--max-steps", "99"]
+    words += ["--checkpoint", str(folder), "--on-failed-save", "go-on", "--resume"]
+    ranks.run(gpt_fsdp.main, options.parse(gpt_fsdp.Config, "", words))
+
+
+def test_a_run_that_is_to_come_back_says_so_only_if_it_has_saved(tmp_path):
+    """Else it would come back to where it began, for ever."""
+    (tmp_path / "lab.py").write_text(
+        f"import sys; sys.path[:0] = [{str(launch.SOURCE)!r}, {str(Path(__file__).parent)!r}]\n"
+        f"from test_saving import asked_without_room\nasked_without_room({str(tmp_path / 'c')!r})\n"
+    )
+    run = script(tmp_path / "lab.py")
+    assert run.returncode == 2 and "could not be saved" in run.stderr, run.stdout + run.stderr
+    assert "asked to end" not in run.stdout and names(tmp_path / "c") == []
 
 
 # Meanwhile

@@ -40,12 +40,12 @@ class Saver:
         self.stalls = []  # seconds that training stood still, of each save
         self.background = self.group = self.writing = None
         if config.checkpoint and config.async_checkpoint:
-            self.background = ThreadPoolExecutor(1)
+            self.background = _thread()
             # Messages of its own: in the training's groups they would get between those of the steps.
             self.group = dist.new_group(backend="gloo")
 
-    def save(self, step: int):
-        """Write the state after ``step`` steps, or have it written while training goes on. UserError: see ``finish``."""
+    def save(self, step: int, must: bool = False):
+        """Write the state after ``step`` steps, or have it written while training goes on. must, UserError: see ``finish``."""
         if not self.config.checkpoint or step == self.last:
             return
         begin = time.perf_counter()
@@ -56,20 +56,24 @@ class Saver:
         if self.background:
             self.writing = self.background.submit(write, *where[:2], copied(state), *where[3:])
         else:
-            self._try(lambda: write(*where))
+            self._try(lambda: write(*where), must)
         self.stalls.append(time.perf_counter() - begin)
 
-    def finish(self):
-        """Wait until all is written. UserError: it could not be, and --on-failed-save says that this ends the run."""
+    def finish(self, must: bool = False):
+        """Wait until all is written. UserError: it could not be, and --on-failed-save says that this ends the run.
+
+        must: it ends the run in any case, as where the run ends now and is to go on from there.
+        """
         if self.writing:
             writing, self.writing = self.writing, None
-            self._try(writing.result)
+            self._try(writing.result, must)
 
-    def _try(self, function):
+    def _try(self, function, must):
         try:
             function()
         except UserError as error:
-            if self.config.on_failed_save == "stop":
+            self.last = None
+            if must or self.config.on_failed_save == "stop":
                 raise
             if dist.get_rank() == 0:
                 print(f"{error}; training goes on", flush=True)
@@ -83,6 +87,13 @@ class Saver:
             "saves": len(self.stalls),
             "stall": statistics.median(self.stalls),
         }
+
+
+def _thread() -> ThreadPoolExecutor:
+    """One thread. A new one is on GPU 0, where its first call would take memory, whichever GPU is the rank's."""
+    if not torch.cuda.is_initialized():
+        return ThreadPoolExecutor(1)
+    return ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),))
 
 
 def state_of(model, optimizer, step: int) -> dict:
@@ -130,6 +141,8 @@ def _complete(partial: Path, every: list, run: dict, keep: int | None):
         if failed := [each for each in every if isinstance(each, str)]:
             raise OSError(0, failed[0])
         files = {name: digest for each in every for name, digest in each.items()}
+        if unseen := [name for name in files if not (partial / name).exists()]:
+            raise OSError(0, f"{unseen[0]} is not seen by rank 0's node")
         files[dcp_reading.METADATA] = manifest.digest(partial / dcp_reading.METADATA)
         versions = {"torch": torch.__version__, "python": platform.python_version()}
         about = {"run": run, "ranks": len(every), "versions": versions, "shapes": dcp_reading.shapes(partial)}
@@ -149,7 +162,10 @@ def put_in_place(partial: Path, keep: int | None):
     checkpoints.clear(final)  # a damaged one, that the run did without
     partial.rename(final)
     _to_disk(final.parent)
-    for old in checkpoints.stored(final.parent)[keep:] if keep else ():
+    found = checkpoints.stored(final.parent)
+    while found[0].name != final.name:  # newer ones do not count: they were damaged when this run began before them
+        found.pop(0)
+    for old in found[keep:] if keep else ():
         checkpoints.clear(removed := old.with_suffix(".removed"))
         old.rename(removed)  # at once: half of one shall not be taken for a whole one
         checkpoints.clear(removed)
