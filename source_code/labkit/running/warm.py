@@ -227,9 +227,7 @@ def end(code):
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    threading._shutdown()  # private: tells pools of threads that it is over, and waits for all that are no daemons
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
