@@ -39,6 +39,15 @@ if __name__ == "__main__":
 """
 
 
+def test_ranks_that_do_not_come_are_counted(monkeypatch):
+    """A node that reads torch from a cold file system, or a rank that has failed: NCCL would say neither."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-7"))
+    me = ranks.Rank(0, 0, 3, "node-1", torch.device("cuda", 0), "nccl")
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
+    with pytest.raises(UserError, match=r"1 of 3 ranks have started within 0\.1 s: does a node still import torch"):
+        gpus.check_one_each(me, store, seconds=0.1)
+
+
 def start(way, tmp_path, request, **about):
     """Three ranks on one node, by torchrun or srun."""
     stub = tmp_path / "stub.py"

@@ -143,7 +143,7 @@ def test_first_error_is_shown_once(way, tmp_path, request):
         "srun": f"srun -N 2 --ntasks-per-node=2 --kill-on-bad-exit=1 python {stub}",
     }
     env = request.getfixturevalue("slurm") if way == "srun" else os.environ
-    run = script(stub) if way == "python" else bash(commands[way], env=env, timeout=60)
+    run = script(stub) if way == "python" else bash(commands[way], env=env)
     assert run.returncode not in (0, 2)
     assert run.stderr.count("ValueError: boom") == 1
     assert len(re.findall("rank [123] failed", run.stderr)) == 1
@@ -160,7 +160,7 @@ def test_users_error_in_a_rank_is_one_sentence(start, tmp_path):
     stub = tmp_path / "stub.py"
     text = STUB.format(error="UserError('the data are missing on node 7: copy them')", arguments="ranks=3")
     stub.write_text(text if start == "fork" else text.replace("import sys", "import sys; sys.platform = 'other'", 1))
-    run = script(stub) if start == "fork" else bash(f"{PYTHON} {stub}", timeout=60)
+    run = script(stub) if start == "fork" else bash(f"{PYTHON} {stub}")
     assert run.returncode == 2
     assert run.stderr == "stub.py: the data are missing on node 7: copy them\n"
 
@@ -175,6 +175,67 @@ def test_an_error_before_the_process_group_is_told_once(way, tmp_path):
     run = script(stub) if way == "python" else bash(f"{TORCHRUN} --standalone --nproc-per-node 2 {stub}")
     assert run.stderr.count("stub.py: too small\n") == 1
     assert run.stderr == "stub.py: too small\n" or way == "torchrun"  # which adds a page of its own
+
+
+SLOW = """
+    import builtins
+    shown = builtins.print
+    builtins.print = lambda *given, **more: (__import__("time").sleep(1.5), shown(*given, **more))
+    raise UserError("too small")
+    dist.init_process_group"""
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_no_rank_ends_before_the_first_has_said_why(first, tmp_path):
+    """The launcher ends all when it sees one end, and the one that speaks may be slow."""
+    text = STUB.format(error="ValueError()", arguments="ranks=2").replace("\n    dist.init_process_group", SLOW)
+    late = (
+        f"    while me.rank != {first} and not ranks._store_of_the_run().check([ranks.FAILED]): pass\n    raise UserE"
+    )
+    (tmp_path / "stub.py").write_text(text.replace("    raise UserE", late, 1))
+    run = script(tmp_path / "stub.py")
+    assert run.returncode == 2 and run.stderr == "stub.py: too small\n"
+
+
+@pytest.mark.skipif(not warm.possible(), reason="forks, which Linux can")
+@pytest.mark.parametrize(("number", "code"), [("USR1", 138), ("USR2", 140), ("KILL", 1)])
+def test_a_rank_that_is_warned_before_it_listens_ends_the_run_as_the_templates_expect(number, code, tmp_path):
+    """With 138 or 140 they put the job back in the queue. Where GPUs are, ranks import torch before they listen."""
+    text = STUB.format(error="ValueError()", arguments="ranks=2")
+    killed = f"    import os, signal\n    signal.signal(signal.SIGUSR1, signal.SIG_DFL); signal.signal(signal.SIGUSR2, signal.SIG_DFL)\n    os.kill(os.getpid(), signal.SIG{number})\n    dist.init_process_group"
+    if number == "KILL":
+        killed = killed.replace(
+            "signal.signal(signal.SIGUSR1, signal.SIG_DFL); signal.signal(signal.SIGUSR2, signal.SIG_DFL)", "pass"
+        )
+    (tmp_path / "stub.py").write_text(text.replace("    dist.init_process_group", killed, 1))
+    run = script(tmp_path / "stub.py")
+    assert run.returncode == code and f"was killed by SIG{number}; the other ranks were ended" in run.stderr, run.stderr
+
+
+@pytest.mark.parametrize(("told", "threads"), [("3", 3), ("", 1), ("2,1", 2), ("0", 1), ("many", 1)])
+def test_threads_are_as_many_as_openmp_is_told(told, threads, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", told)
+    monkeypatch.setattr(ranks.torch, "set_num_threads", (asked := []).append)
+    ranks.compute_as_one_of_several()
+    assert asked == [threads]
+
+
+def test_a_progress_that_cannot_be_written_ends_no_training(tmp_path, monkeypatch):
+    """A full disk, a file system that is away: the training may have nothing to do with them."""
+    monkeypatch.setenv(progress.VARIABLE, str(tmp_path))  # a folder, which nothing can be written to
+    progress.Progress(ranks.Rank(0, 0, 1, "here", "cpu", "gloo"), 2).advance()
+
+
+def test_ranks_that_gloo_does_not_bring_together_are_told_of_its_setting(monkeypatch, capsys):
+    monkeypatch.setattr(ranks, "LINGER_SECONDS", 0)
+    for error, hint in (
+        ("Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc:1]", True),
+        ("gloo/transport", False),
+    ):
+        with pytest.raises(SystemExit):
+            ranks._fail(RuntimeError(error))
+        said = capsys.readouterr().err
+        assert "rank 0 lost contact with another rank: " in said and ("GLOO_SOCKET_IFNAME" in said) == hint
 
 
 @pytest.mark.long
@@ -359,9 +420,7 @@ def test_half_a_rendezvous_is_an_error_never_a_world_of_one(environ, missing):
 
 @pytest.mark.long
 def test_single_under_several_ranks_is_an_error():
-    run = bash(
-        f"{TORCHRUN} --standalone --nproc-per-node 2 mnist_fsdp.py --data mnist-5k --strategy single", timeout=60
-    )
+    run = bash(f"{TORCHRUN} --standalone --nproc-per-node 2 mnist_fsdp.py --data mnist-5k --strategy single")
     assert run.returncode != 0
     assert run.stderr.count("--strategy single is one rank, but 2 were started") == 1
 

@@ -141,9 +141,7 @@ def check_writable(path: str | Path, option: str = "--record"):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder")
-        probe = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise UserError(
             f"the record cannot be written to {path} ({error.strerror or error}): name another {option}"

@@ -11,7 +11,6 @@ from labkit import UserError
 
 ROOT = Path("/")
 OLDEST_DRIVER = {12: 525, 13: 580}  # that runs a wheel for CUDA 12, or 13: NVIDIA's minor version compatibility
-MEET_SECONDS = 120  # how long ranks wait for one another
 KEYS = "labkit/gpus"  # at the store: who has which, how many ranks have said so, and what is wrong
 HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 
@@ -65,11 +64,11 @@ def driver() -> str | None:
     return version and version[1]
 
 
-def check_one_each(me, store):
+def check_one_each(me, store, seconds: float):
     """UserError, on every rank, if two ranks compute on one GPU: NCCL's own words would name neither. Collective.
 
-    me: a ``ranks.Rank``. store: where the ranks have met. By the GPU's UUID: where each task is given one GPU, all
-    call their own 0.
+    me: a ``ranks.Rank``. store: where the ranks have met. seconds: how long they wait for one another. By the GPU's
+    UUID: where each task is given one GPU, all call their own 0.
     """
     gpu = f"{KEYS}/{me.node}/{torch.cuda.get_device_properties(me.device).uuid}"
     first = int(store.compare_set(gpu, "", str(me.rank)))  # whose it is: this rank's, or that of one before
@@ -82,6 +81,12 @@ def check_one_each(me, store):
         )
     if store.add(f"{KEYS}/told", 1) == me.world_size:
         store.set(f"{KEYS}/all told", "")
-    store.wait([f"{KEYS}/all told"], timedelta(seconds=MEET_SECONDS))
+    try:
+        store.wait([f"{KEYS}/all told"], timedelta(seconds=seconds))
+    except torch.distributed.DistStoreError:
+        raise UserError(
+            f"{store.add(f'{KEYS}/told', 0)} of {me.world_size} ranks have started within {seconds:g} s: does a node still "
+            "import torch, or has a rank failed?"
+        ) from None
     if store.check([f"{KEYS}/wrong"]):
         raise UserError(store.get(f"{KEYS}/wrong").decode())

@@ -48,7 +48,8 @@ def report():
 
 
 def _write(path, text: str):
-    with contextlib.suppress(FileNotFoundError):  # no folder: whoever wanted to know has gone, as after sbatch
+    # No folder: whoever wanted to know has gone, as after sbatch. No space: that is no reason to end a training.
+    with contextlib.suppress(OSError):
         Path(path).write_text(text)
 
 

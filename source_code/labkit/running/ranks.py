@@ -37,7 +37,7 @@ from labkit import UserError
 from labkit.running import gpus, progress, stopping
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-RENDEZVOUS_SECONDS = 120  # how long ranks that Slurm started wait for rank 0
+RENDEZVOUS_SECONDS = 300  # how long ranks wait for one another: a cold file system takes minutes to import torch
 LINGER_SECONDS = 3  # how long a rank that lost contact waits to be ended before it ends itself
 # What gloo and NCCL say when it was another rank that failed
 LOST_CONTACT = re.compile(r"gloo/transport|remote process exited|closed by remote peer", re.I)
@@ -46,6 +46,7 @@ LOOPBACK = "127.0.0.1"
 # question goes to a name server, and the C library waits five seconds for an answer that is lost (resolv.conf(5)).
 QUICK_DNS = "timeout:1"
 FAILED = "labkit/failed"  # at the store: how many ranks have failed
+SAID = "labkit/said"  # at the store, once the first of them has said why
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def be_rank(place: tuple[int, int, int], main, config):
     if rank.device.type == "cuda":
         torch.cuda.set_device(rank.device)
         if backend == "nccl" and rank.world_size > 1 and (store := _store_of_the_run()):
-            gpus.check_one_each(rank, store)
+            gpus.check_one_each(rank, store, RENDEZVOUS_SECONDS)
     else:
         compute_as_one_of_several()
     main(config, rank)
@@ -144,7 +145,7 @@ def start_here(count: int, device: str, main, config):
     job, start = uuid.uuid4().hex, random.randrange(12000, 30000)
     ranks = torch.multiprocessing.start_processes(
         _as_local_rank,
-        (count, range(start, start + 8), job, main, config),
+        (count, range(start, start + 8), job, os.getpid(), main, config),
         count,
         join=False,
         start_method="fork" if fork else "spawn",
@@ -163,11 +164,14 @@ def start_here(count: int, device: str, main, config):
             else f"ended with exit code {failure.exit_code}"
         )
         print(f"{program()}: rank {failure.error_index} {how}; the other ranks were ended", file=sys.stderr)
-        sys.exit(1)
+        warned = [each for each in stopping.WARNINGS if each.name == failure.signal_name]  # before it could listen
+        sys.exit(128 + warned[0] if warned else 1)
 
 
-def _as_local_rank(rank: int, count: int, ports, job: str, main, config):
-    """What each process that ``start_here`` makes does."""
+def _as_local_rank(rank: int, count: int, ports, job: str, launcher: int, main, config):
+    """What each process that ``start_here`` makes does. launcher: its process."""
+    if os.getppid() != launcher:  # it has ended before PyTorch could see to it that this one ends with it
+        _end(1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every rank: end, without a traceback from each
     stopping.listen(config)  # (a rank that was forked does already)
     with _failing_tidily():
@@ -327,7 +331,8 @@ def _own_device(device: str, local_rank: int) -> torch.device:
 
 def compute_as_one_of_several():
     """On the CPU: with one thread unless told otherwise, as the ranks of one machine share its cores."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    told = re.match(r"\s*0*([1-9]\d*)", os.environ.get("OMP_NUM_THREADS", ""))  # may be empty, or a list: 4,1
+    torch.set_num_threads(int(told[1]) if told else 1)
     _keep_freed_memory()
 
 
@@ -370,8 +375,14 @@ def program() -> str:
 
 def leave(sentence: str):
     """End after a user's error: the sentence once, whatever the number of ranks, and exit code 2."""
-    if _first_to_fail():
-        print(f"{program()}: {sentence}", file=sys.stderr, flush=True)
+    store = _store_of_the_run()
+    with contextlib.suppress(RuntimeError):  # the store goes with rank 0
+        if _first_to_fail():
+            print(f"{program()}: {sentence}", file=sys.stderr, flush=True)
+            if store is not None:
+                store.set(SAID, "")
+        elif store is not None:  # the launcher ends all when it sees one end: not before there is something to read
+            store.wait([SAID], timedelta(seconds=LINGER_SECONDS))
     _outlive_the_others()
     _exit(2)
 
@@ -384,6 +395,11 @@ def _fail(error: Exception):
         rank = os.environ.get("RANK", "0")
         if lost_contact:
             message = f"rank {rank} lost contact with another rank: {str(error).strip().splitlines()[0]}"
+            if "connectFullMesh" in str(error):
+                message += (
+                    "\nIf none of them has failed, gloo takes a network on which the nodes do not reach each other: set "
+                    "GLOO_SOCKET_IFNAME to the right one's name (ip -br addr lists them)"
+                )
         else:
             message = f"rank {rank} failed:\n{traceback.format_exc()}"
         print(f"{program()}: {message}", file=sys.stderr, flush=True)
