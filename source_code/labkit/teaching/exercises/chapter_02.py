@@ -31,7 +31,7 @@ def _reduced(me, function):
 
 
 def _judge_ring(function) -> str:
-    found = on_ranks(_reduced, function, ranks=WORLD, timeout=20)
+    found = on_ranks(_reduced, function, ranks=WORLD)
     if all(given == "nothing" for given, _ in found):
         return "not answered yet"
     for rank, (given, sent) in enumerate(found):

@@ -38,7 +38,7 @@ def _reduced(me, reduce):
 
 
 def _judge_reduce(reduce) -> str:
-    found = on_ranks(_reduced, reduce, ranks=WORLD, timeout=20)
+    found = on_ranks(_reduced, reduce, ranks=WORLD)
     if all(unanswered(given) for given, *_ in found):
         return "not answered yet"
     own = [_gradient(rank) for rank in range(WORLD)]

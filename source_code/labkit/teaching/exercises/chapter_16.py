@@ -196,7 +196,7 @@ def _asked(me, agree):
 
 
 def judge_agreement(agree) -> str:
-    told = on_ranks(_asked, agree, ranks=WORLD, timeout=30)
+    told = on_ranks(_asked, agree, ranks=WORLD)
     if any(unanswered(answer) for answers in told for answer in answers):
         answered = [rank for rank, answers in enumerate(told) if not any(map(unanswered, answers))]
         return (
