@@ -15,7 +15,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "source_code"
 STEPS = 3  # before it waits
-SECONDS = 120  # after which it goes on unasked
+SECONDS = 600  # after which it goes on unasked
 
 
 def first_life() -> bool:

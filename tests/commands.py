@@ -25,8 +25,12 @@ def call(*command, env=None, cwd=None, timeout=60) -> subprocess.CompletedProces
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        out, err = process.communicate()
+        os.killpg(process.pid, 15)  # torchrun's ranks have groups of their own: it ends them, if it can
+        try:
+            out, err = process.communicate(timeout=40)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            out, err = process.communicate(timeout=60)
         pytest.fail(f"not finished after {timeout} s: {command}\n{out}\n{err}")
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 

@@ -58,7 +58,7 @@ def run_broken(
         assert any(text in source for source in sources), f"{text!r} is not in {path.name}"
         sources = [source.replace(text, replacement) for source in sources]
     env = os.environ | {"FSDP_LABS_RANKS": str(ranks)}
-    return lines_of_verdicts(forked(run_cells, sources, str(FOLDER), env=env, timeout=180))
+    return lines_of_verdicts(forked(run_cells, sources, str(FOLDER), env=env, timeout=600))
 
 
 def run_cells(sources: list[str], folder: str) -> str:

@@ -46,7 +46,7 @@ def learner(course, tmp_path):
     """A function that runs a command as somebody with a home of their own, in a folder of the course."""
     (tmp_path / "home").mkdir()
     env = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
-    env |= {"HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+    env |= {"HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"}
     env.pop("PYTHONSTARTUP", None)  # it would bring this checkout's labkit
 
     def run(*words, folder="source_code", **variables):

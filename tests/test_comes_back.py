@@ -71,7 +71,7 @@ def queue(template: str, lab: str, words: list, folder: Path, env, *sbatch) -> s
 
 
 def ended(job: str, folder: Path, env):
-    wait_for(lambda: state(job, env) not in ("RUNNING", "PENDING", "COMPLETING"), "end of the job", job, env)
+    wait_for(lambda: state(job, env) not in ("", "RUNNING", "PENDING", "COMPLETING"), "end of the job", job, env)
     output = (folder / "out").read_text()
     assert state(job, env) == "COMPLETED", output
     return output

@@ -31,7 +31,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks cannot 
 
 
 def on_ranks(function, *arguments, count):
-    return cells.on_ranks(function, *arguments, ranks=count, cluster=HERE, timeout=200)
+    return cells.on_ranks(function, *arguments, ranks=count, cluster=HERE, timeout=600)
 
 
 def run(**given):
@@ -226,7 +226,7 @@ SENT = {
 def measured(me):
     found = {}
     gpt_fsdp.VALIDATION_SEQUENCES = 4  # one each: the validation is not looked at here
-    meters.TRACED_STEPS = range(1, 3)  # sooner, and one step less
+    meters.TRACED_STEPS = range(1, 4)  # sooner
     for name, given in SENT.items():
         config = gpt_fsdp.Config(max_steps=meters.TRACED_STEPS[-1] + 1, batch_size=2, seq_len=64, **given)
         found[name] = gpt_fsdp.train(config, me)
@@ -329,13 +329,15 @@ def test_record_says_what_was_measured(record):
     assert record["script"] == "gpt_fsdp.py"
     assert record["data"] == {
         "name": "pydoc-topics",
-        "train": pytest.approx(420_000, rel=0.1),
-        "test": pytest.approx(46_600, rel=0.1),
+        "train": len((data := text.load(torch.device("cpu"))).train),
+        "test": len(data.validation),
     }
     assert (record["batch_size"], record["units"], record["first_step"], len(record["losses"])) == (8, 5, 0, 40)
     assert record["tokens_per_second"] == pytest.approx(record["time"]["samples_per_second"] * 128)
     # Samples are sequences: 8 on each of 2 ranks in the time of a step.
-    assert record["time"]["samples_per_second"] == pytest.approx(16 / record["time"]["step"]["median"], rel=0.5)
+    step, rate = record["time"]["step"], record["time"]["samples_per_second"]
+    # Half of the steps took the median or longer; all together no longer than the run.
+    assert step["median"] / 2 <= 16 / rate <= record["time"]["elapsed"] / step["steps"]
     speed = record["model_flops_utilisation"]
     assert speed["peak_of"].startswith("measured matmul ceiling of ")
     assert speed["peak_flops"] > 1e9
