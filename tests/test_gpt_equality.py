@@ -17,7 +17,7 @@ from labkit.running import cells, launch
 
 pytestmark = pytest.mark.long
 HERE = launch.Cluster(launcher="local")
-STEPS, SEQUENCES, RANKS = 4, 16, 4
+STEPS, SEQUENCES, RANKS = 6, 16, 4
 SMALL = {"width": 32, "hidden": 96, "layers": 3}  # a quarter of the smallest model's width
 LORA = {"lora": 4, "lr": 0.02}
 CLIPPED = {"clip": 0.4}  # below most of the norms that occur

@@ -65,8 +65,8 @@ def test_todays_draws_are_what_the_meters_say():
     print(f"to repeat it: python trial.py --random 12 --seed {seed}")
     tried, _ = trial.sorted_out(configurations.drawn(seed, 12))
     # Ten times the listed ones' limit: the day's are new, and a red test should mean a mistake of some size. (With 2.11
-    # three of some 170 draws were 2 to 4.6 % above the plan; all recompute selectively.)
-    limit = min(10 * LIMIT, 0.1)
+    # three of some 170 draws were 2 to 4.6 % above the plan, and very few tokens 10 %.)
+    limit = min(10 * LIMIT, 0.15)
     for row in trial.run(tried):
         assert abs(row["difference"]) <= limit, row
         assert row["persistent equal"] and row["traffic equal"], row

@@ -36,13 +36,19 @@ class Command:
             raise FailedJobError(f"exit code {code}")
 
     def checkpoint(self) -> DelayedSubmission | None:
-        """Called in submitit's signal handler: what is to be run in the job's next life, once the command has saved."""
+        """Called in submitit's signal handler: what is to be run in the job's next life, once the command has saved.
+
+        None: it has failed, as where it could not save; it would begin where it began, again and again.
+        """
         if not self.resumes:
             return None
         if self.process:  # else the warning came before anything had begun
             with contextlib.suppress(ProcessLookupError):  # Slurm may have warned submitit only
                 os.kill(self.process, signal.SIGUSR2)
-            self._wait()
+            if (code := self._wait()) == 0:  # it was done: submitit requeues or fails, so the next life does nothing
+                return DelayedSubmission(Command(["true"], resumes=False))
+            if code not in stopping.COMES_BACK:
+                return None
         return DelayedSubmission(Command(self.words, self.resumes))
 
     def _wait(self) -> int:
