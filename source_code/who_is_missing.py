@@ -87,12 +87,11 @@ def _lost(places: dict, told: dict) -> set:
 
 def _outdated(groups: dict, told: dict) -> set:
     """Ranks whose record holds until a moment after which others of their group have called something."""
-    return {
-        rank
-        for calls in groups.values()
-        for rank in calls
-        if any(call.created / 1e9 > told[rank] for of in calls.values() for call in of.values())
-    }
+    found = set()
+    for calls in groups.values():
+        last = max((call.created for of in calls.values() for call in of.values()), default=0) / 1e9
+        found |= {rank for rank in calls if told[rank] < last}
+    return found
 
 
 def _of_silent_ranks(silent: list, lost: set, places: dict) -> list[str]:
@@ -106,12 +105,17 @@ def _of_silent_ranks(silent: list, lost: set, places: dict) -> list[str]:
             said.append(_of_a_lost_rank(rank, place))
             if place.line:
                 said.append(_row("it had been quiet before, at", "", place.line))
-        elif place.line or place.ended:  # a C thread or a signal's handler wrote that; a record needs the interpreter
+        elif place.line or place.ended:  # a signal's handler wrote that; a record needs the interpreter
             ended[place.line].append(rank)
+        elif place.state == "there" and time.time() - place.seen > 4 * place.beat:
+            said.append(
+                f"rank {rank} is there ({place.process}), but none of its Python runs: a thread that is stuck outside of "
+                "it holds the interpreter; kill -TERM ends it, and it says where it was"
+            )
         elif not place.left:
             said.append(f"rank {rank} is there ({place.process}), and has not been quiet for long: look again later")
     if ended:
-        said.append("these were ended from outside, or are stuck outside of Python, and left no flight record:")
+        said.append("these were ended from outside, and left no flight record that counts:")
     return said + [_row(_ranks(some), "", line) for line, some in ended.items()]
 
 

@@ -51,6 +51,18 @@ def test_one_rank_looks_for_the_newest_checkpoint_and_all_take_it(tmp_path):
     assert LAB.on_ranks(by_value(resumed_by_a_rank_with_a_stale_listing), str(tmp_path)) == [2, 2]
 
 
+def on_one_that_fails(me):
+    def fails():
+        raise OSError("the folder's server is away")
+
+    with pytest.raises(OSError, match="server is away"):
+        checkpoints.on_one(fails)
+
+
+def test_whatever_goes_wrong_on_one_rank_all_are_told():
+    LAB.on_ranks(by_value(on_one_that_fails))
+
+
 def saved_where_nobody_else_looks(me, folder):
     """What each rank is told where its folder is a disk of its own node: before the training, and as it is saved."""
     mine = Path(folder, str(me.rank))

@@ -202,12 +202,13 @@ def test_no_rank_ends_before_the_first_has_said_why(first, tmp_path):
 def test_a_rank_that_is_warned_before_it_listens_ends_the_run_as_the_templates_expect(number, code, tmp_path):
     """With 138 or 140 they put the job back in the queue. Where GPUs are, ranks import torch before they listen."""
     text = STUB.format(error="ValueError()", arguments="ranks=2")
-    killed = f"    import os, signal\n    signal.signal(signal.SIGUSR1, signal.SIG_DFL); signal.signal(signal.SIGUSR2, signal.SIG_DFL)\n    os.kill(os.getpid(), signal.SIG{number})\n    dist.init_process_group"
-    if number == "KILL":
-        killed = killed.replace(
-            "signal.signal(signal.SIGUSR1, signal.SIG_DFL); signal.signal(signal.SIGUSR2, signal.SIG_DFL)", "pass"
-        )
-    (tmp_path / "stub.py").write_text(text.replace("    dist.init_process_group", killed, 1))
+    killed = f"""
+    import os, signal
+    for each in signal.SIGUSR1, signal.SIGUSR2:
+        signal.signal(each, signal.SIG_DFL)  # as in a process that imports torch
+    os.kill(os.getpid(), signal.SIG{number})
+    dist.init_process_group"""
+    (tmp_path / "stub.py").write_text(text.replace("\n    dist.init_process_group", killed, 1))
     run = script(tmp_path / "stub.py")
     assert run.returncode == code and f"was killed by SIG{number}; the other ranks were ended" in run.stderr, run.stderr
 

@@ -4,7 +4,6 @@ import functools
 import json
 import subprocess
 import sys
-from itertools import pairwise
 from math import ceil
 
 import gpt_fsdp
@@ -144,12 +143,15 @@ def peaks_of_steps(me, config, steps):
 
 @pytest.mark.long
 def test_a_buffer_that_gloo_still_holds_is_not_in_a_peak():
-    every = cells.on_ranks(by_value(peaks_of_steps), gpt_fsdp.Config(batch_size=1, accumulate=4), 30, ranks=2)
     # Where the tracer does not let gloo's threads run, one step in ten is higher, on some machines every other. One in
-    # hundreds is so all the same, which is why a meter takes the lowest of several: here of each two.
-    every = [[min(two) for two in pairwise(peaks)] for peaks in every]
-    higher = [peak - min(peaks) for peaks in every for peak in peaks if peak > min(peaks)]
-    assert len(higher) <= 2, higher
+    # hundreds is so all the same, which is why a meter takes the lowest of three; more on a machine that is very busy.
+    assert any(len(highs()) <= 2 for _ in range(3))
+
+
+def highs() -> list[int]:
+    """By how much the peaks of 56 steps are higher than their rank's lowest, of those that are."""
+    every = cells.on_ranks(by_value(peaks_of_steps), gpt_fsdp.Config(batch_size=1, accumulate=4), 30, ranks=2)
+    return [peak - min(peaks) for peaks in every for peak in peaks if peak > min(peaks)]
 
 
 def test_trace_agrees_with_pytorchs_own_tracker():

@@ -3,6 +3,7 @@
 import os
 import pickle
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -100,7 +101,7 @@ def after(folder, case) -> str:
         (has_another_shape, "rank 1 and ranks 0, 2-3 differ in the shape of the tensors at collective 3 ", {}),
         (is_killed, "rank 3 is dead", {}),
         (raises, "rank 1 failed: ValueError: no such file", {"raises": "rank 1 failed"}),
-        (holds_the_interpreter, "these were ended from outside, or are stuck", {"holds_the_interpreter": "rank 0"}),
+        (holds_the_interpreter, "these were ended from outside, ", {"holds_the_interpreter": "rank 0"}),
         (agree, "no rank is missing", {}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -158,33 +159,44 @@ def test_stacks_that_change_are_read_while_they_stand_still(tmp_path):
     assert f"\n{flight.IS_QUIET} " in text and " in computes_for_long\n" in text and "Timeout" not in text, text
 
 
-def is_stuck_and_goes_on(folder) -> tuple:
-    """What a rank that held the interpreter for long has written meanwhile; what is left of its alarm, after it."""
+def raises_without_room(folder) -> str:
+    """What a training that fails says, where nothing more can be written."""
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
-    with flight.recorder(folder, quiet=0.2):
-        until(Path(folder, "flight_0").exists)  # the watcher has had its first turns
-        re.match(r"(a+)+b", "a" * 25)
-        text = Path(folder, "where_0").read_text()
-    return text, signal.getitimer(signal.ITIMER_REAL), signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with pytest.raises(ValueError) as error, flight.recorder(folder, quiet=0.1):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))  # bytes a file may have
+        time.sleep(0.3)  # the watcher, too, wants to write
+        raise ValueError("the training's own")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return str(error.value)
 
 
-def test_a_rank_that_holds_the_interpreter_says_where_and_goes_on(tmp_path):
-    text, timer, default = forked(is_stuck_and_goes_on, tmp_path)
-    assert f"{flight.SIGNAL}\n" in text and " in is_stuck_and_goes_on\n" in text, text
-    assert timer == (0, 0) and default
+def test_a_recorder_that_cannot_write_changes_nothing(tmp_path):
+    assert forked(raises_without_room, tmp_path) == "the training's own"
 
 
-def has_an_alarm_of_its_own(folder) -> float:
-    signal.signal(signal.SIGALRM, lambda *_: None)
-    signal.setitimer(signal.ITIMER_REAL, 900)
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
-    with flight.recorder(folder):
-        pass
-    return signal.getitimer(signal.ITIMER_REAL)[0]
+STUCK = """
+import re, sys
+sys.path.insert(0, sys.argv[1])
+from labkit.measuring import flight
+with flight.recorder(sys.argv[2], quiet=0.4):
+    re.match(r"(a+)+b", "a" * 60)
+"""
 
 
-def test_a_programs_own_alarm_is_left_to_it(tmp_path):
-    assert 800 < forked(has_an_alarm_of_its_own, tmp_path) <= 900
+def test_a_rank_that_holds_the_interpreter_is_told_and_says_where_when_it_is_ended(tmp_path):
+    (tmp_path / "stuck.py").write_text(STUCK)
+    words = [sys.executable, tmp_path / "stuck.py", launch.SOURCE, tmp_path / "flight"]
+    with subprocess.Popen(words, env=os.environ | {"RANK": "1"}) as rank:
+        try:
+            until((where := tmp_path / "flight" / "where_1").exists)
+            until(lambda: time.time() - where.stat().st_mtime > 0.5)
+            said = who_is_missing.report(tmp_path / "flight")
+            assert said.startswith("rank 1 is there (process ") and "none of its Python runs" in said, said
+        finally:
+            rank.terminate()
+    said = who_is_missing.report(tmp_path / "flight")
+    assert said.startswith("these were ended from outside") and "stuck.py:6 in <module>:  re.match" in said, said
 
 
 WAITING = """
@@ -220,7 +232,7 @@ def test_a_rank_of_another_node_without_a_sign_of_life_is_dead_or_stopped(tmp_pa
     dumped(tmp_path, [[entry(1), entry(2, state="started")]] * 2 + [[entry(1)]], flight.FLIGHT)
     for rank, age in enumerate((0, 1, 30)):
         where = tmp_path / f"where_{rank}"
-        where.write_text(f'process 7 on node-{rank}\n{{"beat": 1, "on": null}}\nTimeout (0:00:04)!\n')
+        where.write_text(f'process 7 on node-{rank}\n{{"beat": 1, "on": null}}\n')
         os.utime(where, (10**9 - age,) * 2)
     said = who_is_missing.report(tmp_path)
     assert said.startswith("rank 2 is dead or stopped: process 7 on node-2 ") and "ranks 0-1 called" in said, said
@@ -246,7 +258,7 @@ def test_a_rank_that_was_ended_in_the_recorder_is_at_no_line_of_the_program(tmp_
     stack = "\n".join(f'  File "{file}", line {line} in {function}' for file, line, function in frames)
     (tmp_path / "where_0").write_text(f"process 7 on node-1\n{{}}\n{flight.SIGNAL}\n{stack}\n")
     said = who_is_missing.report(tmp_path)
-    assert said.startswith("these were ended from outside, or are stuck outside of Python"), said
+    assert said.startswith("these were ended from outside, "), said
     assert said.endswith(":\n  rank 0"), said
 
 

@@ -8,7 +8,7 @@ When a rank has called no collective for ``quiet`` seconds, and when its work en
   flight_3    what PyTorch's flight recorder has of rank 3: its last collectives, with the Python stack of each call, in
               the form of the dumps that NCCL writes when it times out (``torchfrtrace`` reads both)
   where_3     its process and node; the stacks of its threads; how it left. Where no Python can run, as a thread that
-              is stuck outside of it holds the interpreter, a signal's handler of Python's faulthandler writes the stack
+              is stuck outside of it holds the interpreter, SIGTERM makes faulthandler's handler write where that is
 
 When the rank calls collectives again, what it has left is removed: it was a pause. Four times in ``quiet`` seconds the
 date of where_3 is set, as a sign of life, and that of flight_3, as long as it holds. ``who_is_missing.py`` compares the
@@ -26,6 +26,7 @@ import pickle
 import re
 import signal
 import socket
+import tempfile
 import threading
 import time
 import traceback
@@ -41,7 +42,7 @@ FLIGHT, WHERE = "flight_", "where_"
 RAISED = "raised:"  # in where_<rank>: what follows is where
 KEPT = "200"  # collectives of a rank: to write the stacks of 2,000 took 4 to 12 s
 IS_QUIET = "quiet:"  # in where_<rank>: the stacks below are the watcher's
-SIGNAL = "Stack (most recent call first):"  # this one, of the main thread, a signal's handler has written
+SIGNAL = "Stack (most recent call first):"  # this one, of the main thread, SIGTERM's handler has written
 MAIN = re.compile(rf"(?m)^(?:(?:Current t|T)hread .*|{re.escape(SIGNAL)})$")
 STACK = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>\S+)')
 
@@ -59,22 +60,17 @@ def recorder(folder: str | Path, quiet: float = 60):
     """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", KEPT)  # read at the first collective
     folder, rank = Path(folder), _rank(os.environ)
-    with _opened(folder, rank) as where:
-        print(f"process {os.getpid()} on {socket.gethostname()}", file=where)
-        _, began = _state_and_start(os.getpid())
-        print(json.dumps({"pid": os.getpid(), "began": began, "on": _machine(), "beat": quiet / 4}), file=where)
+    _, began = _state_and_start(os.getpid())
+    about = {"pid": os.getpid(), "began": began, "on": _machine(), "beat": quiet / 4}
+    with _opened(folder, rank, f"process {os.getpid()} on {socket.gethostname()}\n{json.dumps(about)}\n") as where:
         faulthandler.enable(where)  # a crash
-        # Ended by a launcher, it says where it was; and SIGALRM comes when the watcher has had no turn for long. Of their
-        # own thread only: the others run on, and to read a stack that changes could crash the process.
+        # Ended by a launcher, it says where it was: of its main thread only, since the others run on, and to read a stack
+        # that changes could crash the process.
         faulthandler.register(signal.SIGTERM, file=where, chain=True, all_threads=False)
-        alarm = signal.getsignal(signal.SIGALRM) == signal.SIG_DFL  # else the program has a use of its own for it
-        if alarm:
-            faulthandler.register(signal.SIGALRM, file=where, all_threads=False)
-            signal.setitimer(signal.ITIMER_REAL, 2 * quiet)  # the watcher puts it off, as long as it has turns
         over, removing = threading.Event(), threading.Lock()
         written = []  # the last call of each record that the watcher has written
-        about = folder, rank, where, quiet, over, removing, written, alarm
-        watcher = threading.Thread(target=_watch, args=about, daemon=True)
+        given = folder, rank, where, quiet, over, removing, written
+        watcher = threading.Thread(target=_watch, args=given, daemon=True)
         watcher.start()
         left = "finished"
         try:
@@ -88,25 +84,26 @@ def recorder(folder: str | Path, quiet: float = 60):
             with removing:  # what is written from here on stays
                 over.set()
             watcher.join()
-            if alarm:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                faulthandler.unregister(signal.SIGALRM)
-            if written[-1:] != [_last_call()]:
-                _dump(folder, rank, where)
-            if left != "finished":
-                print(RAISED, *stack, sep="\n", file=where)
-            print(f"left: {left}", file=where)  # last: of a rank that has left, all that it has called is in its record
-            faulthandler.unregister(signal.SIGTERM)
-            faulthandler.disable()
+            try:
+                if written[-1:] != [_last_call()]:
+                    _dump(folder, rank, where)
+                if left != "finished":
+                    _say(where, RAISED, *stack)
+                _say(where, f"left: {left}")  # last: of a rank that has left, all that it has called is in its record
+            finally:  # or they would write into whatever file comes after this one
+                faulthandler.unregister(signal.SIGTERM)
+                faulthandler.disable()
 
 
-def _opened(folder: Path, rank: int):
-    """where_<rank>, new; an earlier run's files are removed. UserError: the folder cannot be written to."""
+def _opened(folder: Path, rank: int, head: str):
+    """where_<rank>, new, with this in it; an earlier run's files are removed. UserError: the folder cannot be written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in (f"{FLIGHT}{rank}", f"{WHERE}{rank}"):
             (folder / name).unlink(missing_ok=True)
-        return open(folder / f"{WHERE}{rank}", "a", buffering=1)  # to append: what is cut off leaves no hole
+        where = open(folder / f"{WHERE}{rank}", "ab", buffering=0)  # to append: what is cut off leaves no hole
+        where.write(head.encode())
+        return where
     except OSError as error:
         raise UserError(
             f"flight records cannot be written to {folder} ({error.strerror}): name another folder"
@@ -124,11 +121,11 @@ def _rank(environ) -> int:
     return int(said)
 
 
-def _watch(folder, rank, where, quiet, over, removing, written, alarm):
+def _watch(folder, rank, where, quiet, over, removing, written):
     """Until it is over: when no collective has been called for so long, write what there is to know.
 
-    This thread writes the stacks while it holds the interpreter, so they stand still. (faulthandler's own thread, of
-    ``dump_traceback_later``, cannot hold it, and has crashed trainings that ran on.)
+    This thread reads the stacks while it holds the interpreter, so they stand still. (faulthandler's own thread, of
+    ``dump_traceback_later``, cannot hold it, and has crashed processes that ran on.)
     """
     called, head = "nothing looked at yet", os.fstat(where.fileno()).st_size
     while True:
@@ -140,18 +137,32 @@ def _watch(folder, rank, where, quiet, over, removing, written, alarm):
                     (folder / f"{FLIGHT}{rank}").unlink(missing_ok=True)
                     os.ftruncate(where.fileno(), head)
         elif written[-1:] != [called] and time.monotonic() - since > quiet:
-            print(f"{IS_QUIET} no collective for {quiet:g} s", file=where)
-            faulthandler.dump_traceback(where)
+            _say(where, f"{IS_QUIET} no collective for {quiet:g} s", _stacks())
             _dump(folder, rank, where)
             written.append(called)
-        if alarm:
-            signal.setitimer(signal.ITIMER_REAL, 2 * quiet)
         with contextlib.suppress(OSError):
             os.utime(where.fileno())  # a sign of life
             if written[-1:] == [called]:
                 os.utime(folder / f"{FLIGHT}{rank}", (looked, looked))  # until then nothing had been called since
         if over.wait(quiet / 4):
             return
+
+
+def _say(where, *lines: str):
+    """Write lines to where_<rank>. No space, or a file system that is away, is no reason to end a training."""
+    with contextlib.suppress(OSError):
+        where.write("".join(f"{line}\n" for line in lines).encode(errors="replace"))
+
+
+def _stacks() -> str:
+    """Of all threads. By way of a local file: faulthandler writes without letting the others run, and folders can hang."""
+    try:
+        with tempfile.TemporaryFile("w+") as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            return file.read()
+    except OSError as error:
+        return f"no stacks: {error}"
 
 
 def _trace(stacks: bool) -> dict:
@@ -180,7 +191,7 @@ def _dump(folder, rank, where):
         unfinished.write_bytes(pickle.dumps(trace))
         unfinished.replace(path)
     except Exception as error:  # a full disk, another version of PyTorch: no reason to end a training
-        print(f"no flight record: {type(error).__name__}: {error}", file=where)
+        _say(where, f"no flight record: {type(error).__name__}: {error}")
 
 
 # Processes
@@ -248,7 +259,7 @@ class Place:
     process: str  # "process 123 on node-1"
     line: Line | None  # where it is, or was when it raised
     left: str | None  # "finished", an error in words, or None: nobody knows, or it is there
-    ended: bool = False  # a signal's handler has written where it was: it was asked to end, or was stuck for long
+    ended: bool = False  # a signal has asked it to end, and it has written where it was
     state: str | None = None  # "there", "stopped" or "gone" now; None if that cannot be seen from this machine
     seen: float = 0  # seconds since 1970: its last sign of life
     beat: float = 15  # seconds between two signs of life
@@ -329,7 +340,7 @@ def _place(path: Path) -> Place:
         known = dict(json.loads(known))
     except (ValueError, TypeError):  # cut off, or of something else
         known = {}
-    raised = text.partition(f"\n{RAISED}\n")[2].partition("\nleft: ")[0].partition("Thread ")[0]
+    raised = text.partition(f"\n{RAISED}\n")[2].partition("\nleft: ")[0]
     *_, stacks = re.split(rf"(?m)^{IS_QUIET}.*$", text)  # the last ones; the main thread's comes last
     left = re.search(r"(?m)^(?:left|Fatal Python error): (.*)$", text)
     return Place(

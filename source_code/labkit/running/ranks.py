@@ -397,8 +397,8 @@ def _fail(error: Exception):
             message = f"rank {rank} lost contact with another rank: {str(error).strip().splitlines()[0]}"
             if "connectFullMesh" in str(error):
                 message += (
-                    "\nIf none of them has failed, gloo takes a network on which the nodes do not reach each other: set "
-                    "GLOO_SOCKET_IFNAME to the right one's name (ip -br addr lists them)"
+                    "\nIf none of them has failed, gloo may have taken a network on which the nodes do not reach each other: "
+                    "set GLOO_SOCKET_IFNAME to the right one's name (ip -br addr lists them)"
                 )
         else:
             message = f"rank {rank} failed:\n{traceback.format_exc()}"

@@ -38,7 +38,7 @@ class Command:
     def checkpoint(self) -> DelayedSubmission | None:
         """Called in submitit's signal handler: what is to be run in the job's next life, once the command has saved.
 
-        None: it has failed, as where it could not save; it would begin where it began, again and again.
+        None: a user's error, as where nothing can be saved; it would begin where it began, again and again.
         """
         if not self.resumes:
             return None
@@ -47,7 +47,7 @@ class Command:
                 os.kill(self.process, signal.SIGUSR2)
             if (code := self._wait()) == 0:  # it was done: submitit requeues or fails, so the next life does nothing
                 return DelayedSubmission(Command(["true"], resumes=False))
-            if code not in stopping.COMES_BACK:
+            if code == 2:
                 return None
         return DelayedSubmission(Command(self.words, self.resumes))
 

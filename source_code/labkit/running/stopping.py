@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 SIGNALS = (signal.SIGTERM, *WARNINGS)
 TRY_AGAIN = 75  # the exit code: EX_TEMPFAIL of sysexits.h. The job templates in slurm/ requeue a job that ends so
-COMES_BACK = (TRY_AGAIN, *(128 + number for number in WARNINGS))  # and one that was warned before it could listen
 
 
 _asked = 0  # the signal that has reached this process

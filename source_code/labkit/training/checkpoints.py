@@ -82,17 +82,17 @@ def to_resume(config) -> list[Path]:
 
 
 def on_one(function, group=None):
-    """What ``function()`` returns on rank 0, on every rank; a UserError likewise. So that all ranks take the same.
+    """What ``function()`` returns on rank 0, on every rank; what it raises likewise. So that all ranks do the same.
 
     group: whose messages to use (default: the run's).
     """
     try:
         result = [function() if _rank() == 0 else None]
-    except UserError as error:
+    except Exception as error:  # any: the others would wait for rank 0
         result = [error]
     if dist.is_initialized():
         dist.broadcast_object_list(result, group=group)
-    if isinstance(result[0], UserError):
+    if isinstance(result[0], Exception):
         raise result[0]
     return result[0]
 
@@ -126,10 +126,15 @@ def _check_shared(folder: Path):
     """
     if not dist.is_initialized():
         return
-    token = folder / on_one(lambda: f".seen-{uuid.uuid4().hex}")  # a new name: no node remembers that it is not there
-    on_one(token.touch)
+
+    def touched() -> str:
+        name = f".seen-{uuid.uuid4().hex}"  # a new one: no node remembers that it is not there
+        (folder / name).touch()
+        return name
+
+    token = folder / on_one(touched)
     unseen = [None] * dist.get_world_size()
-    dist.all_gather_object(unseen, None if _appears(token) else socket.gethostname())
+    dist.all_gather_object(unseen, None if appears(token) else socket.gethostname())
     on_one(lambda: token.unlink(missing_ok=True))
     if any(unseen):
         raise UserError(
@@ -138,7 +143,7 @@ def _check_shared(folder: Path):
         )
 
 
-def _appears(path: Path) -> bool:
+def appears(path: Path) -> bool:
     """Whether a file that another node has just written is here, or comes soon."""
     end = time.monotonic() + SEEN_SECONDS
     while not path.exists():
@@ -152,6 +157,10 @@ def name_of(step: int) -> str:
     return f"step-{step:06d}"
 
 
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
 def clear(path: Path):
     """Remove a checkpoint, or whatever else has the name of one; of a link the link, not what it leads to."""
     if path.is_dir() and not path.is_symlink():
@@ -163,7 +172,7 @@ def clear(path: Path):
 def stored(folder: str | Path) -> list[Path]:
     """The checkpoints in a folder, the newest first."""
     found = [p for p in Path(folder).glob("step-*") if re.fullmatch(r"step-\d+", p.name) and p.is_dir()]
-    return sorted(found, key=lambda p: int(p.name.removeprefix("step-")), reverse=True)
+    return sorted(found, key=step_of, reverse=True)
 
 
 def latest(folder: str | Path) -> Path | None:

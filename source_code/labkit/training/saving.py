@@ -141,8 +141,8 @@ def _complete(partial: Path, every: list, run: dict, keep: int | None):
         if failed := [each for each in every if isinstance(each, str)]:
             raise OSError(0, failed[0])
         files = {name: digest for each in every for name, digest in each.items()}
-        if unseen := [name for name in files if not (partial / name).exists()]:
-            raise OSError(0, f"{unseen[0]} is not seen by rank 0's node")
+        if unseen := next((name for name in files if not checkpoints.appears(partial / name)), None):
+            raise OSError(0, f"{unseen} is not seen by rank 0's node")
         files[dcp_reading.METADATA] = manifest.digest(partial / dcp_reading.METADATA)
         versions = {"torch": torch.__version__, "python": platform.python_version()}
         about = {"run": run, "ranks": len(every), "versions": versions, "shapes": dcp_reading.shapes(partial)}
@@ -162,9 +162,10 @@ def put_in_place(partial: Path, keep: int | None):
     checkpoints.clear(final)  # a damaged one, that the run did without
     partial.rename(final)
     _to_disk(final.parent)
-    found = checkpoints.stored(final.parent)
-    while found[0].name != final.name:  # newer ones do not count: they were damaged when this run began before them
-        found.pop(0)
+    # Newer ones do not count: they were damaged when this run began before them.
+    found = [
+        path for path in checkpoints.stored(final.parent) if checkpoints.step_of(path) <= checkpoints.step_of(final)
+    ]
     for old in found[keep:] if keep else ():
         checkpoints.clear(removed := old.with_suffix(".removed"))
         old.rename(removed)  # at once: half of one shall not be taken for a whole one
