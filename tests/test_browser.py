@@ -80,6 +80,9 @@ def test_jupyterlab_runs_all_of_it_and_shows_the_figures(jupyterlab):
         page = browser.new_page(viewport={"width": 1400, "height": 20000})  # all cells in view: none is left unrendered
         page.goto(f"{jupyterlab}/lab/tree/notebooks/{NAME}?token={TOKEN}")
         expect(page.locator(".jp-Notebook .jp-CodeCell").first).to_be_visible(timeout=60_000)
+        # What is run before the kernel is there is forgotten.
+        kernel = page.locator(".jp-Notebook-ExecutionIndicator")
+        expect(kernel).to_have_attribute("data-status", "idle", timeout=60_000)
         page.get_by_role("menuitem", name="Edit", exact=True).click()
         page.get_by_text("Clear Outputs of All Cells", exact=True).click()
         expect(page.locator(".jp-Notebook .jp-OutputArea-output")).to_have_count(0)

@@ -144,7 +144,7 @@ def peaks_of_steps(me, config, steps):
 @pytest.mark.long
 def test_a_buffer_that_gloo_still_holds_is_not_in_a_peak():
     # Where the tracer does not let gloo's threads run, one step in ten is higher, on some machines every other. One in
-    # hundreds is so all the same, which is why a meter takes the lowest of three; more on a machine that is very busy.
+    # hundreds is so all the same, which is why a meter takes the lower of two; more on a machine that is very busy.
     assert any(len(highs()) <= 2 for _ in range(3))
 
 

@@ -53,7 +53,7 @@ def _trained(me, wrap) -> dict:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     meter = trace.StepTrace(model, optimizer, torch.device("cpu"))
     peaks = []
-    for _ in range(4):  # the first makes the meter acquainted; of the others the lowest counts, as in every record
+    for _ in range(3):  # the first makes the meter acquainted; of the others the lower counts, as in every record
         text = torch.randint(SHAPE.vocabulary, (1, TOKENS + 1))
         with meter:
             nn.functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()).backward()

@@ -143,7 +143,7 @@ def _step(me, prepare, *given) -> dict:
     trace = StepTrace(model, optimizer, me.device)
     tokens = torch.randint(STACK.vocabulary, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(me.rank))
     peaks = []
-    for _ in range(4):  # the first makes the tracer acquainted; of the others the lowest counts, as in every record
+    for _ in range(3):  # the first makes the tracer acquainted; of the others the lower counts, as in every record
         optimizer.zero_grad()
         calls.clear()
         with trace:

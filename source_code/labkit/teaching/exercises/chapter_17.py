@@ -62,11 +62,11 @@ def _trained(me, shard) -> list[dict]:
 
 
 def _peak(model) -> int:
-    """Bytes alive at the peak of a step: the lowest of three, as in every record."""
+    """Bytes alive at the peak of a step: the lower of two, as in every record."""
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     meter = trace.StepTrace(model, optimizer, torch.device("cpu"))
     peaks = []
-    for _ in range(4):  # the first makes the meter acquainted with what is there
+    for _ in range(3):  # the first makes the meter acquainted with what is there
         ids = torch.randint(256, (1, LENGTH + 1))
         with meter:
             logits = model(input_ids=ids[:, :-1], use_cache=False).logits

@@ -126,6 +126,9 @@ def memory(rows: list[tuple[str, dict, dict | None]], title: str, guesses: dict[
         str(r["ranks"]) in label for label, r, _ in rows
     ):  # the rows are about it
         under = under.replace(f"{most['ranks']} ranks", f"{least['ranks']} to {most['ranks']} ranks")
+    sizes = sorted(record["batch_size"] for _, record, _ in rows)
+    if sizes[0] < sizes[-1]:
+        under = under.replace(f"batch {most['batch_size']} per", f"batch {sizes[0]} to {sizes[-1]} per")
     headline(figure, title, f"{under}\n{marks}")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=4, fontsize=11)
     show(figure)
