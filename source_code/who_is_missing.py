@@ -45,7 +45,7 @@ def report(folder: str | Path, prefix: str = flight.FLIGHT) -> str:
     silent = sorted(({rank for _, members in groups for rank in members} | set(places)) - set(told))
     lines = _of_failures(places, told)
     alone = bool(lines)
-    lines += _of_silent_ranks(silent, lost, places)
+    lines += _of_silent_ranks(silent, lost, places, alone)
     troubles = [found for group, calls in groups.items() for found in _troubles(*group, calls, places, told)]
     for _, said in sorted(troubles):  # what began first is the cause, or near it
         lines += said
@@ -94,7 +94,7 @@ def _outdated(groups: dict, told: dict) -> set:
     return found
 
 
-def _of_silent_ranks(silent: list, lost: set, places: dict) -> list[str]:
+def _of_silent_ranks(silent: list, lost: set, places: dict, one_failed: bool) -> list[str]:
     """What can be known of ranks without a flight record that counts."""
     said, ended = [], defaultdict(list)
     for rank in silent:
@@ -102,7 +102,7 @@ def _of_silent_ranks(silent: list, lost: set, places: dict) -> list[str]:
         if place is None:
             said.append(f"rank {rank} is dead, or has not begun, or writes elsewhere: there is nothing of it here")
         elif rank in lost:
-            said.append(_of_a_lost_rank(rank, place))
+            said.append(_of_a_lost_rank(rank, place, one_failed))
             if place.line:
                 said.append(_row("it had been quiet before, at", "", place.line))
         elif place.line or place.ended:  # a signal's handler wrote that; a record needs the interpreter
@@ -119,11 +119,16 @@ def _of_silent_ranks(silent: list, lost: set, places: dict) -> list[str]:
     return said + [_row(_ranks(some), "", line) for line, some in ended.items()]
 
 
-def _of_a_lost_rank(rank: int, place: flight.Place) -> str:
+def _of_a_lost_rank(rank: int, place: flight.Place, one_failed: bool) -> str:
     if place.state == "stopped":
         return f"rank {rank} is stopped: {place.process} lives, but does nothing; kill -CONT lets it go on"
     if place.state == "gone":
-        return f"rank {rank} is dead: {place.process} ended without a word; see the launcher's output, or dmesg"
+        why = (
+            "another rank has failed, so perhaps the launcher ended it"
+            if one_failed
+            else "see the launcher's output, or dmesg"
+        )
+        return f"rank {rank} is dead: {place.process} ended without a word; {why}"
     hint = "ps -o stat= -p PID there says T if it is stopped, and nothing if it is dead"
     return f"rank {rank} is dead or stopped: {place.process} gives no sign of life; {hint}"
 

@@ -1,5 +1,6 @@
 """Whoever the others wait for is named, with the line it is at; from gloo's records, and from dumps as NCCL writes them."""
 
+import json
 import os
 import pickle
 import re
@@ -236,6 +237,18 @@ def test_a_rank_of_another_node_without_a_sign_of_life_is_dead_or_stopped(tmp_pa
         os.utime(where, (10**9 - age,) * 2)
     said = who_is_missing.report(tmp_path)
     assert said.startswith("rank 2 is dead or stopped: process 7 on node-2 ") and "ranks 0-1 called" in said, said
+
+
+@pytest.mark.parametrize(
+    ("left", "why"), [("left: ValueError: bad\n", "perhaps the launcher ended it"), ("", "see the launcher's output")]
+)
+def test_a_rank_that_is_gone_may_have_been_ended_because_another_one_failed(left, why, tmp_path):
+    (tmp_path / "where_0").write_text(f'process 1 on here\n{{"beat": 1, "on": null}}\n{left}')
+    known = {"on": flight._machine(), "pid": os.getpid(), "began": "another time"}
+    (tmp_path / "where_1").write_text(f"process 2 on here\n{json.dumps(known)}\n")
+    os.utime(tmp_path / "where_0", (1, 1))
+    said = who_is_missing.report(tmp_path)
+    assert re.search(f"rank 1 is dead: process 2 on here ended without a word; .*{why}", said), said
 
 
 @pytest.mark.parametrize("age", [3, -3])
