@@ -17,14 +17,19 @@ LADDER := $(if $(DATA),--data $(DATA)) $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $
           $(if $(BATCH_SIZE),--batch-size $(BATCH_SIZE))
 
 # Test files run side by side, one for every two cores and one more: a test often waits, for ranks to start or to end.
-# Notebooks are left alone, as they take times: one for every four cores; with fewer than eight, one after the other.
+# So do notebooks, two, or one for every four cores; but those whose verdicts are of times, or wait for a time-out, are
+# left alone: one for every four cores, with fewer than eight one after the other.
 # Two ranks on few cores: four take twice as long there, and a notebook's verdicts hold on two as on four.
 # -p: the tests' own set-up, which pytest would look for beside the notebooks. Their kernels doubt verdicts by it.
-CORES  := $(shell getconf _NPROCESSORS_ONLN)
-aside   = $(if $(filter-out 0 1,$(1)),-n $(1) --dist loadfile --no-loadscope-reorder)
-TESTS  := python -m pytest -v $(call aside,$(shell expr $(CORES) / 2 + 1))
-FEW    := $(if $(filter 1 2 3,$(CORES)),2,4)
-BOOKS  := FSDP_LABS_RANKS=$${FSDP_LABS_RANKS:-$(FEW)} $(BIN)/python -m pytest -v -p tests.conftest --nbval-lax $(call aside,$(shell expr $(CORES) / 4))
+CORES   := $(shell getconf _NPROCESSORS_ONLN)
+aside    = $(if $(filter-out 0 1,$(1)),-n $(1) --dist loadfile --no-loadscope-reorder)
+TESTS   := python -m pytest -v $(call aside,$(shell expr $(CORES) / 2 + 1))
+FEW     := $(if $(filter 1 2 3,$(CORES)),2,4)
+ALONE   := $(shell expr $(CORES) / 4)
+PAIRED  := $(if $(filter 0 1,$(ALONE)),2,$(ALONE))
+BOOKS   := FSDP_LABS_RANKS=$${FSDP_LABS_RANKS:-$(FEW)} $(BIN)/python -m pytest -v -p tests.conftest --nbval-lax
+TIMED   := $(foreach chapter,02 06 10 11 12 15 16,$(wildcard notebooks/$(chapter)_*.ipynb))
+UNTIMED := $(filter-out $(TIMED),$(wildcard notebooks/*.ipynb))
 
 # $(call install,VENV,WORDS): uv takes a quarter of pip's time; where it cannot be had or used, pip does the same.
 pip     = $(1)/bin/python -m pip install --quiet --disable-pip-version-check
@@ -40,13 +45,14 @@ check: $(TEST_READY)    ## before a commit, in three minutes: lint, links, arith
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/$(TESTS) -m "not long and not slurm and not browser" tests
-	@changed="$$($(BIN)/python tests/changed.py)"; [ -z "$$changed" ] || $(BOOKS) -m "not slurm" $$changed
+	@changed="$$($(BIN)/python tests/changed.py)"; [ -z "$$changed" ] || $(BOOKS) $(call aside,$(ALONE)) -m "not slurm" $$changed
 
 test: $(TEST_READY)     ## run everything a contributor must keep green
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/$(TESTS) -m "not slurm and not browser" tests
-	$(BOOKS) notebooks
+	$(BOOKS) $(call aside,$(PAIRED)) $(UNTIMED)
+	$(BOOKS) $(call aside,$(ALONE)) $(TIMED)
 
 test-cluster: $(TEST_READY)     ## what needs a Slurm to start, and a browser (CI runs it after make test)
 	$(BIN)/python -m pytest -v -m "slurm or browser" tests

@@ -11,6 +11,8 @@ import pytest
 from commands import call
 from labkit.running import launch
 
+from notebooks import PATHS
+
 ROOT = Path(__file__).resolve().parents[1]
 
 RECORD = {"peak": 120, "kept": 40, "losses": [2.0, 1.5]}
@@ -78,8 +80,10 @@ verdict("a share", min(1, abs(apart)), at_most={most})"""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
     nbformat.write(notebook, tmp_path / "small.ipynb")
-    *_, run = call("make", "-n", "--no-print-directory", "test", cwd=ROOT).stdout.splitlines()
-    _, _, *words, notebooks = shlex.split(run)  # ranks, Python
-    assert notebooks == "notebooks"
-    asked = call(sys.executable, *words, tmp_path / "small.ipynb", cwd=ROOT, timeout=90)
+    lines = call("make", "-n", "--no-print-directory", "test", cwd=ROOT).stdout.splitlines()
+    runs = [shlex.split(line) for line in lines if "nbval" in line]
+    assert sorted(ROOT / word for words in runs for word in words if word.endswith(".ipynb")) == PATHS
+    first, *others = ([word for word in words if not word.endswith(".ipynb")] for words in runs)
+    assert all(set(first) >= set(words) for words in others)  # the first has how many at once, too
+    asked = call(sys.executable, *first[2:], tmp_path / "small.ipynb", cwd=ROOT, timeout=90)  # ranks, Python
     assert asked.returncode == ("CannotFail" in asked.stdout) == (most == 1), asked.stdout

@@ -177,21 +177,28 @@ def free_memory_of_a_rank(me, device) -> float:
 
 
 def utilisation(tokens_per_second: float | None, flops_per_token: float, dtype: torch.dtype, me) -> dict:
-    """Which share of what a rank can do goes into the model: {"peak_flops", "peak_of", "value"}.
+    """Which share of what a rank can do goes into the model: {"peak_flops", "peak_of", "value"}. Collective.
 
-    The peak, in operations per second and rank, is measured here and now. Collective: all ranks measure at once, as
-    what they share (a CPU's cores, a node's power) they share in training too. value: None if no time was measured.
+    Without a rate, of a run too short to be timed, there is nothing to compare with a peak: all three are None.
+    """
+    if not tokens_per_second:
+        return {"peak_flops": None, "peak_of": None, "value": None}
+    peak = ceiling(dtype, me)
+    return peak | {"value": tokens_per_second * flops_per_token / (me.world_size * peak["peak_flops"])}
+
+
+def ceiling(dtype: torch.dtype, me) -> dict:
+    """Operations per second and rank that multiplying matrices reaches here and now: {"peak_flops", "peak_of"}.
+
+    Collective: all ranks measure at once, as what they share (a CPU's cores, a node's power) they share in training too.
     """
     size = 8192 if me.device.type == "cuda" else 512
     peaks = [None] * me.world_size
     dist.all_gather_object(peaks, _matmul_flops(size, me.device, dtype))
     peak = statistics.mean(peaks)
     name = str(dtype).removeprefix("torch.")
-    return {
-        "peak_flops": peak,
-        "peak_of": f"measured matmul ceiling of {peak / 1e12:.3g} TFLOP/s per rank ({name}, {size} × {size})",
-        "value": tokens_per_second and tokens_per_second * flops_per_token / (me.world_size * peak),
-    }
+    words = f"measured matmul ceiling of {peak / 1e12:.3g} TFLOP/s per rank ({name}, {size} × {size})"
+    return {"peak_flops": peak, "peak_of": words}
 
 
 def _matmul_flops(size: int, device, dtype: torch.dtype) -> float:

@@ -29,7 +29,7 @@ def watched(me, run) -> tuple[dict, float]:
 
 def add_times(me, found: list[dict], runs: list, steps: list[dict]):
     """Complete the records ``found``. steps: {"median", "p10", "p90", "steps"} of each run, in seconds. Collective."""
-    peak = meters.utilisation(None, runs[0].flops, torch.float32, me)
+    peak = meters.ceiling(torch.float32, me)
     for run, record, step in zip(runs, found, steps, strict=True):
         sequences = _sequences(run, me)
         record["time"] = {"step": step, "samples_per_second": sequences / step["median"]}
