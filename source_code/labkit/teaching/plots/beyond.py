@@ -8,6 +8,7 @@ from labkit.teaching.plots import MIB, headline, show
 
 FORWARD, BACKWARD = "#BBBBBB", "#4D4D4D"  # as in images/pipeline_schedules.svg
 PIPELINE = "#666666"
+ALL_OF_IT = "#B8A9D9"  # a bar that is not divided: in a figure where shades of grey have meanings
 KINDS = {  # what a step sends, by what for: its colour, that of the category of memory
     "parameters and gradients": "#0072B2",
     "activations of a tensor group": "#BBBBBB",
@@ -34,6 +35,7 @@ def lanes(steps: dict[str, list], under: str, title: str):
         axes.invert_yaxis()
         idle = f"{name}: {measured_lanes.idle_share(step):.1%} empty"
         axes.set_title(idle, loc="right", fontsize=12, fontweight="bold")
+    panels[-1, 0].set_xlim(0, 1e3 * max(note["end"] for step in steps.values() for lane in step for note in lane))
     panels[-1, 0].set_xlabel("time since the step's first forward began [ms]")
     headline(figure, title, f"{under}\nlight: forward of a micro-batch, dark: its backward")
     show(figure)
@@ -94,20 +96,20 @@ def ways(rows: list[tuple[str, dict, int, dict]], title: str, under: str):
     seen = set()
     for place, (_, record, peak, sent) in enumerate(rows):
         found = max(record["memory"]["peak_by_rank"]) / MIB
-        memory.barh(place, found, 0.56, color="#AAAAAA")
+        memory.barh(place, found, 0.56, color=ALL_OF_IT)
         memory.barh(place, peak / MIB, 0.74, fill=False, edgecolor="black", linewidth=1.3)
         memory.text(max(found, peak / MIB), place, f"  {found:.1f}", va="center")
         left = 0.0
         for kind, size in sent.items():
             if size:
-                label = None if kind in seen else kind
+                label = None if kind in seen else f"sent: {kind}"
                 traffic.barh(place, size / 1e6, 0.56, left=left, color=KINDS[kind], label=label)
                 seen.add(kind)
                 left += size / 1e6
         traffic.text(left, place, f"  {left:.1f}", va="center")
         step = record["time"]["step"]
         low, median, high = (1e3 * step[key] for key in ("p10", "median", "p90"))
-        time.barh(place, median, 0.56, color="#666666")
+        time.barh(place, median, 0.56, color=ALL_OF_IT)
         time.plot([low, high], [place, place], color="black", linewidth=1.5)
         time.text(max(median, high), place, f"  {median:.0f}", va="center")
     memory.set_yticks(range(len(rows)), [row[0] for row in rows])
