@@ -413,6 +413,25 @@ def test_a_rank_without_a_dump_is_told(tmp_path):
     assert "ranks 0-1 called all_reduce" in said
 
 
+@pytest.mark.parametrize("where", ["nccl", "nccl2", "before 2.15"])
+def test_what_nccl_is_in_this_pytorch_does_not_matter(where, monkeypatch):
+    """Each implementation of it has a recorder of its own; here functions stand in for them."""
+
+    def recorders(collectives, stacks, active, backend="gloo"):
+        return pickle.dumps({"entries": [{"record_id": 7}] if backend == where else []})
+
+    def of_gloo_alone(collectives, stacks, active):
+        return recorders(collectives, stacks, active)
+
+    c10d = torch._C._distributed_c10d
+    own = pickle.dumps({"entries": [] if where == "nccl2" else [{"record_id": 7}]})
+    monkeypatch.setattr(c10d, "_dump_nccl_trace", lambda *_: own, raising=False)
+    monkeypatch.setattr(c10d, "_dump_fr_trace", of_gloo_alone if where == "before 2.15" else recorders)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    assert flight._last_call() == 7
+
+
 class Hostile:
     def __reduce__(self):
         return os.system, ("touch caught",)

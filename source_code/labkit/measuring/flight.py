@@ -166,9 +166,19 @@ def _stacks() -> str:
 
 
 def _trace(stacks: bool) -> dict:
-    on_nccl = dist.is_initialized() and "nccl" in dist.get_backend()
-    dump = torch._C._distributed_c10d._dump_nccl_trace if on_nccl else torch._C._distributed_c10d._dump_fr_trace
-    return pickle.loads(dump(True, stacks, False))  # this process's own
+    """The flight recorder of this process; of several, the first that has something.
+
+    PyTorch keeps one for each implementation of a backend, and what ``nccl`` is differs: from 2.15 on usually ``nccl2``.
+    """
+    c10d = torch._C._distributed_c10d
+    if not (dist.is_initialized() and "nccl" in dist.get_backend()):
+        return pickle.loads(c10d._dump_fr_trace(True, stacks, False))  # gloo's; this process's own, so it may be read
+    found = pickle.loads(c10d._dump_nccl_trace(True, stacks, False))
+    for name in ("nccl2", "nccl-lazy"):
+        if not found.get("entries"):
+            with contextlib.suppress(TypeError):  # before 2.15 there is none, and no such argument
+                found = pickle.loads(c10d._dump_fr_trace(True, stacks, False, name))
+    return found
 
 
 def _last_call():
