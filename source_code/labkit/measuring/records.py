@@ -23,7 +23,8 @@ A record is a dict with these keys (sizes in bytes, times in seconds):
   validation_loss              mean loss on the text kept for it, in nats per token (GPT)
   tokens_per_second            of all ranks together (GPT)
   model_flops_utilisation      {"flops_per_token", "peak_flops", "peak_of", "value"}: floating-point operations that
-               training on a token takes; those a second that a rank can do, and how that was found; the share (GPT)
+               training on a token takes; those a second that a rank can do, and how that was found; the share (GPT;
+               all but the first None if no step was timed)
 
 Records, and whatever else runs write, go to ``RUNS``, which every node must see: to the folder that FSDP_LABS_RUNS
 names; without it to results/runs, or where that belongs to somebody else, as when a class shares one installation, to
