@@ -44,12 +44,12 @@ def report(folder: str | Path, prefix: str = flight.FLIGHT) -> str:
     told = {rank: until for rank, until in told.items() if rank not in unsaid}
     silent = sorted(({rank for _, members in groups for rank in members} | set(places)) - set(told))
     lines = _of_failures(places, told)
-    alone = bool(lines)
-    lines += _of_silent_ranks(silent, lost, places, alone)
+    one_failed = bool(lines)
+    lines += _of_silent_ranks(silent, lost, places, one_failed)
     troubles = [found for group, calls in groups.items() for found in _troubles(*group, calls, places, told)]
     for _, said in sorted(troubles):  # what began first is the cause, or near it
         lines += said
-    if silent and not troubles and not alone:
+    if silent and not troubles and not one_failed:
         lines += _last_calls(groups)
     return "\n".join(lines or _of_no_trouble(groups, places))
 

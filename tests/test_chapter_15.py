@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from forked import by_value
+from labkit.running.lab import Lab
 from labkit.teaching.exercises import check
 
 from notebooks import run_broken
@@ -48,6 +49,40 @@ def test_columns_that_do_not_belong_to_the_rows_are_noticed():
                        until="numbers of 30", skip=("asked(", "few, many"))  # fmt: skip
     (line,) = lines
     assert line.startswith("FAIL  numbers of 30") and "measured 30" in line
+
+
+def by_an_optimizer(me, kind):
+    """How far a norm whose gradients are terms of a sum is, after three steps, from the same in one process."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+    x, weights = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1)).double(), []
+    for split in (False, True):
+        torch.manual_seed(0)
+        layers = torch.nn.RMSNorm(8), torch.nn.Linear(8, 16, bias=False), torch.nn.Linear(16, 8, bias=False)
+        model, mine = torch.nn.Sequential(*layers).double(), x
+        if split:
+            plan = {"0": SequenceParallel(), "1": ColwiseParallel(input_layouts=Shard(1))}
+            plan["2"] = RowwiseParallel(output_layouts=Shard(1))
+            model = parallelize_module(model, init_device_mesh("cpu", (me.world_size,)), plan)
+            mine = x.chunk(me.world_size, 1)[me.rank].contiguous()
+        optimizer = kind(model.parameters(), lr=1e-3)
+        for _ in range(3):
+            model(mine).square().sum().backward()
+            placed = str(getattr(model[0].weight.grad, "placements", ""))
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(getattr(model[0].weight, "full_tensor", lambda weight=model[0].weight: weight)().detach())
+    return placed, (weights[0] - weights[1]).abs().max().item(), (weights[0] - 1).abs().max().item()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD], ids=lambda kind: kind.__name__)
+def test_an_optimizer_alone_sums_what_is_partial(kind):
+    """As the chapter says of tensor parallelism without fully_shard."""
+    by_value(by_an_optimizer)
+    for placed, apart, moved in Lab(launcher="local", device="cpu").on_ranks(by_an_optimizer, kind, ranks=2):
+        assert "Partial" in placed and apart < 1e-12 < 1e-3 < moved
 
 
 @pytest.mark.long

@@ -84,6 +84,16 @@ def test_bars_are_the_records(reference):
     plt.close()
 
 
+@pytest.mark.parametrize(("batch", "words"), [(64, "batch 64 per rank"), (16, "batch 16 to 64 per rank")])
+def test_a_caption_is_of_all_rows(batch, words, reference, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots, "show", drawn.append)
+    record = reference[1]["record"]
+    plots.memory([("a", record | {"batch_size": 64}, None), ("b", record | {"batch_size": batch}, None)], "title")
+    assert words in drawn[0].axes[0].get_title("left")
+    plt.close()
+
+
 def test_picture_is_written_also_for_runs_too_short_to_time(reference, tmp_path):
     short = [
         run | {"record": run["record"] | {"time": {"step": None, "samples_per_second": None}}} for run in reference
