@@ -16,6 +16,7 @@ from importlib import import_module
 import pandas
 from labkit import UserError, holds
 from labkit.measuring import meters, records
+from labkit.measuring.differences import largest_difference
 from labkit.running import cells, launch, progress, ranks
 from labkit.running.options import Options, option, parse
 from labkit.training import deepspeed_zero, jax_world
@@ -135,7 +136,7 @@ def run(ways: list[Way], steps: int = STEPS) -> list[dict]:
     alone = {precision: losses for way, _, precision, losses in done if way is ALONE}
     rows = []
     for way, count, precision, losses in done:
-        difference = max(abs(loss / right - 1) for loss, right in zip(losses, alone[precision], strict=True))
+        difference = largest_difference(losses, alone[precision], relative=True)
         about = {"way": way.name, "lab": way.lab, "options": way.options, "ranks": count, "precision": precision}
         rows.append(about | {"losses": losses, "difference": difference})
     return rows

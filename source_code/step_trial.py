@@ -22,6 +22,7 @@ from itertools import pairwise
 import links
 from labkit import UserError
 from labkit.measuring import practice_link, records
+from labkit.measuring.differences import largest
 from labkit.running import options, ranks
 from labkit.running.options import option
 from planner import cost, predict
@@ -145,7 +146,7 @@ def main(config: Config):
                 rows[number] = compared(row, of_ranks)
                 print(line(rows[number]), flush=True)
     records.write_rows(path, rows, **about)
-    print(f"the largest difference is {max(abs(row['difference']) for row in rows):.1%}; record: {path}")
+    print(f"the largest difference is {largest(abs(row['difference']) for row in rows):.1%}; record: {path}")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ import torch
 from configurations import lab_of
 from labkit import UserError, holds
 from labkit.measuring import records
+from labkit.measuring.differences import largest
 from labkit.measuring.meters import TRACED_STEPS
 from labkit.running import cells, launch, progress, ranks
 from labkit.running.options import Options, option, parse
@@ -252,7 +253,7 @@ def main():
     for one in refused:
         print(f"refused: {name_of(one)}: {one['refused']}")
     records.write_rows(path, rows, **({"refused": refused} if options.random else {}))
-    worst = max((abs(row["difference"]) for row in rows), default=0)
+    worst = largest([0.0, *(abs(row["difference"]) for row in rows)])
     print(f"\n{len(rows)} configurations; the largest difference of a peak is {worst:.3%}; record: {path}")
 
 

@@ -3,15 +3,25 @@
 The kernels of the tests do so (kernel_startup.py, by PYTHONSTARTUP in conftest.py): the one run of each notebook in
 ``make test`` also shows that no verdict is empty. What a verdict's measured value is computed from (a record, a list
 of losses) is changed under the whole call, so that a prediction taken from the same numbers changes with it: a
-difference that is zero by construction stays zero, and is found.
+difference that is zero by construction stays zero, and is found. Three things stop the cell:
+
+  CannotFail    no change of what this execution has measured (provenance.py) makes the verdict FAIL
+  NotMeasured   nothing in it was measured in this execution: a plan, a formula or a committed file is compared
+  PassesNaN     it says PASS although one of the numbers it depends on, or all of them, are NaN
+
+FSDP_LABS_DOUBTS names a file: then each verdict adds a line of JSON to it, and no cell is stopped.
 """
 
 import ast
 import contextlib
 import dataclasses
+import functools
 import inspect
 import io
+import json
 import linecache
+import math
+import os
 import random
 import sys
 from pathlib import Path
@@ -21,30 +31,195 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 
 from labkit import teaching
 from labkit.teaching import verdicts
+from provenance import Provenance
 
 NUMBERS = ("measured", "predicted", "at_most", "at_least", "limit")
 # Of each trial, by what a number is multiplied and what is added: all is nothing, all is one, each goes its own way.
 TRIALS = [((0,), (0,)), ((0,), (1,)), *12 * [((0, 0.5, 1, 1.5, 3), (0, 1, 10**12))]]
 
 
-class CannotFail(AssertionError):
+LEAVES = 12  # of a variable, how many single numbers are made NaN, one at a time
+
+
+class Doubt(AssertionError):
+    """The base of what stops a cell."""
+
+
+class CannotFail(Doubt):
     """Whatever was measured, this verdict says PASS."""
 
 
+class NotMeasured(Doubt):
+    """Nothing that this execution has measured is judged."""
+
+
+class PassesNaN(Doubt):
+    """A run that diverged would PASS."""
+
+
 def doubted(claim, measured, **judged):
-    """``verdict``, which then must FAIL for at least one other measurement."""
+    """``verdict``, which then must FAIL for at least one other measurement, and for NaN."""
     real(claim, measured, **judged)
     call, caller = _call(inspect.currentframe().f_back)
-    passed_with_another = False
-    for again in _again(call, caller) if call else ():
-        if _fails(again, judged):
-            return
-        passed_with_another |= again["measured"] != measured
-    if passed_with_another or not any(_fails(judged | {"measured": other}, judged) for other in _others(measured)):
-        raise CannotFail(claim)
+    doubt = _doubt(claim, measured, judged, call, caller)
+    if path := os.environ.get("FSDP_LABS_DOUBTS"):
+        line = {"claim": claim, "doubt": type(doubt).__name__ if doubt else None, "detail": str(doubt or "")}
+        with open(path, "a") as file:
+            file.write(json.dumps(line) + "\n")
+    elif doubt:
+        raise doubt
 
 
 real = verdicts.verdict
+
+
+def _doubt(claim, measured, judged, call, caller) -> Doubt | None:
+    """What is wrong with a verdict, or None. call, caller: from ``_call``."""
+    if call is None:
+        able = any(_fails(judged | {"measured": other}, judged) for other in _others(measured))
+        return None if able else CannotFail(claim)
+    arguments, codes = _arguments(call)
+    known = caller.f_globals | caller.f_locals
+    # In a function the cells do not say what its arguments are: they are taken for measured.
+    local = frozenset(caller.f_locals) if caller.f_locals is not caller.f_globals else frozenset()
+    origin = _origin(caller, known)
+    if not origin.of(arguments["measured"], local):
+        return NotMeasured(claim)
+    names, _ = _sources(_data(codes["measured"], known), origin, local, known)
+    _, chain = _sources(set().union(*(_data(code, known) for code in codes.values())), origin, local, known)
+    evaluate = functools.partial(_evaluated, codes, caller, chain)
+    passed_with_another = False
+    for again in _again(evaluate, known, names):
+        if _fails(again, judged):
+            break
+        passed_with_another |= again["measured"] != measured
+    else:
+        # Where no change reaches it (a measurement within the call, a narrow interval), the value itself is changed.
+        if passed_with_another or not any(_fails(judged | {"measured": other}, judged) for other in _others(measured)):
+            return CannotFail(claim)
+    return _passes_nan(claim, judged, evaluate, known, names)
+
+
+def _sources(data: set[str], origin: Provenance, local: frozenset, known: dict) -> tuple[list[str], list]:
+    """(the measured variables that those in data are computed from, the statements that compute them, in order)."""
+    found, done, chain = set(), set(), {}
+    queue = [name for name in data if name in origin.measured | local]
+    while queue:
+        if (name := queue.pop()) in done:
+            continue
+        done.add(name)
+        if name in local or not (statement := origin.computed(name)):
+            found.add(name)
+        else:
+            code = compile(ast.Expression(statement.value), "<again>", "eval")
+            reads = {each for each in _data(code, known) if each in origin.measured}
+            chain[id(statement)] = _names_of(statement), reads, compile(ast.Module([statement], []), "<again>", "exec")
+            queue += reads
+    order = [id(statement) for statement in origin.assigned.values()]
+    return sorted(found), [chain[each] for each in sorted(chain, key=order.index)]
+
+
+def _names_of(statement: ast.Assign) -> set[str]:
+    return {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+
+
+def _origin(caller, known) -> Provenance:
+    """Where the variables of a kernel come from, by the cells that it has executed."""
+    cells = [cell for cell in known.get("In", ()) if cell] or ["".join(linecache.getlines(caller.f_code.co_filename))]
+    return Provenance(cells, known)
+
+
+def _passes_nan(claim, judged, evaluate, known, names) -> PassesNaN | None:
+    """The doubt about a verdict that is PASS with a NaN in what it depends on, or None."""
+    for name in names:
+        leaves = list(_leaves(known[name]))
+        if len(leaves) > LEAVES:
+            leaves = leaves[:2] + leaves[-2:] + random.Random(0).sample(leaves, LEAVES - 4)
+        for path in [*leaves, None]:  # one of several, and all of them
+
+            def changed(how, name=name, path=path) -> dict | None:
+                """The arguments with a number (path None: each number) of the variable changed; None: not to be computed."""
+                with contextlib.suppress(Exception):
+                    return evaluate({name: _with_changed(known[name], path, how)})
+
+            again = changed(lambda _: math.nan)
+            if again is None or _fails(again, judged):
+                continue
+            # It must depend on what is NaN now: another number changes it, or all of them are looked at.
+            now, *others = (changed(how) for how in OTHER_NUMBERS)
+            if any(each is not None and each != now for each in others) or (path is None and _looked_at(changed)):
+                where = "all numbers" if path is None else "".join(f"[{key!r}]" for key in path)
+                return PassesNaN(f"{claim} (NaN in {name}, {where})")
+    return None
+
+
+OTHER_NUMBERS = (float, lambda x: 1 - 1e6 * x, lambda x: x * 0, lambda x: 1 + 1.5 * x, lambda x: 1 + 1e6 * x)
+
+
+OPERATORS = "add radd sub rsub mul rmul truediv rtruediv pow rpow lt le gt ge eq ne hash abs neg round bool".split()
+
+
+def _looked_at(changed) -> bool:
+    """Whether the arguments depend on the numbers that ``changed`` changes: computing with one, or comparing it, tells."""
+    seen = []
+
+    def used(self, *_):
+        seen.append(self)
+        raise ArithmeticError
+
+    changed(type("Watched", (float,), dict.fromkeys((f"__{name}__" for name in OPERATORS), used)))
+    return bool(seen)
+
+
+def _leaves(value, path=()):
+    """The paths to the floats in a value that are numbers: (key, index, …)."""
+    if isinstance(value, float):
+        if math.isfinite(value):
+            yield path
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield from _leaves(each, (*path, key))
+    elif isinstance(value, (list, tuple)):
+        for index, each in enumerate(value):
+            yield from _leaves(each, (*path, index))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _leaves(getattr(value, field.name), (*path, field.name))
+    elif _is_float_tensor(value) and math.prod(value.shape):
+        yield (*path, (0,) * len(value.shape))
+        yield (*path, tuple(size - 1 for size in value.shape))
+
+
+def _is_float_tensor(value) -> bool:
+    return hasattr(value, "is_floating_point") and value.is_floating_point()
+
+
+def _with_changed(value, path, change):
+    """A copy of a value in which the float at a path is changed; path None: each float."""
+    if path == () or isinstance(value, float):
+        return change(value) if path is None or path == () else value
+    (key, *rest) = path or (None,)
+    rest = None if path is None else tuple(rest)
+    if isinstance(value, dict):
+        return type(value)(
+            {k: _with_changed(v, rest, change) if path is None or k == key else v for k, v in value.items()}
+        )
+    if isinstance(value, (list, tuple)):
+        parts = [_with_changed(v, rest, change) if path is None or i == key else v for i, v in enumerate(value)]
+        return type(value)(parts) if type(value) in (list, tuple) else type(value)(*parts)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [
+            field.name for field in dataclasses.fields(value) if field.init and (path is None or field.name == key)
+        ]
+        return dataclasses.replace(value, **{n: _with_changed(getattr(value, n), rest, change) for n in names})
+    if _is_float_tensor(value):
+        other = value.detach().clone()
+        if path is None:
+            other.copy_(other.double().apply_(change)) if other.numel() < 1000 else other.mul_(change(1.0))
+        else:
+            other[key] = change(float(other[key]))
+        return other
+    return value
 
 
 def _fails(arguments: dict, judged: dict) -> bool:
@@ -71,28 +246,40 @@ def _call(frame):
     return None, None
 
 
-def _again(call, frame):
-    """The call's arguments, evaluated with something changed that the measured value is computed from; many times."""
+def _arguments(call) -> tuple[dict, dict]:
+    """The numbers of a call, by name: as written, and compiled."""
     arguments = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg in NUMBERS}
-    arguments.setdefault("measured", call.args[1] if len(call.args) > 1 else None)
-    codes = {name: compile(ast.Expression(node), "<again>", "eval") for name, node in arguments.items()}
-    known = frame.f_globals | frame.f_locals
-    data = sorted(_data(codes["measured"], known))
-    for names in [*([name] for name in data), data]:
+    if "measured" not in arguments:
+        arguments["measured"] = call.args[1]
+    return arguments, {name: compile(ast.Expression(node), "<again>", "eval") for name, node in arguments.items()}
+
+
+def _again(evaluate, known: dict, data: list[str]):
+    """The call's arguments, evaluated with measured variables changed; many times."""
+    for names in [*([name] for name in data), data] if data else ():
         for seed, change in enumerate(TRIALS):
             with contextlib.suppress(Exception):  # a change may leave nothing that can be computed with
-                others = {name: _shaken(known[name], random.Random(seed), *change) for name in names}
-                yield _evaluated(codes, frame, others)
+                yield evaluate({name: _shaken(known[name], random.Random(seed), *change) for name in names})
 
 
-def _evaluated(codes: dict, frame, others: dict) -> dict:
-    """What the codes come to where names have other values, also for functions of the notebook that read them."""
-    names = frame.f_globals
-    before = {name: names[name] for name in others if name in names}
-    names.update({name: others[name] for name in before})
+def _evaluated(codes: dict, frame, chain: list, others: dict) -> dict:
+    """What the codes come to where variables have other values, also for functions of the notebook that read them.
+
+    chain: what is computed anew from them on the way, see ``_sources``.
+    """
+    names, local, changed = frame.f_globals, frame.f_locals, set(others)
+    before = {
+        name: names[name] for name in (*others, *(each for targets, _, _ in chain for each in targets)) if name in names
+    }
+    names.update({name: value for name, value in others.items() if name in before})
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            return {argument: eval(code, names | frame.f_locals | others) for argument, code in codes.items()}
+            for targets, reads, code in chain:
+                if reads & changed and not targets & set(others):
+                    exec(code, names)
+                    changed |= targets
+            inner = {} if local is names else dict(local)
+            return {argument: eval(code, names | inner | others) for argument, code in codes.items()}
     finally:
         names.update(before)
 

@@ -1,5 +1,6 @@
 """A verdict that cannot FAIL is found, and no other."""
 
+import json
 import linecache
 import shlex
 import sys
@@ -9,20 +10,34 @@ import doubts
 import nbformat
 import pytest
 from commands import call
+from labkit.measuring.differences import largest_difference  # noqa: F401  the cells compare with it
 from labkit.running import launch
 
 from notebooks import PATHS
 
 ROOT = Path(__file__).resolve().parents[1]
 
-RECORD = {"peak": 120, "kept": 40, "losses": [2.0, 1.5]}
-OTHER = {"peak": 120, "kept": 40, "losses": [2.0, 1.5]}
+RECORD = {"peak": 120, "kept": 40, "losses": [2.0, 1.5], "accuracy": 0.5}
+OTHER = {"peak": 120, "kept": 40, "losses": [2.0, 1.5], "accuracy": 0.5}
 MORE = {"losses": [2.1, 1.6]}
 FAILED, APART = [], 0.0
 
 
+def measure(what):
+    """Stands for a run: what it returns was measured in this execution."""
+    return what
+
+
+HEAD = """
+import json
+record, other, more, failed, apart = map(measure, (RECORD, OTHER, MORE, FAILED, APART))
+committed = json.loads('{"peak": 120, "losses": [2.0, 1.5]}')
+"""
+
+
 def judged(source: str):
     """Run a cell that ends with a doubted verdict."""
+    source = HEAD + source
     name = "<cell of the test>"
     linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
     names = globals() | {"verdict": doubted, "__name__": "__main__"}
@@ -35,14 +50,22 @@ doubted = doubts.doubted
 @pytest.mark.parametrize(
     "cell",
     [
-        'verdict("peak", RECORD["peak"], predicted=OTHER["peak"], limit=0.01)',
-        'verdict("losses apart", max(abs(a - b) for a, b in zip(RECORD["losses"], OTHER["losses"])), at_most=1e-6)',
-        'verdict("losses differ", max(abs(a / b - 1) for a, b in zip(RECORD["losses"], MORE["losses"])), at_least=1e-4)',
-        'verdict("rows that failed", len(FAILED), predicted=0)',
-        'verdict("apart by", APART, at_most=0.01)',
-        'verdict("both fell", int(RECORD["losses"][1] < RECORD["losses"][0]), predicted=1)',
-        'kept = lambda name: RECORD[name]\nfor name in ("kept",):\n    verdict(name, kept(name), predicted=40)',
-        'verdict("a number by hand", 3, at_least=1)',
+        'verdict("peak", record["peak"], predicted=other["peak"], limit=0.01)',
+        'verdict("peak", record["peak"], predicted=committed["peak"])',
+        'verdict("losses apart", largest_difference(record["losses"], other["losses"]), at_most=1e-6)',
+        'verdict("losses differ", largest_difference(record["losses"], more["losses"]), at_least=1e-4)',
+        'verdict("losses apart", largest_difference(record["losses"], committed["losses"]), at_most=1e-6)',
+        'off = largest_difference(record["losses"], other["losses"])\nverdict("apart", off, at_most=1e-6)',
+        'verdict("rows that failed", len(failed), predicted=0)',
+        'verdict("apart by", apart, at_most=0.01)',
+        'verdict("both fell", int(record["losses"][1] < record["losses"][0]), predicted=1)',
+        'verdict("right", record["accuracy"], at_least=0.4)',
+        'kept = lambda name: record[name]\nfor name in ("kept",):\n    verdict(name, kept(name), predicted=40)',
+        'def judge(one):\n    verdict("peak", one["peak"], predicted=120)\njudge(record)',
+        'rows = []\nrows.append(record["peak"])\nverdict("peak", rows[0], predicted=120)',
+        'def total(one):\n    return one["peak"]\nverdict("peak", total(record), predicted=120)',
+        'verdict("measured in the call", measure(3), at_least=1)',
+        'verdict("NaN on purpose", sum(x != x for x in map(float, measure(["nan"]))), predicted=1)',
     ],
 )
 def test_a_verdict_that_may_fail_passes(cell, capsys):
@@ -55,16 +78,65 @@ def test_a_verdict_that_may_fail_passes(cell, capsys):
     "cell",
     [
         # The rest is what is left over: the sum is the peak by construction
-        'rest = lambda: RECORD["peak"] - RECORD["kept"]\n'
-        'verdict("the bar", RECORD["kept"] + rest(), predicted=RECORD["peak"])',
-        'verdict("times as much", len(RECORD["losses"]), at_least=0)',
-        'verdict("a share", min(1, abs(APART)), at_most=1)',
-        'verdict("anything", RECORD["peak"], predicted=RECORD["peak"])',
+        'rest = lambda: record["peak"] - record["kept"]\n'
+        'verdict("the bar", record["kept"] + rest(), predicted=record["peak"])',
+        'verdict("times as much", len(record["losses"]), at_least=0)',
+        'verdict("a share", min(1, abs(apart)), at_most=1)',
+        'verdict("anything", record["peak"], predicted=record["peak"])',
+        'peak = record["peak"]\nexpected = record["peak"]\nverdict("twice the same", peak, predicted=expected)',
     ],
 )
 def test_a_verdict_that_cannot_fail_stops_the_cell(cell):
     with pytest.raises(doubts.CannotFail):
         judged(cell)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        'verdict("a number by hand", 3, at_least=1)',
+        'verdict("a file", committed["peak"], predicted=120)',
+        'verdict("a file against a file", largest_difference(committed["losses"], [2.0, 1.5]), at_most=1e-6)',
+        'from planner import predict\nplan = predict.persistent("fsdp2", "unit", 4)\n'
+        'verdict("a plan", sum(plan.values()), at_least=1)',
+        'def planned(ranks):\n    from planner import predict\n    return predict.persistent("fsdp2", "unit", ranks)\n'
+        'few, many = planned(2), planned(4)\nverdict("two plans", sum(many.values()), at_most=sum(few.values()))',
+        "from planner import predict\n"
+        'record = json.loads(\'{"script": "mnist_fsdp.py"}\')\n'
+        "plan_of = lambda record: 12\n"
+        'verdict("the plan of a record", plan_of(other), predicted=12)',
+    ],
+)
+def test_what_this_execution_has_not_measured_is_no_verdict(cell):
+    with pytest.raises(doubts.NotMeasured):
+        judged(cell)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        # A NaN in the first place is found by all of these, in the second by none
+        'verdict("losses apart", max(abs(a - b) for a, b in zip(record["losses"], other["losses"])), at_most=1e-6)',
+        'off = max(abs(a - b) for a, b in zip(record["losses"], other["losses"]))\n'
+        'worst = 2 * off\nverdict("losses apart", worst, at_most=1e-6)',
+        'verdict("losses off", sum(abs(x - 2) > 9 for x in record["losses"]), predicted=0)',
+        'verdict("not near", int(abs(record["losses"][0] - 9) < 1), predicted=0)',
+        'verdict("accuracies above 1", sum(x > 1 for x in (record["accuracy"],)), predicted=0)',
+        # The same NaN, not a number like any other: a set of it has one element
+        'verdict("different losses", len(set(measure([1.5, 1.5]))), predicted=1)\n'
+        'still = measure([1.5, 1.5, 1.5])\nverdict("different losses", len(set(still)), predicted=1)',
+    ],
+)
+def test_a_verdict_that_a_diverged_run_would_pass_stops_the_cell(cell):
+    with pytest.raises(doubts.PassesNaN):
+        judged(cell)
+
+
+def test_doubts_can_be_counted_instead(tmp_path, monkeypatch):
+    monkeypatch.setenv("FSDP_LABS_DOUBTS", str(tmp_path / "doubts"))
+    judged('verdict("peak", record["peak"], predicted=120)\nverdict("by hand", 3, at_least=1)')
+    lines = [json.loads(line) for line in (tmp_path / "doubts").read_text().splitlines()]
+    assert [(line["claim"], line["doubt"]) for line in lines] == [("peak", None), ("by hand", "NotMeasured")]
 
 
 @pytest.mark.long

@@ -13,6 +13,7 @@ import functools
 import few_digits
 import pytest
 from forked import by_value
+from labkit.measuring.differences import largest_difference
 from labkit.running import cells, launch
 
 STEPS, SAVED_AT = 8, 3
@@ -89,18 +90,13 @@ def results(tmp_path_factory):
     return of
 
 
-def worst(losses: list, reference: list) -> float:
-    """The largest relative difference of two runs' losses."""
-    return max(abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True))
-
-
 @pytest.mark.parametrize(
     ("rung", "ranks"), [pytest.param(*case, marks=pytest.mark.long) if case[1] > 2 else case for case in CASES]
 )
 def test_losses_follow_one_process(rung, ranks, results):
     result, reference = results(ranks)["fp64", rung], results(1)["fp64", "single"]
     assert len(result["losses"]) == STEPS
-    assert worst(result["losses"], reference["losses"]) < 1e-10
+    assert largest_difference(result["losses"], reference["losses"], relative=True) < 1e-10
     # The test set is seen once, whole, also where it cannot be shared evenly.
     assert result["accuracy"] == reference["accuracy"]
     assert result["accuracy"]["total"] == TEST
@@ -123,7 +119,7 @@ def test_resumed_run_follows_the_uninterrupted_one(results):
     """Saved by 4 ranks in the middle of an epoch, continued on 3: losses as if nothing had happened."""
     resumed, reference = results(3)["resumed"], results(1)["fp64", "single"]
     assert resumed["first_step"] == SAVED_AT
-    assert worst(resumed["losses"], reference["losses"][SAVED_AT:]) < 1e-10
+    assert largest_difference(resumed["losses"], reference["losses"][SAVED_AT:], relative=True) < 1e-10
 
 
 def test_resume_draws_the_same_dropout(results):

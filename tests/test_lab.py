@@ -10,7 +10,7 @@ from labkit import UserError
 from labkit.running import launch
 from labkit.running.lab import Lab
 from labkit.teaching import exercises
-from labkit.teaching.verdicts import about_guess, verdict
+from labkit.teaching.verdicts import about_guess, comparison, verdict
 
 HERE = Lab(ranks=3, launcher="local")
 
@@ -84,6 +84,11 @@ def test_first_error_comes_back_as_text(monkeypatch, tmp_path):
         (5, {"at_least": 5}, "PASS"),
         (4, {"at_least": 5}, "FAIL"),
         (math.nan, {"at_least": 5}, "FAIL"),
+        (math.inf, {"at_least": 5}, "FAIL"),
+        (-math.inf, {"at_most": 5}, "FAIL"),
+        (5, {"predicted": math.inf, "limit": 0.1}, "FAIL"),
+        (5, {"at_most": math.inf}, "FAIL"),
+        (5, {"at_most": math.nan}, "FAIL"),
     ],
 )
 def test_verdict(measured, options, word, capsys):
@@ -98,6 +103,11 @@ def test_verdict_needs_one_thing_to_compare_with():
         verdict("the claim", 1)
     with pytest.raises(TypeError):
         verdict("the claim", 1, predicted=1, at_most=2)
+
+
+def test_two_numbers_that_nobody_measured_are_compared_without_a_verdict(capsys):
+    comparison("torchtitan, 8B", 7.52, 7.48, how="published", reference="planned", unit="GiB")
+    assert capsys.readouterr().out == "----  torchtitan, 8B: published 7.52 GiB, planned 7.48 GiB (+0.53%)\n"
 
 
 @pytest.mark.parametrize(

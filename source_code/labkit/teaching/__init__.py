@@ -1,6 +1,18 @@
 """What a chapter needs to teach: verdicts on claims, exercises that judge an answer, figures (``plots``)."""
 
+from labkit.measuring.differences import largest, largest_difference
 from labkit.teaching.exercises import check, hint, solution, yours_or_ours
-from labkit.teaching.verdicts import MIB, about_guess, verdict
+from labkit.teaching.verdicts import MIB, about_guess, comparison, verdict
 
-__all__ = ["MIB", "about_guess", "check", "hint", "solution", "verdict", "yours_or_ours"]
+__all__ = [
+    "MIB",
+    "about_guess",
+    "check",
+    "comparison",
+    "hint",
+    "largest",
+    "largest_difference",
+    "solution",
+    "verdict",
+    "yours_or_ours",
+]

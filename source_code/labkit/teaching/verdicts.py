@@ -1,13 +1,18 @@
 """Judge a claim: one line, PASS or FAIL, what was measured, what was predicted, how far apart, how far they may be.
 
   verdict("peak memory per rank", 26_629_288, predicted=26_629_288, unit="bytes", limit=0.01)
-  verdict("largest difference of the losses", 2e-16, at_most=1e-10)
+  verdict("largest difference of the losses", largest_difference(run["losses"], reference), at_most=1e-10)
+
+print two numbers next to each other of which neither was measured here:
+
+  comparison("torchtitan #822, optimizer state", 7.52, 7.48, unit="GiB", how="published", reference="planned")
 
 and tell a learner how far off their own guess was:
 
   about_guess(25, record["memory"]["peak"])
 """
 
+import math
 from itertools import combinations
 
 MIB = 2**20
@@ -25,27 +30,56 @@ def verdict(
     otherwise="",
     how="measured",
 ):
-    """Print whether the claim held; exactly one of predicted, at_most and at_least is given.
+    """Print PASS or FAIL for a claim about a number that this execution has measured.
 
-    how: what was done to come by the number, if it was not measured here: "planned", "published", "simulated"; or
-    "by the law", for bytes that follow from the collectives counted.
-    limit: how far measured may lie from predicted, as a share of it (0: not at all). otherwise: what usually
-    causes a FAIL, printed below it. Something that is not a number, or NaN, never passes.
+    Args:
+        claim: what the number is.
+        measured: the number. NaN and infinity never pass, whatever they are compared with.
+        predicted, at_most, at_least: what it is compared with; exactly one is given.
+        limit: how far measured may lie from predicted, as a share of it (0: not at all).
+        unit: printed behind each number.
+        otherwise: what usually causes a FAIL, printed below it.
+        how: how the number was obtained, where not by a meter: "by the law" (bytes that follow from counted
+            collectives), "simulated" (PyTorch's own code, run here on tensors without memory).
+
+    A number of a plan, a file or a paper is no measurement: see ``comparison``.
     """
     if [predicted, at_most, at_least].count(None) != 2:
         raise TypeError("a verdict needs exactly one of predicted, at_most and at_least")
     if predicted is not None:
-        difference = measured - predicted
-        passed = abs(difference) <= limit * abs(predicted)
-        share = f"{difference / predicted:+.2%}" if predicted else f"{difference:+,}"
+        passed = abs(measured - predicted) <= limit * abs(predicted)
         allowed = f"limit {limit:.2%}" if limit else "must be equal"
-        said = f"predicted {_number(predicted, unit)} ({share}; {allowed})"
+        against = f"predicted {_number(predicted, unit)} ({_apart(measured, predicted)}; {allowed})"
     else:
         passed = measured <= at_most if at_least is None else measured >= at_least
-        said = f"at most {_number(at_most, unit)}" if at_least is None else f"at least {_number(at_least, unit)}"
-    print(f"{'PASS' if passed else 'FAIL'}  {claim}: {how} {_number(measured, unit)}, {said}")
+        against = f"at most {_number(at_most, unit)}" if at_least is None else f"at least {_number(at_least, unit)}"
+    # A bound that is not finite would let everything pass.
+    passed = passed and all(
+        math.isfinite(each) for each in (measured, predicted, at_most, at_least) if each is not None
+    )
+    print(f"{'PASS' if passed else 'FAIL'}  {claim}: {how} {_number(measured, unit)}, {against}")
     if not passed and otherwise:
         print(f"      {otherwise}")
+
+
+def comparison(claim: str, value, expected, *, how: str, reference: str, unit: str = ""):
+    """Print two numbers next to each other of which this execution has measured neither: no PASS, no FAIL.
+
+    Args:
+        claim: what the numbers are.
+        value, expected: the numbers.
+        how, reference: where each comes from: "planned", "published", "recorded", "simulated".
+        unit: printed behind each.
+    """
+    print(
+        f"----  {claim}: {how} {_number(value, unit)}, {reference} {_number(expected, unit)} ({_apart(value, expected)})"
+    )
+
+
+def _apart(value, expected) -> str:
+    """The signed difference, as a share of what was expected where that is not 0."""
+    difference = value - expected
+    return f"{difference / expected:+.2%}" if expected else f"{difference:+,}"
 
 
 def _number(value, unit) -> str:

@@ -7,6 +7,7 @@ from textwrap import fill
 import matplotlib.pyplot as plt
 
 from labkit import UserError
+from labkit.measuring.differences import largest
 from labkit.measuring.trace import CATEGORIES
 from labkit.teaching.plots import COLOURS, headline, show
 
@@ -178,7 +179,7 @@ def errors(panels: dict[str, dict[str, float]], title: str, under: str):
     names = list(next(iter(panels.values())))
     figure, axes = plt.subplots(1, len(panels), figsize=(10, 0.5 * len(names) + 2.2), sharey=True, layout="constrained")
     for panel, (about, found) in zip(axes, panels.items(), strict=True):
-        reach = max(abs(error) for error in found.values()) * 100
+        reach = 100 * largest(map(abs, found.values()))
         for place, name in enumerate(names):
             if name not in found:
                 panel.text(0.05 * reach, place, "not asked", va="center", color="#666666")
