@@ -272,8 +272,8 @@ def train(config, me, prepare=prepare, compute_loss=compute_loss):
         raise UserError(f"--seq-len must be less than the {len(data.validation)} tokens of the validation text")
     model, optimizer, train_one = prepare(config, me)
     global_batch = config.batch_size * config.accumulate * config.arranged(me.world_size).data
-    run = checkpoints.identity(config, global_batch, text.NAME)
-    step = first_step = checkpoints.resume(config, model, optimizer, run, config.max_steps)
+    saver = saving.Saver(config, model, optimizer, checkpoints.identity(config, global_batch, text.NAME))
+    step = first_step = saver.resume(config.max_steps)
     for group in optimizer.param_groups:  # a checkpoint brings its own
         group["lr"] = config.lr
     me.say(
@@ -282,7 +282,6 @@ def train(config, me, prepare=prepare, compute_loss=compute_loss):
 
     bar = progress.Progress(me, config.max_steps, step)
     meter = meters.Meter(model, optimizer, me.device, progress=bar, profile=config.profile, compiled=config.compile)
-    saver = saving.Saver(config, model, optimizer, run, step)
     stop = stopping.Stop(config)
     losses, save_every = [], config.checkpoint_every or config.max_steps
     while step < config.max_steps:
@@ -292,17 +291,17 @@ def train(config, me, prepare=prepare, compute_loss=compute_loss):
         for inputs, targets in meter.watch(stop.unless_asked(batches)):
             local_losses += train_one(inputs, targets)
             step += 1
-        if step % save_every == 0 or step == config.max_steps or stop.agreed:
-            saver.save(step, must=bool(stop.agreed))
-        if stop.agreed:
-            saver.finish(must=True)
-            stop.leave(me, step, config.max_steps)
+        stop.leave_if_agreed(me, saver, step, config.max_steps)
 
         summed = torch.stack(local_losses).view(-1, config.accumulate).sum(1)
         dist.all_reduce(summed)  # once every LOG_EVERY steps: once a step, only to print, would slow the training
         losses += (summed / me.world_size).tolist()
         me.say(f"step {step}: loss {losses[-1]:.4f}")
-    saver.finish()
+        if not all(map(math.isfinite, losses)):  # records.report says so, and ends the run; nothing more is saved
+            break
+        if step % save_every == 0 or step == config.max_steps:
+            saver.save(step)
+    saver.finish(step)
     meter.finish()
     validation_loss = evaluate(model, data.validation, config, me, compute_loss)
     me.say(f"loss {losses[0]:.4f} in step {first_step + 1}, validation loss {validation_loss:.4f} after step {step}")
@@ -361,8 +360,10 @@ class Config(options.Training):
         form=RESHARD,
         only=SHARDED,
     )
-    precision: Literal["fp32", "bf16", "fp64"] = option("fp32", "number format of the computation")
-    weights: Literal["fp32", "bf16"] = option("fp32", "number format of parameters, gradients and optimizer state")
+    precision: Literal["fp32", "bf16", "fp64"] = option("fp32", "number format of the computation", resumed="print")
+    weights: Literal["fp32", "bf16"] = option(
+        "fp32", "number format of parameters, gradients and optimizer state", resumed="print"
+    )
     recompute: Literal[networks.RECOMPUTE] = option(
         "none",
         "what backward computes again: nothing, blocks, or all but (every second of their) products and attention",
@@ -379,7 +380,7 @@ class Config(options.Training):
     prefetch: int = option(0, "FSDP2: gather this many blocks ahead; 0 leaves it to FSDP2", least=0, only=("fsdp2",))
     accumulate: int = option(1, "micro-batches in a step", least=1)
     sync: Literal["every", "last"] = option("every", "after which micro-batch of a step the ranks average gradients")
-    clip: float | None = option(None, "largest global norm of the gradient", above=0)
+    clip: float | None = option(None, "largest global norm of the gradient", above=0, resumed="print")
     compile: bool = option(False, "compile each block's forward")
     optimizer: Literal["adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd"] = option(
         "adamw", "optimizer", resumed=True
@@ -387,7 +388,7 @@ class Config(options.Training):
     lora: int | None = option(
         None, "freeze the model, and train LoRA adapters of this width on queries and values", least=1, resumed=True
     )
-    lr: float = option(1e-3, "learning rate", above=0)
+    lr: float = option(1e-3, "learning rate", above=0, resumed="print")
     seed: int = option(1, "seed of the weights and the order of the text", resumed=True)
     checkpoint_every: int | None = option(None, "save after every so many steps too", least=1, needs="checkpoint")
 

@@ -12,6 +12,7 @@
 Model, first values, batches and losses are those of gpt_fsdp.py, step by step. It needs what make jax installs.
 """
 
+import math
 import platform
 import time
 from dataclasses import dataclass
@@ -276,11 +277,10 @@ def train(config, world) -> dict:
     if config.seq_len >= len(data.validation):
         raise UserError(f"--seq-len must be less than the {len(data.validation)} tokens of the validation text")
     accumulate, batch, _ = config.batch_shape(world.world_size)
-    run = checkpoints.identity(config, accumulate * batch, text.NAME)
-    saved = jax_checkpoints.find(config, run)
-    training, first_step = prepare(config, world), jax_checkpoints.step_of(saved)
-    if saved:
-        jax_checkpoints.load(saved, training)
+    saver = jax_checkpoints.Saver(config, checkpoints.identity(config, accumulate * batch, text.NAME))
+    first_step = saver.find(config.max_steps)  # before anything is compiled
+    training = prepare(config, world)
+    saver.load(training)
     where = f"{world.world_size} devices on {world.device.type}, {world.hardware}; data {text.NAME}"
     world.say(f"{where}\n{'resumed' if first_step else 'starting'} at step {first_step} of {config.max_steps}")
 
@@ -294,8 +294,11 @@ def train(config, world) -> dict:
         bar.advance()
         if (step + 1) % gpt_fsdp.LOG_EVERY == 0 or step + 1 == config.max_steps:
             world.say(f"step {step + 1}: loss {losses[-1]:.4f}")
-        if config.checkpoint and ((step + 1) % save_every == 0 or step + 1 == config.max_steps):
-            jax_checkpoints.save(config.checkpoint, step + 1, training, run, config.keep)
+        if not math.isfinite(losses[-1]):  # records.report says so, and ends the run; nothing more is saved
+            break
+        if (step + 1) % save_every == 0 or step + 1 == config.max_steps:
+            saver.save(step + 1, training)
+    saver.close()
     bar.close()
     validation_loss = evaluate(training, data.validation, config)
     world.say(f"loss {losses[0]:.4f} in step {first_step + 1}, validation loss {validation_loss:.4f}")
@@ -335,6 +338,7 @@ class Config(options.Training):
     profile: ClassVar[None] = None
     async_checkpoint: ClassVar[bool] = False
     on_failed_save: ClassVar[str] = "stop"
+    allow_narrowing: ClassVar[bool] = False  # --precision must be the same
 
     preset: Literal[tuple(GPT_SHAPES)] = option("tiny", "size of the model", resumed=True)
     devices: int | None = option(
@@ -359,7 +363,7 @@ class Config(options.Training):
     precision: Literal["fp32", "fp64"] = option("fp32", "number format of everything", resumed=True)
     recompute: Literal["none", "full"] = option("none", "what backward computes again: nothing, or each block")
     accumulate: int = option(1, "micro-batches in a step", least=1)
-    lr: float = option(1e-3, "learning rate", above=0)
+    lr: float = option(1e-3, "learning rate", above=0, resumed="print")
     seed: int = option(1, "seed of the weights and the order of the text", resumed=True)
     checkpoint_every: int | None = option(None, "save after every so many steps too", least=1, needs="checkpoint")
 

@@ -163,16 +163,16 @@ class Config(options.Training):
     batch_size: int = option(2, "sequences in a micro-batch", least=1)
     accumulate: int = option(8, "micro-batches in a step", least=1, at_most=10_000)
     seq_len: int = option(128, "tokens in a sequence", least=1, resumed=True)
-    precision: Literal["fp32", "bf16", "fp64"] = option("fp32", "number format of the computation")
+    precision: Literal["fp32", "bf16", "fp64"] = option("fp32", "number format of the computation", resumed="print")
     recompute: Literal[networks.RECOMPUTE] = option(
         "none",
         "what backward computes again: nothing, blocks, or all but (every second of their) products and attention",
     )
-    clip: float | None = option(None, "largest global norm of the gradient", above=0)
+    clip: float | None = option(None, "largest global norm of the gradient", above=0, resumed="print")
     optimizer: Literal["adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd"] = option(
         "adamw", "optimizer", resumed=True
     )
-    lr: float = option(1e-3, "learning rate", above=0)
+    lr: float = option(1e-3, "learning rate", above=0, resumed="print")
     seed: int = option(1, "seed of the weights and the order of the text", resumed=True)
     checkpoint_every: int | None = option(None, "save after every so many steps too", least=1, needs="checkpoint")
 

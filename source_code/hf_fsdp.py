@@ -137,8 +137,8 @@ def train(config, me):
     model = build(config, architecture, me)
     optimizer = make_optimizer(model, config)
     global_batch = config.batch_size * config.accumulate * me.world_size
-    run = checkpoints.identity(config, global_batch, name)
-    step = first_step = checkpoints.resume(config, model, optimizer, run, config.max_steps)
+    saver = saving.Saver(config, model, optimizer, checkpoints.identity(config, global_batch, name))
+    step = first_step = saver.resume(config.max_steps)
     me.say(
         f"{records.place(me)}; {sum(p.numel() for p in model.parameters()):,} parameters, "
         f"{sum(p.numel() for p in model.parameters() if p.requires_grad):,} trained; data {name}, {len(tokens):,} tokens"
@@ -146,7 +146,6 @@ def train(config, me):
 
     bar = progress.Progress(me, config.max_steps, step)
     meter = meters.Meter(model, optimizer, me.device, progress=bar, profile=config.profile)
-    saver = saving.Saver(config, model, optimizer, run, step)
     stop = stopping.Stop(config)
     losses, save_every = [], config.checkpoint_every or config.max_steps
     while step < config.max_steps:
@@ -156,18 +155,19 @@ def train(config, me):
         for inputs, targets in meter.watch(stop.unless_asked(batches)):
             local_losses += train_step(model, optimizer, inputs, targets, config)
             step += 1
-        if step % save_every == 0 or step == config.max_steps or stop.agreed:
-            saver.save(step, must=bool(stop.agreed))
-        if stop.agreed:
-            saver.finish(must=True)
-            stop.leave(me, step, config.max_steps)
+        stop.leave_if_agreed(me, saver, step, config.max_steps)
+
         summed = torch.stack(local_losses).view(-1, config.accumulate).sum(1)
         dist.all_reduce(summed)  # once every LOG_EVERY steps: once a step, only to print, would slow the training
         losses += (summed / me.world_size).tolist()
         me.say(f"step {step}: loss {losses[-1]:.4f}")
-    saver.finish()
+        if not all(map(math.isfinite, losses)):  # records.report says so, and ends the run; nothing more is saved
+            break
+        if step % save_every == 0 or step == config.max_steps:
+            saver.save(step)
+    saver.finish(step)
     meter.finish()
-    if config.save:
+    if config.save and all(map(math.isfinite, losses)):
         hf_models.save(getattr(model, "module", model), architecture, config)
         me.say(f"saved to {config.save}")
     measured = meter.summary(global_batch)
@@ -214,13 +214,13 @@ class Config(options.Training):
     batch_size: int = option(2, "sequences in a micro-batch on each rank", least=1)
     seq_len: int = option(128, "tokens in a sequence", least=1, resumed=True)
     precision: Literal["fp32", "bf16", "fp64"] = option(
-        "fp32", "number format of the computation; bf16: weights in fp32"
+        "fp32", "number format of the computation; bf16: weights in fp32", resumed="print"
     )
     recompute: Literal["none", "full"] = option("none", "what backward computes again: nothing, or whole blocks")
     accumulate: int = option(1, "micro-batches in a step", least=1)
-    clip: float | None = option(None, "largest global norm of the gradient", above=0)
+    clip: float | None = option(None, "largest global norm of the gradient", above=0, resumed="print")
     lora: int | None = option(None, "freeze the model, and train peft's adapters of this width", least=1, resumed=True)
-    lr: float = option(1e-4, "learning rate", above=0)
+    lr: float = option(1e-4, "learning rate", above=0, resumed="print")
     seed: int = option(1, "seed of first values and of the order of the text", resumed=True)
     checkpoint_every: int | None = option(None, "save after every so many steps too", least=1, needs="checkpoint")
 

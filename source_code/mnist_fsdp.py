@@ -125,18 +125,19 @@ def training_batches(digits, config, me, epoch, batch_size):
 
 
 @torch.no_grad()
-def evaluate(model, digits, config, me):
+def evaluate(model, digits, config, me, watched=iter):
     """(correct, total, mean loss) on the test set, each image seen exactly once.
 
     A sampler that pads would see 10,002 images on 3 ranks. Here the parts differ in size, by one image or so,
     but every rank takes part in the same number of forward passes: under FSDP each of them is a collective.
+    watched: goes through the batches, and may end before the last (``stop.unless_asked``).
     """
     model.eval()
     total = len(digits.test_images)
     mine = torch.arange(me.rank, total, me.world_size, device=me.device)
     sums = torch.zeros(2, dtype=torch.float64, device=me.device)  # correct, loss
     # 100 at a time: their activations stay near the processor, and a pass is still long beside the gather of its weights.
-    for rows in mine.tensor_split(math.ceil(total / (me.world_size * 100))):
+    for rows in watched(mine.tensor_split(math.ceil(total / (me.world_size * 100)))):
         images, labels = datasets.to_float(digits.test_images[rows], config.dtype), digits.test_labels[rows]
         loss, output = compute_loss(model, images, labels, config, reduction="sum")
         sums += torch.stack([(output.argmax(1) == labels).sum(), loss])
@@ -160,14 +161,14 @@ def train(config, me):
     optimizer = torch.optim.Adadelta(model.parameters(), lr=config.lr)  # after sharding, which replaces the parameters
     run = checkpoints.identity(config, batch_size * me.world_size, digits.name)
     last_step = min(config.epochs * steps_per_epoch, config.max_steps or math.inf)
-    step = first_step = checkpoints.resume(config, model, optimizer, run, last_step)
+    saver = saving.Saver(config, model, optimizer, run)
+    step = first_step = saver.resume(last_step)
     me.say(
         f"{records.place(me)}; data {digits.name}\n{model}\n{'resumed' if step else 'starting'} at step {step} of {last_step}"
     )
 
     bar = progress.Progress(me, last_step, step)
     meter = meters.Meter(model, optimizer, me.device, progress=bar, profile=config.profile)
-    saver = saving.Saver(config, model, optimizer, run, step)
     stop = stopping.Stop(config)
     losses = []
     while step < last_step:
@@ -182,20 +183,23 @@ def train(config, me):
             torch.manual_seed(config.seed + 1000 * step + me.rank)
             local_losses.append(train_step(model, optimizer, images, labels, config))
             step += 1
-        saver.save(step, must=bool(stop.agreed))
-        if stop.agreed:
-            saver.finish(must=True)
-            stop.leave(me, step, last_step)
+        stop.leave_if_agreed(me, saver, step, last_step)
 
         summed = torch.stack(local_losses)
         dist.all_reduce(summed)  # once an epoch: once a step, only to print, would slow the training
         losses += (summed / me.world_size).tolist()
-        correct, total, test_loss = evaluate(model, digits, config, me)
+        diverged = not all(map(math.isfinite, losses))
+        if not diverged:  # otherwise the newest checkpoint stays the one before
+            saver.save(step)
+        correct, total, test_loss = evaluate(model, digits, config, me, stop.unless_asked if step < last_step else iter)
+        stop.leave_if_agreed(me, saver, step, last_step)
         me.say(
             f"epoch {epoch + 1}: loss {statistics.mean(losses[-len(local_losses) :]):.4f}, "
             f"test loss {test_loss:.4f}, accuracy {correct}/{total} ({correct / total:.2%})"
         )
-    saver.finish()
+        if diverged:  # records.report says so, and ends the run
+            break
+    saver.finish(step)
     meter.finish()
     return {
         "data": {"name": digits.name, "train": len(digits.train_images), "test": len(digits.test_images)},
@@ -238,18 +242,19 @@ class Config(options.Training):
     cpu_offload: bool = option(
         False, "FSDP: keep shards, gradients and optimizer state in the CPU's memory", only=SHARDED
     )
-    precision: Literal["fp32", "bf16", "fp64"] = option("fp32", "number format of the computation")
+    precision: Literal["fp32", "bf16", "fp64"] = option("fp32", "number format of the computation", resumed="print")
     epochs: int = option(4, "passes over the training set, those of the run being resumed included", least=1)
     max_steps: int | None = option(None, "stop after this many steps in all", least=1)
     batch_size: int | None = option(None, "images per step on each rank (default: 64)", least=1)
     global_batch_size: int | None = option(
         None, "images per step on all ranks together, instead of --batch-size", least=1
     )
-    lr: float = option(1.0, "Adadelta's learning rate in the first epoch", above=0)
-    gamma: float = option(0.7, "factor on the learning rate after each epoch", above=0)
+    lr: float = option(1.0, "Adadelta's learning rate in the first epoch", above=0, resumed="print")
+    gamma: float = option(0.7, "factor on the learning rate after each epoch", above=0, resumed="print")
     dropout: bool = option(
         True,
         "dropout layers; without them, and with one --global-batch-size, any number of ranks computes the same losses",
+        resumed="print",
     )
     seed: int = option(1, "seed of the weights, the order of the images and the dropout", resumed=True)
     data: Literal["auto", "mnist", "mnist-5k"] = option("auto", "data set; auto: MNIST if it can be had")

@@ -35,8 +35,10 @@ It needs only the standard library, and imports nothing of this course. From the
 class UserError(Exception):
     """Something the user can put right. Its text is one sentence: what is wrong, and what to do.
 
-    Every command of the course prints that sentence alone, without a traceback, and exits with code 2.
+    Every command of the course prints that sentence alone, without a traceback, and exits with this code.
     """
+
+    exit_code = 2
 
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows of it: IPython asks for this."""

@@ -17,7 +17,7 @@ A record is a dict with these keys (sizes in bytes, times in seconds):
                parallelism), else None. Earlier records do not have it
   checkpoints  None where nothing was saved, else {"asynchronous", "saves": how many, "stall": seconds for which each held
                up training (median)}; what the end of the run waited for the last one is not in it
-  losses       the loss of every step, averaged over the global batch
+  losses       the loss of every step, averaged over the global batch; NaN where it was not finite (in the file: null)
   accuracy     {"correct", "total"} on the test set (MNIST)
   test_loss    mean loss on the test set (MNIST)
   validation_loss              mean loss on the text kept for it, in nats per token (GPT)
@@ -31,8 +31,10 @@ names; without it to results/runs, or where that belongs to somebody else, as wh
 my-fsdp-labs/runs in the home.
 """
 
+import contextlib
 import dataclasses
 import json
+import math
 import os
 import platform
 import shlex
@@ -45,9 +47,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from labkit import UserError
+from labkit import Diverged, UserError
 
 SCHEMA = 1
+PROBE = bytes(2**16)  # what is written to see whether there is room: an empty file fits on a full disk
+LOSSES = ("losses", "test_loss", "validation_loss")
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 
 
@@ -63,14 +67,33 @@ RUNS = _runs()
 
 
 def made(folder: Path) -> Path:
-    """A folder for runs, made if it is not there. UserError: it cannot be made, or not be written to."""
+    """A folder for runs, made if it is not there. UserError: it cannot be made, or not be written to, or it is full."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        _probe(folder)
     except OSError as error:
         why = f"runs cannot be written to {folder} ({error.strerror})"
-        raise UserError(f"{why}: set FSDP_LABS_RUNS to a folder of yours that every node can see") from None
+        raise UserError(
+            f"{why}: make room, or set FSDP_LABS_RUNS to a folder of yours that every node can see"
+        ) from None
     return folder
+
+
+def why_full(folder: Path) -> str | None:
+    """A sentence if nothing more can be written to a folder for runs, else None."""
+    try:
+        _probe(folder)
+    except OSError as error:
+        return f"Nothing more can be written to {folder} ({error.strerror}): make room there, or set FSDP_LABS_RUNS"
+    return None
+
+
+def _probe(folder: Path):
+    """OSError if not even a small file can be written to a folder."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(PROBE)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def new(script: str, config: dict, rank, nodes: list[str]) -> dict:
@@ -94,6 +117,9 @@ def report(script: str, config, me, result: dict, elapsed: float):
     """Print what a run has measured, and write its record if --record says where. Collective.
 
     result: the run's part of the record. me: a ``ranks.Rank``. elapsed: seconds since the run began.
+
+    Raises:
+        Diverged: a loss is not finite. The record is written all the same.
     """
     nodes = [me.node]
     if dist.is_initialized():  # not under JAX, where one process is the whole run
@@ -109,6 +135,14 @@ def report(script: str, config, me, result: dict, elapsed: float):
     if config.record and me.rank == 0:
         about = new(script, dataclasses.asdict(config), me, sorted(set(nodes)))
         write(config.record, about | result)
+    losses, first = result["losses"], result["first_step"] + 1
+    if bad := [number for number, loss in enumerate(losses) if not math.isfinite(loss)]:
+        if dist.is_initialized():
+            dist.barrier()  # a rank that leaves ends the others: not before the record is written
+        raise Diverged(
+            f"the loss is {losses[bad[0]]} in step {first + bad[0]}: the run ends there, and no checkpoint was saved after "
+            "it; a lower --lr, or a look at that step's data, may help"
+        )
 
 
 def place(me) -> str:
@@ -142,7 +176,7 @@ def check_writable(path: str | Path, option: str = "--record"):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder")
-        tempfile.TemporaryFile(dir=path.parent).close()
+        _probe(path.parent)
     except OSError as error:
         raise UserError(
             f"the record cannot be written to {path} ({error.strerror or error}): name another {option}"
@@ -166,12 +200,38 @@ def write_rows(path: Path, rows: list[dict], **about):
 
 
 def write(path: str | Path, record: dict):
-    """Write a record so that ``path`` is either whole or not there."""
+    """Write a record so that ``path`` is either whole or not there.
+
+    JSON has no NaN and no infinity: both become null.
+
+    Raises:
+        UserError: it cannot be written. It has been printed instead, so that what was measured is not lost.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(_finite(record), indent=1, allow_nan=False) + "\n"
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    partial.write_text(json.dumps(record, indent=1) + "\n")
-    partial.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        print(text, flush=True)
+        raise UserError(
+            f"the record cannot be written to {path} ({error.strerror}): it is printed above; make room, and save it from there"
+        ) from None
+
+
+def _finite(value):
+    """The same with None for every number that is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return value
 
 
 def load(path: str | Path) -> dict:
@@ -187,6 +247,11 @@ def load(path: str | Path) -> dict:
         raise UserError(f"{path} has layout {schema}, this version reads {SCHEMA}: run the lab again")
     if type(schema) is not int or not _is_of_a_run(record):
         raise UserError(f"{path} is not a record of a run: delete it and run the lab again")
+    for name in LOSSES:
+        if isinstance(record.get(name), list):
+            record[name] = [math.nan if loss is None else loss for loss in record[name]]
+        elif name in record and record[name] is None:
+            record[name] = math.nan
     return record
 
 

@@ -219,6 +219,8 @@ def follow(command: list[str], on_progress=None, timeout: float = 3600, device: 
         printed = slurm.without_queueing(log.read_text(errors="replace")).strip()
         if process.returncode:
             end = "\n".join(printed.splitlines()[-OUTPUT_LINES:]) or f"exit code {process.returncode}"
+            if why := records.why_full(RUNS):  # what it printed is lost, or the end of it
+                end += f"\n{why}"
             raise RunFailed(slurm.explained(command, printed) or end)
         return printed
 

@@ -33,7 +33,7 @@ def option(default, help: str, *, least=None, above=None, at_most=None, form=Non
 
     least, above, at_most: bounds of a number. form: (regular expression, in words) of a text. only: the strategies
     under which it may differ from its default. needs: the name of the option that must be given with it. resumed:
-    whether a run that goes on from a checkpoint must have the same.
+    True if a run that goes on from a checkpoint must have the same, "print" if a change is printed.
     """
     bounds = {"least": least, "above": above, "at_most": at_most, "form": form}
     company = {"only": only, "needs": needs}
@@ -87,6 +87,12 @@ class Training(Start):
     fall_back: bool = option(False, "if that one is damaged, go on from the newest whole one", needs="resume")
     keep: int | None = option(
         None, "how many checkpoints to keep, the newest (default: all)", least=1, needs="checkpoint"
+    )
+    keep_every: int | None = option(
+        None, "of the older checkpoints, also keep one every N steps, for good", least=1, needs="keep"
+    )
+    allow_narrowing: bool = option(
+        False, "resume weights in a number format with fewer bits than they were saved in", needs="resume"
     )
     async_checkpoint: bool = option(
         False, "write checkpoints while training goes on, from a copy in the CPU's memory", needs="checkpoint"

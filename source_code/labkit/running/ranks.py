@@ -9,6 +9,7 @@ A process becomes a rank in one of four ways, looked for in this order:
 Private PyTorch used here, and only here: ``_get_default_store``, to learn which rank failed first.
 """
 
+import atexit
 import contextlib
 import ctypes
 import importlib
@@ -33,8 +34,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from labkit import UserError
-from labkit.running import gpus, progress, stopping
+from labkit import Diverged, UserError
+from labkit.running import gpus, job_status, progress, stopping
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 RENDEZVOUS_SECONDS = 300  # how long ranks wait for one another: a cold file system takes minutes to import torch
@@ -45,6 +46,7 @@ LOOPBACK = "127.0.0.1"
 # PyTorch asks for the name behind the address of every connection. /etc/hosts seldom has this one's IPv6 form, so the
 # question goes to a name server, and the C library waits five seconds for an answer that is lost (resolv.conf(5)).
 QUICK_DNS = "timeout:1"
+TOLD = (UserError.exit_code, Diverged.exit_code, stopping.TRY_AGAIN)  # exit codes of a rank that has said why
 FAILED = "labkit/failed"  # at the store: how many ranks have failed
 SAID = "labkit/said"  # at the store, once the first of them has said why
 
@@ -73,8 +75,8 @@ def run(main, config):
     """Call ``main(config, rank)`` in every rank of the run, starting the ranks where nobody has.
 
     config: has ``ranks`` (int or None), ``backend`` and ``device``; with ``strategy="single"`` one rank is enough.
-    Never returns: the process exits with 0, with 2 after a user's error, with 75 where it was asked to end
-    (stopping.py), with 1 after any other error.
+    Never returns: the process exits with 0, with 2 after a user's error (or that error's own ``exit_code``), with 75
+    where it was asked to end (stopping.py), with 1 after any other error.
     """
     if config.device == "cpu" or (config.backend == "gloo" and config.device == "auto"):
         gpus.hide()
@@ -156,8 +158,10 @@ def start_here(count: int, device: str, main, config):
         while not ranks.join():  # it ends the others when one fails
             pass
     except torch.multiprocessing.ProcessExitedException as failure:
-        if failure.exit_code in (2, stopping.TRY_AGAIN):
+        if failure.exit_code in TOLD:
             sys.exit(failure.exit_code)  # the rank has said what is wrong, or that it was asked to end
+        if failure.signal_name:  # it could not say so itself
+            job_status.note("failed", socket.gethostname(), failure.error_index)
         how = (
             f"was killed by {failure.signal_name}"
             if failure.signal_name
@@ -170,6 +174,7 @@ def start_here(count: int, device: str, main, config):
 
 def _as_local_rank(rank: int, count: int, ports, job: str, launcher: int, main, config):
     """What each process that ``start_here`` makes does. launcher: its process."""
+    atexit._clear()  # what the launcher is to do at its end is not this process's to do, though it was forked from it
     if os.getppid() != launcher:  # it has ended before PyTorch could see to it that this one ends with it
         _end(1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every rank: end, without a traceback from each
@@ -359,7 +364,7 @@ def _failing_tidily():
     try:
         yield
     except UserError as error:
-        leave(str(error))
+        leave(str(error), error.exit_code)
     except stopping.Stopped:
         _end(stopping.TRY_AGAIN)
     except KeyboardInterrupt:
@@ -373,18 +378,20 @@ def program() -> str:
     return os.path.basename(sys.argv[0])
 
 
-def leave(sentence: str):
-    """End after a user's error: the sentence once, whatever the number of ranks, and exit code 2."""
+def leave(sentence: str, code: int = UserError.exit_code):
+    """End after a user's error: the sentence once, whatever the number of ranks, and its exit code."""
     store = _store_of_the_run()
     with contextlib.suppress(RuntimeError):  # the store goes with rank 0
         if _first_to_fail():
             print(f"{program()}: {sentence}", file=sys.stderr, flush=True)
+            if event := {UserError.exit_code: "refused", Diverged.exit_code: "diverged"}.get(code):
+                job_status.note(event)
             if store is not None:
                 store.set(SAID, "")
         elif store is not None:  # the launcher ends all when it sees one end: not before there is something to read
             store.wait([SAID], timedelta(seconds=LINGER_SECONDS))
     _outlive_the_others()
-    _exit(2)
+    _exit(code)
 
 
 def _fail(error: Exception):
@@ -402,6 +409,7 @@ def _fail(error: Exception):
                 )
         else:
             message = f"rank {rank} failed:\n{traceback.format_exc()}"
+            job_status.note("failed", socket.gethostname(), rank)
         print(f"{program()}: {message}", file=sys.stderr, flush=True)
     if lost_contact:  # the launcher must find the rank that failed first; then it ends this one
         time.sleep(LINGER_SECONDS)
@@ -444,7 +452,11 @@ def _exit(code: int):
 
 
 def _end(code: int):
-    """End this process now. Python's own way out spends a second on taking torch apart."""
+    """End this process now, after what was registered for its end (a logger's last lines, a folder's release).
+
+    Python's own way out spends a second on taking torch apart besides.
+    """
+    atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -10,6 +10,8 @@ import os
 import signal
 from collections.abc import Iterable, Iterator
 
+from labkit.running import job_status
+
 # torch is imported where it is needed: a queued job imports this file (resumable.py), and until it has done so, and only
 # then listens, the warning that is to requeue it would end it.
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
@@ -54,7 +56,10 @@ class Stop:
         listen(config)
 
     def unless_asked(self, batches: Iterable) -> Iterator:
-        """The batches, as long as the ranks have not agreed to end. Collective."""
+        """The batches, as long as the ranks have not agreed to end. Collective.
+
+        Around the batches of training and of an evaluation: both take longer than a warning may leave.
+        """
         for batch in batches:
             if self.group and self._voted():
                 return
@@ -77,11 +82,28 @@ class Stop:
         self.vote = dist.all_reduce(self.votes, dist.ReduceOp.MAX, self.group, async_op=True)
         return False
 
-    def leave(self, me, step: int, last_step: int):
-        """End this rank, once the state after ``step`` is saved. me: a ``ranks.Rank``."""
+    def leave_if_agreed(self, me, saver, step: int, last_step: int):
+        """Save and end this rank if the ranks have agreed to end. Collective.
+
+        Args:
+            me: a ``ranks.Rank``.
+            saver: a ``saving.Saver``.
+            step: how many steps the state has behind it.
+            last_step: how many the run was to have.
+
+        Raises:
+            Stopped: the state is saved.
+            UserError: it could not be.
+        """
         import torch.distributed as dist
 
+        if not self.agreed:
+            return
+        saver.save(step, must=True)
+        saver.finish(step, must=True)
         me.say(f"asked to end ({self.agreed}): saved at step {step} of {last_step}; --resume goes on from there")
+        if me.rank == 0:
+            job_status.note("asked", step)
         dist.barrier(self.group)  # nobody's end shall be the others' lost contact
         raise Stopped
 

@@ -1,15 +1,9 @@
-"""Find the checkpoint to go on from and read it, whatever number of ranks wrote it. Writing it: saving.py.
+"""Resume from a checkpoint, whatever number of ranks wrote it. Writing one: saving.py. Their folder: checkpoint_folder.py.
 
 What differs from its manifest is never loaded.
 """
 
 import dataclasses
-import re
-import shutil
-import socket
-import time
-import uuid
-from pathlib import Path
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -18,9 +12,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from labkit import UserError
 from labkit.running.options import flag
 from labkit.training import dcp_reading, manifest
-from labkit.training.manifest import Damaged
+from labkit.training.checkpoint_folder import CheckpointFolder, Path, latest, name_of, on_one, rank, stored
+from labkit.training.manifest import Damaged, Unreadable
 
-SEEN_SECONDS = 5  # in which a shared file system shows a new file on another node
+__all__ = ["CheckpointFolder", "Damaged", "Unreadable", "latest", "name_of", "on_one", "stored"]
 
 
 def identity(config, global_batch: int, data: str) -> dict:
@@ -29,165 +24,103 @@ def identity(config, global_batch: int, data: str) -> dict:
     The options that are declared with ``resumed=True``; the global batch (images or sequences per step) and the data
     set, as step n of another would have read something else.
     """
-    kept = [field.name for field in dataclasses.fields(config) if field.metadata["resumed"]]
-    return {flag(name): getattr(config, name) for name in kept} | {"a global batch of": global_batch, "data": data}
+    return _options(config, True) | {"a global batch of": global_batch, "data": data}
 
 
-def resume(config, model, optimizer, run: dict, last_step: int) -> int:
-    """Read the newest checkpoint in --checkpoint if --resume says so; return the step from which to train.
+def changeable(config) -> dict:
+    """The options that a run may change when it resumes, and is told that it did: {flag: value}."""
+    return _options(config, "print")
 
-    run: this run's ``identity``. Collective. UserError: there is nothing to go on with or to train, or the folder
-    belongs to another run.
+
+def _options(config, resumed: bool | str) -> dict:
+    names = [field.name for field in dataclasses.fields(config) if field.metadata["resumed"] == resumed]
+    return {flag(name): getattr(config, name) for name in names}
+
+
+def resume(folder: CheckpointFolder, config, last_step: int, load) -> int:
+    """Read the newest checkpoint of a folder; with --fall-back the newest that is whole. Collective.
+
+    Args:
+        folder: the run's folder, which it owns.
+        config: has ``fall_back``; a ``save`` that is set (an export at the end) lets a finished run come back for it.
+        last_step: how many steps the run is to have made at its end.
+        load: reads the checkpoint at a path and returns its step.
+
+    Returns:
+        The step from which to train; 0 where there is no checkpoint.
+
+    Raises:
+        UserError: there is nothing to go on with or to train, or the folder belongs to another run.
     """
-    return go_on(config, last_step, lambda path: load(path, model, optimizer, run))
-
-
-def go_on(config, last_step: int, load) -> int:
-    """The step that ``load(path)`` returns of the newest checkpoint, with --fall-back of the newest whole one; or 0."""
-    found = to_resume(config)
+    found = on_one(lambda: stored(folder.path))
     for path in found:
         try:
             step = load(path)
-        except Damaged as error:
+        except (Damaged, Unreadable) as error:
             if not config.fall_back:
                 raise
-            if _rank() == 0:
-                print(f"{path} is damaged ({error.reason}): trying the one before", flush=True)
+            on_one(lambda path=path, error=error: _do_without(folder, path, error))
             continue
         saves_yet = step == last_step and getattr(config, "save", None)  # trained, and ended before that was done
         if step >= last_step and not saves_yet:
             raise UserError(f"nothing left to train: the checkpoint is at step {step} of {last_step}; train for more")
+        on_one(lambda path=path: _go_on_from(folder, path, config))
         return step
     if found:
-        raise UserError(f"no checkpoint in {config.checkpoint} is whole: name another --checkpoint, and start anew")
+        raise UserError(f"no checkpoint in {folder.path} is whole: name another --checkpoint, and start anew")
+    on_one(folder.clear_leftovers)
     return 0
 
 
-def to_resume(config) -> list[Path]:
-    """The checkpoints in --checkpoint, the newest first. Collective, where there are several ranks.
-
-    UserError: there are some, and --resume is not given; or none can be written there, or not for all ranks to see.
-    """
-    if not config.checkpoint:
-        return []
-    _prepare(config.checkpoint)
-    _check_shared(Path(config.checkpoint))
-    found = on_one(lambda: stored(config.checkpoint))
-    if found and not config.resume:
-        raise UserError(
-            f"{config.checkpoint} holds the checkpoint {found[0].name}: give --resume to go on from it, "
-            "or name another --checkpoint"
-        )
-    return found
-
-
-def on_one(function, group=None):
-    """What ``function()`` returns on rank 0, on every rank; what it raises likewise. So that all ranks do the same.
-
-    group: whose messages to use (default: the run's).
-    """
-    try:
-        result = [function() if _rank() == 0 else None]
-    except Exception as error:  # any: the others would wait for rank 0
-        result = [error]
-    if dist.is_initialized():
-        dist.broadcast_object_list(result, group=group)
-    if isinstance(result[0], Exception):
-        raise result[0]
-    return result[0]
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _prepare(folder: str | Path):
-    """Make the folder for checkpoints, before the training that is to fill it. UserError if that cannot be."""
-    folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".writable-{_rank()}"
-        probe.touch()
-        probe.unlink(missing_ok=True)
-        if _rank() == 0:
-            for path in folder.glob("step-*"):  # left by a run that was ended there
-                if re.fullmatch(r"step-\d+\.(partial|removed)", path.name):
-                    clear(path)
-    except OSError as error:
-        raise UserError(
-            f"checkpoints cannot be written to {folder} ({error.strerror}): name another --checkpoint"
-        ) from None
-
-
-def _check_shared(folder: Path):
-    """UserError, on every rank, if a rank does not see there what rank 0 writes: each node would save its own part alone.
-
-    Collective, where there are several ranks.
-    """
-    if not dist.is_initialized():
-        return
-
-    def touched() -> str:
-        name = f".seen-{uuid.uuid4().hex}"  # a new one: no node remembers that it is not there
-        (folder / name).touch()
-        return name
-
-    token = folder / on_one(touched)
-    unseen = [None] * dist.get_world_size()
-    dist.all_gather_object(unseen, None if appears(token) else socket.gethostname())
-    on_one(lambda: token.unlink(missing_ok=True))
-    if any(unseen):
-        raise UserError(
-            f"{next(filter(None, unseen))} does not see what rank 0 writes to {folder}: name a --checkpoint folder that "
-            "all nodes share"
-        )
-
-
-def appears(path: Path) -> bool:
-    """Whether a file that another node has just written is here, or comes soon."""
-    end = time.monotonic() + SEEN_SECONDS
-    while not path.exists():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.1)
-    return True
-
-
-def name_of(step: int) -> str:
-    return f"step-{step:06d}"
-
-
-def step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
-
-
-def clear(path: Path):
-    """Remove a checkpoint, or whatever else has the name of one; of a link the link, not what it leads to."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
+def _do_without(folder: CheckpointFolder, path: Path, error: Damaged | Unreadable):
+    """Say why a checkpoint is not used; set it aside if it is damaged. On rank 0."""
+    if isinstance(error, Damaged):
+        folder.set_aside(path)
+        print(f"{path} is damaged ({error.reason}): set aside, trying the one before", flush=True)
     else:
-        path.unlink(missing_ok=True)
+        print(f"{path} cannot be read now ({error.reason}): trying the one before", flush=True)
 
 
-def stored(folder: str | Path) -> list[Path]:
-    """The checkpoints in a folder, the newest first."""
-    found = [p for p in Path(folder).glob("step-*") if re.fullmatch(r"step-\d+", p.name) and p.is_dir()]
-    return sorted(found, key=step_of, reverse=True)
+def _go_on_from(folder: CheckpointFolder, path: Path, config):
+    """Note that a checkpoint was read and is whole; print which options have changed since it was written. On rank 0."""
+    folder.whole.add(path.name)
+    folder.clear_leftovers()
+    now = changeable(config)
+    for name, before in manifest.read(path).get("options", {}).items():
+        if name in now and now[name] != before:
+            print(f"{name} was {_shown(before)} up to {path.name}, and is {_shown(now[name])} from here on", flush=True)
 
 
-def latest(folder: str | Path) -> Path | None:
-    """The checkpoint with the most steps, or None if there is none."""
-    return next(iter(stored(folder)), None)
+def _shown(value) -> str:
+    return (
+        {None: "not given", True: "on", False: "off"}.get(value, value)
+        if not isinstance(value, float)
+        else f"{value:g}"
+    )
 
 
-def load(path: Path, model, optimizer, run: dict | None = None) -> int:
-    """Read a checkpoint into model and optimizer, whatever number of ranks wrote it; return its step. Collective.
+def load(path: Path, model, optimizer, run: dict | None = None, narrow: bool = True) -> int:
+    """Read a checkpoint into model and optimizer, whatever number of ranks wrote it. Collective.
 
-    Damaged: it is not what was written. UserError: it is of another run than ``run``, or of another model.
+    Args:
+        path: the checkpoint.
+        model, optimizer: as they were when their state was saved, on any number of ranks and by any strategy.
+        run: what must be the same, see ``identity``; what only one of the two knows is not compared.
+        narrow: whether weights may be read into a number format with fewer bits.
+
+    Returns:
+        The step after which it was written.
+
+    Raises:
+        Damaged: it is not what was written. Unreadable: its storage does not answer.
+        UserError: it is of another run than ``run``, or of another model.
     """
     found = checked(path, run or {})
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    check_shapes(path, found, {f"model.{name}": tensor for name, tensor in model_state.items()})
+    tensors = {f"model.{name}": tensor for name, tensor in model_state.items()}
+    check_shapes(path, found, tensors)
+    if not narrow:
+        check_formats(path, found, {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()})
     state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
     # The stages of a pipeline all save the options of their parameters under one name, and DCP keeps one stage's: its
     # options are everyone's, its list of parameters is not, and PyTorch gives options only to those that are listed.
@@ -195,13 +128,23 @@ def load(path: Path, model, optimizer, run: dict | None = None) -> int:
     reader = dcp_reading.Reader(path)
     try:
         reader.read_metadata()  # DCP does it too, but PyTorch 2.11's keeps to itself why it could not
+        _check_listed(path, reader, found)
         dcp.load(state, storage_reader=reader, planner=dcp_reading.Planner())
+    except Damaged:
+        raise
     except (Exception, dcp.CheckpointException) as error:  # DCP's own is no Exception; it wraps what went wrong
         raise unreadable(path, error) from None
     for group, parameters in zip(state["optimizer"]["param_groups"], listed, strict=True):
         group["params"] = parameters
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return state["step"]
+
+
+def _check_listed(path: Path, reader, found: dict):
+    """Damaged if the checkpoint has files whose checksums are not in its manifest."""
+    read = {each.relative_path for each in reader.read_metadata().storage_data.values()} | {dcp_reading.METADATA}
+    if missing := read - set(found["files"]):
+        raise Damaged(path, f"{min(missing)} is not in its {manifest.NAME}")
 
 
 def check_shapes(path: Path, found: dict, tensors: dict):
@@ -212,6 +155,20 @@ def check_shapes(path: Path, found: dict, tensors: dict):
             raise UserError(
                 f"the checkpoint {path} is of another model: {name} {there}, and here it has {list(tensor.shape)}: "
                 "name another --checkpoint"
+            )
+
+
+BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
+
+
+def check_formats(path: Path, found: dict, formats: dict[str, str]):
+    """UserError if a weight would be read into a format with fewer bits. formats: {name: "float32"} of this run."""
+    for name, here in formats.items():
+        saved = found.get("formats", {}).get(name)
+        if BITS.get(saved, 0) > BITS.get(here, 64):
+            raise UserError(
+                f"the checkpoint {path} has {name} in {saved}, and this run has {here}, which would lose the other bits "
+                "for good: give the --precision and --weights it was trained with, or --allow-narrowing"
             )
 
 
@@ -228,22 +185,37 @@ def checked(path: Path, run: dict) -> dict:
                 "give the same, or name another --checkpoint"
             )
     world = dist.get_world_size() if dist.is_initialized() else 1
-    mine = dict(sorted(found["files"].items())[_rank() :: world])
-    differences = [manifest.difference(path, mine)] * world
+    mine = dict(sorted(found["files"].items())[rank() :: world])
+    try:
+        problem = manifest.difference(path, mine)
+    except Unreadable as error:
+        problem = error
+    problems = [problem]
     if world > 1:
-        dist.all_gather_object(differences, differences[0])
-    if any(differences):
-        raise Damaged(path, next(filter(None, differences)))
+        problems = [None] * world
+        dist.all_gather_object(problems, problem)
+    if reasons := [each for each in problems if isinstance(each, str)]:
+        raise Damaged(path, reasons[0])
+    if errors := [each for each in problems if each]:
+        raise errors[0]
     return found
 
 
 def unreadable(path: Path, error: BaseException) -> UserError:
     """What is said of a checkpoint that is what was written, and raised this when it was read."""
+    if isinstance(_first(error), OSError):
+        return Unreadable(path, reason(error))
     return UserError(f"the checkpoint {path} cannot be read ({reason(error)}): name another --checkpoint")
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong, in a line. DCP's exception has that of the first rank to fail within it."""
+    """What went wrong, in a line."""
+    error = _first(error)
+    return getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[-1]
+
+
+def _first(error: BaseException) -> BaseException:
+    """DCP's exception has that of the first rank to fail within it."""
     if isinstance(error, dcp.CheckpointException):
         error, _ = next(iter(error.failures.values()))
-    return getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[-1]
+    return error

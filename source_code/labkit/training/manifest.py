@@ -3,17 +3,24 @@
 It is written last and read first: a folder without one was never finished, and what differs from it is damaged. The
 checksums are against accidents: a truncated copy, a flipped bit, files of two checkpoints mixed up. In a terminal
 ``sha256sum`` gives the same.
+
+Storage that does not answer is not damage: see ``patiently``.
 """
 
+import errno
 import hashlib
 import json
 import os
+import time
 from pathlib import Path
 
 from labkit import UserError
 
 NAME = "manifest.json"
 FORMAT = 1  # of the checkpoint as a whole; a higher one was written by a later version of this course
+# A file that is missing or of another kind was lost or replaced. Any other error says nothing about what is stored.
+LOST = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+WAITS = (0.5, 2.0, 8.0)  # seconds before each further attempt to read
 
 
 class Damaged(UserError):
@@ -28,6 +35,40 @@ class Damaged(UserError):
             f"the checkpoint {self.path} is damaged ({self.reason}): give --fall-back to go on from the newest whole "
             "one, or remove it"
         )
+
+
+class Unreadable(UserError):
+    """A checkpoint cannot be read now; it may be whole."""
+
+    exit_code = 75  # EX_TEMPFAIL: the same command may work later
+
+    def __init__(self, path: Path, reason: str):
+        super().__init__(path, reason)
+        self.path, self.reason = path, reason
+
+    def __str__(self):
+        return (
+            f"the checkpoint {self.path} cannot be read now ({self.reason}): try again when its storage answers, or give "
+            "--fall-back to go on from an older one"
+        )
+
+
+def patiently(read, path: Path):
+    """Return ``read()``, called again after a while where the storage of a checkpoint fails to answer.
+
+    Raises:
+        OSError: a file is not there (``LOST``).
+        Unreadable: it still fails after the last of ``WAITS``.
+    """
+    for wait in (*WAITS, None):
+        try:
+            return read()
+        except OSError as error:
+            if error.errno in LOST:
+                raise
+            if wait is None:
+                raise Unreadable(path, error.strerror or str(error)) from None
+            time.sleep(wait)
 
 
 def digest(path: Path) -> dict:
@@ -50,9 +91,15 @@ def write(folder: Path, files: dict[str, dict], **about):
 
 
 def read(folder: Path) -> dict:
-    """What ``write`` wrote. Damaged: there is none, or it cannot be read. UserError: of a later version."""
+    """Return what ``write`` wrote.
+
+    Raises:
+        Damaged: there is none, or it is not what was written.
+        Unreadable: the storage does not answer.
+        UserError: a later version of the course wrote it.
+    """
     try:
-        found = json.loads((folder / NAME).read_bytes())
+        found = json.loads(patiently((folder / NAME).read_bytes, folder))
         intact = found.pop("sha256") == _checksum(found)
         version = found["format"]
     except FileNotFoundError:
@@ -86,14 +133,27 @@ def _checksum(content: dict) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def difference(folder: Path, files: dict[str, dict]) -> str | None:
-    """In what the folder's files first differ from their digests, in a few words; None if in nothing."""
+def difference(folder: Path, files: dict[str, dict], lengths_only: bool = False) -> str | None:
+    """Say in what a folder's files first differ from their digests.
+
+    Args:
+        folder: the checkpoint.
+        files: {name within the folder: its ``digest``}.
+        lengths_only: compare how long they are and do not read them.
+
+    Returns:
+        A few words, or None if they do not differ.
+
+    Raises:
+        Unreadable: the storage does not answer.
+    """
     for name, expected in files.items():
+        path = folder / name
         try:
             # The length first: it costs nothing, and says more.
-            if (size := (folder / name).stat().st_size) != expected["bytes"]:
+            if (size := patiently(path.stat, folder).st_size) != expected["bytes"]:
                 return f"{name} has {size:,} bytes instead of {expected['bytes']:,}"
-            if digest(folder / name) != expected:
+            if not lengths_only and patiently(lambda path=path: digest(path), folder) != expected:
                 return f"{name} is not what was written: its checksum differs"
         except OSError as error:
             return f"{name}: {error.strerror}"
