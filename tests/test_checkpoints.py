@@ -1,10 +1,13 @@
 """What becomes of checkpoints: whole or not at all, the newest for all ranks, damage found and named, no code run."""
 
+import dataclasses
+import errno
 import json
+import os
+import pickle
 import random
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +15,8 @@ import torch.distributed.checkpoint as dcp
 from forked import by_value
 from labkit import UserError
 from labkit.running.lab import Lab
-from labkit.training import checkpoints, manifest, saving
+from labkit.running.options import Training, option
+from labkit.training import checkpoint_folder, checkpoints, dcp_reading, manifest, saving
 
 LAB = Lab(launcher="local", ranks=2, device="cpu")
 MUTATIONS = 48  # of every kind, spread over every file
@@ -29,6 +33,11 @@ def training(width=8):
     return model, optimizer
 
 
+def saver(folder, model, optimizer, run=RUN, **given) -> saving.Saver:
+    """One with the options of a lab that bear on its checkpoints, as they are where they are not given."""
+    return saving.Saver(Training(checkpoint=str(folder), **given), model, optimizer, run)
+
+
 def values(model) -> list:
     return [parameter.tolist() for parameter in model.parameters()]
 
@@ -43,8 +52,7 @@ def resumed_by_a_rank_with_a_stale_listing(me, folder):
         saving.save(folder, step, model, optimizer, {})
     if me.rank == 1:
         checkpoints.stored = lambda folder: [min(Path(folder).glob("step-*"))]
-    config = SimpleNamespace(checkpoint=folder, resume=True, fall_back=False)
-    return checkpoints.resume(config, model, optimizer, {}, 9)
+    return saver(folder, model, optimizer, resume=True).resume(9)
 
 
 def test_one_rank_looks_for_the_newest_checkpoint_and_all_take_it(tmp_path):
@@ -56,7 +64,7 @@ def on_one_that_fails(me):
         raise OSError("the folder's server is away")
 
     with pytest.raises(OSError, match="server is away"):
-        checkpoints.on_one(fails)
+        checkpoint_folder.on_one(fails)
 
 
 def test_whatever_goes_wrong_on_one_rank_all_are_told():
@@ -67,10 +75,10 @@ def saved_where_nobody_else_looks(me, folder):
     """What each rank is told where its folder is a disk of its own node: before the training, and as it is saved."""
     mine = Path(folder, str(me.rank))
     mine.mkdir()
-    checkpoints.SEEN_SECONDS = 0.1
+    checkpoint_folder.SEEN_SECONDS = 0.1
     said = []
     for function in (
-        lambda: checkpoints.to_resume(SimpleNamespace(checkpoint=mine, resume=True)),
+        lambda: saver(mine, *training(), resume=True),
         lambda: saving.save(mine, 1, torch.distributed.fsdp.fully_shard(model := training()[0]), torch.optim.SGD(model.parameters())),
     ):  # fmt: skip
         with pytest.raises(UserError) as refused:
@@ -185,20 +193,91 @@ def test_a_whole_one_is_loaded_by_another_number_of_ranks(two_ranks_checkpoint, 
 def test_the_newest_whole_one_is_taken_if_asked_for(two_ranks_checkpoint, tmp_path, world_of_one, capsys):
     folder = Path(shutil.copytree(two_ranks_checkpoint, tmp_path / "copied"))
     (folder / "step-000002" / ".metadata").unlink()
-    config = SimpleNamespace(checkpoint=folder, resume=True, fall_back=False)
     with pytest.raises(
         UserError, match=r"step-000002 is damaged \(.metadata: No such file or directory\): give --fall"
     ):
-        checkpoints.resume(config, *training(), RUN, 9)
-    config.fall_back = True
-    assert checkpoints.resume(config, *training(), RUN, 9) == 1
-    assert (
-        "step-000002 is damaged (.metadata: No such file or directory): trying the one before"
-        in capsys.readouterr().out
-    )
+        resumed(folder)
+    assert (folder / "step-000002").exists()
+    assert resumed(folder, fall_back=True) == 1
+    assert "step-000002 is damaged (.metadata: No such file or directory): set aside" in capsys.readouterr().out
+    assert (folder / "step-000002.damaged").exists() and not (folder / "step-000002").exists()
     (folder / "step-000001" / manifest.NAME).unlink()
     with pytest.raises(UserError, match="no checkpoint in .* is whole: name another --checkpoint"):
-        checkpoints.resume(config, *training(), RUN, 9)
+        resumed(folder, fall_back=True)
+
+
+def resumed(folder, run=RUN, **given) -> int:
+    """The step from which a run goes on that ends there."""
+    run = saver(folder, *training(), run, resume=True, **given)
+    try:
+        return run.resume(9)
+    finally:
+        run.folder.close()
+
+
+# Storage that does not answer
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES])
+def test_storage_that_answers_after_a_while_is_waited_for(number, two_ranks_checkpoint, world_of_one, monkeypatch):
+    answers = failing(monkeypatch, number, times=2)
+    assert checkpoints.load(two_ranks_checkpoint / "step-000002", *training(), RUN) == 2
+    assert answers.count(number) == 2
+
+
+def test_storage_that_does_not_answer_is_no_damage(two_ranks_checkpoint, tmp_path, world_of_one, monkeypatch, capsys):
+    """Without --fall-back the run ends, to be started again later; with it an older one serves. No file is touched."""
+    folder = Path(shutil.copytree(two_ranks_checkpoint, tmp_path / "copied"))
+    with monkeypatch.context() as patch:
+        failing(patch, errno.EIO, at="step-000002")
+        with pytest.raises(manifest.Unreadable, match="cannot be read now .*Input/output error.*try again") as refused:
+            resumed(folder)
+        assert refused.value.exit_code == 75
+        assert resumed(folder, fall_back=True) == 1
+        assert "step-000002 cannot be read now (Input/output error): trying the one before" in capsys.readouterr().out
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-000001", "step-000002"]
+    assert resumed(folder) == 2
+
+
+def test_an_error_after_the_check_is_none_either(two_ranks_checkpoint, tmp_path, world_of_one, monkeypatch):
+    folder = Path(shutil.copytree(two_ranks_checkpoint, tmp_path / "copied"))
+    load = dcp.load
+
+    def fails_once(*given, storage_reader, **about):
+        if "step-000002" in str(storage_reader.path):
+            raise OSError(errno.EIO, "Input/output error")
+        load(*given, storage_reader=storage_reader, **about)
+
+    monkeypatch.setattr(dcp, "load", fails_once)
+    with pytest.raises(manifest.Unreadable):
+        resumed(folder)
+    assert resumed(folder, fall_back=True) == 1
+
+
+def failing(monkeypatch, number: int, times: int = 10**9, at: str = "") -> list[int]:
+    """Have the first calls that hash a file of a checkpoint fail; return what they raised, call by call."""
+    digest, raised = manifest.digest, []
+
+    def fails(path):
+        if at in str(path) and len(raised) < times:
+            raised.append(number)
+            raise OSError(number, os.strerror(number), str(path))
+        return digest(path)
+
+    monkeypatch.setattr(manifest, "digest", fails)
+    monkeypatch.setattr(manifest, "WAITS", (0, 0))
+    return raised
+
+
+def test_metadata_is_read_once(two_ranks_checkpoint, world_of_one, monkeypatch):
+    """It has an entry for each piece of each tensor on each rank: half a minute for a million."""
+    loads, ours, plain = [], dcp_reading._Restricted.load, pickle.load
+    monkeypatch.setattr(dcp_reading._Restricted, "load", lambda self: loads.append("ours") or ours(self))
+    monkeypatch.setattr(pickle, "load", lambda file: loads.append("DCP's") or plain(file))
+    checkpoints.load(two_ranks_checkpoint / "step-000001", *training(), RUN)
+    assert loads == ["ours"]
+    saving.save(Path(two_ranks_checkpoint) / "again", 1, *training(), RUN)
+    assert loads == ["ours"]
 
 
 # Of this run, this model, this version
@@ -215,6 +294,51 @@ def test_another_model_and_a_later_format_are_told(tmp_path, world_of_one):
     manifest.write(path, found.pop("files"), **found | {"format": 2})
     with pytest.raises(UserError, match="has format 2, and this version knows 1: update the course"):
         checkpoints.load(path, *training(), RUN)
+
+
+def test_a_file_that_is_not_in_the_manifest_is_damage(two_ranks_checkpoint, tmp_path, world_of_one):
+    """A manifest with a right checksum, made elsewhere, that leaves out what is read."""
+    path = Path(shutil.copytree(two_ranks_checkpoint / "step-000001", tmp_path / "step-000001"))
+    found = manifest.read(path)
+    for left_out in ({}, {name: each for name, each in found["files"].items() if name != "__1_0.distcp"}):
+        manifest.write(path, left_out, **{key: each for key, each in found.items() if key != "files"})
+        with pytest.raises(manifest.Damaged, match="is not in its manifest.json"):
+            checkpoints.load(path, *training(), RUN)
+
+
+# What may change when a run resumes
+
+
+@dataclasses.dataclass(frozen=True)
+class Lab_(Training):
+    lr: float = option(1.0, "learning rate", resumed="print")
+    gamma: float = option(0.5, "its factor", resumed="print")
+
+
+def test_what_changes_is_printed(tmp_path, world_of_one, capsys):
+    first = saving.Saver(Lab_(checkpoint=str(tmp_path)), *training(), RUN)
+    first.save(1)
+    first.finish()
+    again = saving.Saver(Lab_(checkpoint=str(tmp_path), resume=True, lr=0.1), *training(), RUN)
+    assert again.resume(9) == 1
+    printed = capsys.readouterr().out
+    assert "--lr was 1 up to step-000001, and is 0.1 from here on" in printed and "--gamma" not in printed
+
+
+@pytest.mark.parametrize(("saved", "here", "refused"), [("float64", "float32", True), ("float32", "bfloat16", True), ("float32", "float64", False), ("float32", "float32", False)])  # fmt: skip
+def test_weights_are_not_narrowed_unless_one_says_so(saved, here, refused, tmp_path, world_of_one):
+    model, optimizer = training()
+    saving.save(tmp_path, 1, model.to(getattr(torch, saved)), optimizer, RUN)
+    before = manifest.read(tmp_path / "step-000001")["formats"]
+    assert before["model.0.weight"] == saved
+    narrower = training()[0].to(getattr(torch, here))
+    run = saver(tmp_path, narrower, torch.optim.SGD(narrower.parameters()), resume=True)
+    if refused:
+        with pytest.raises(UserError, match=f"in {saved}, and this run has {here}.*--allow-narrowing"):
+            run.resume(9)
+        run.folder.close()
+        run = saver(tmp_path, narrower, torch.optim.SGD(narrower.parameters()), resume=True, allow_narrowing=True)
+    assert run.resume(9) == 1
 
 
 # From elsewhere: nothing in it is run
@@ -239,8 +363,6 @@ def with_digests_anew(path: Path):
 
 
 def test_metadata_that_would_run_code_is_refused(tmp_path, world_of_one):
-    import pickle
-
     saving.save(tmp_path, 1, *training(), RUN)
     path, trace = checkpoints.latest(tmp_path), tmp_path / "it ran"
     (path / ".metadata").write_bytes(pickle.dumps(Hostile(trace)))

@@ -12,7 +12,6 @@ import json
 import os
 import random
 import sys
-from types import SimpleNamespace
 
 import gpu_hour
 import ladder
@@ -21,8 +20,10 @@ import pytest
 from labkit import UserError
 from labkit.measuring import records
 from labkit.running import options
+from labkit.running.options import Training
 from labkit.training import checkpoints, datasets, manifest, saving
-from test_checkpoints import RUN, training, values
+from labkit.training.checkpoint_folder import CheckpointFolder
+from test_checkpoints import RUN, saver, training, values
 from test_datasets import fill, small, small_files  # noqa: F401  fixtures
 
 # Options
@@ -147,7 +148,7 @@ def test_what_is_no_folder_is_told_before_training(where, tmp_path):
     path = where(tmp_path)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(UserError, match="checkpoints cannot be written to .*: name another --checkpoint"):
-        checkpoints.to_resume(SimpleNamespace(checkpoint=str(path), resume=False))
+        CheckpointFolder.of(Training(checkpoint=str(path)))
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -166,9 +167,8 @@ def read_only(tmp_path):
 
 
 def test_a_folder_that_may_only_be_read(read_only):
-    config = SimpleNamespace(checkpoint=str(read_only), resume=True)
     with pytest.raises(UserError, match=r"cannot be written to .* \(Permission denied\): name another --checkpoint"):
-        checkpoints.to_resume(config)
+        CheckpointFolder.of(Training(checkpoint=str(read_only), resume=True))
     with pytest.raises(UserError, match=r"cannot be written to .* \(Permission denied\): name another --record"):
         records.check_writable(read_only / "run.json")
 
@@ -197,14 +197,16 @@ def through_a_link_to_what_is_not_there_yet(folder):
     ids=lambda where: where.__name__,
 )
 def test_what_is_a_folder_serves(where, tmp_path, world_of_one):
-    config = SimpleNamespace(checkpoint=str(where(tmp_path)), resume=True, fall_back=False)
+    folder = where(tmp_path)
     model, optimizer = training()
-    assert checkpoints.resume(config, model, optimizer, RUN, 9) == 0
-    saving.save(config.checkpoint, 1, model, optimizer, RUN)
+    run = saver(folder, model, optimizer, resume=True)
+    assert run.resume(9) == 0
+    run.save(1)
+    run.finish()
     saved = values(model)
     another, optimizer = training()
     assert values(another) != saved
-    assert checkpoints.resume(config, another, optimizer, RUN, 9) == 1
+    assert saver(folder, another, optimizer, resume=True).resume(9) == 1
     assert values(another) == saved
 
 

@@ -20,8 +20,8 @@ from forked import by_value, forked
 from labkit import UserError
 from labkit.running import launch, progress, stopping, warm
 from labkit.running.lab import Lab
-from labkit.training import checkpoints, dcp_reading, manifest, saving
-from test_checkpoints import RUN, training
+from labkit.training import checkpoint_folder, checkpoints, dcp_reading, manifest, saving
+from test_checkpoints import RUN, saver, training
 
 LAB = Lab(launcher="local", ranks=2, device="cpu")
 by_value(training)  # ranks make one, too
@@ -32,13 +32,9 @@ ENDLESS = {"mnist": ["--epochs", 10**5], "gpt": ["--max-steps", 10**6]}
 LABS = {"mnist": MNIST, "gpt": GPT}
 
 
-def saver(folder, model, optimizer, **given):
-    usual = {"keep": None, "async_checkpoint": False, "on_failed_save": "stop"}
-    return saving.Saver(SimpleNamespace(checkpoint=folder, **usual | given), model, optimizer, RUN, 0)
-
-
 def names(folder) -> list[str]:
-    return sorted(path.name for path in Path(folder).iterdir())
+    """What is in a folder, without the file that says whose it is."""
+    return sorted(path.name for path in Path(folder).iterdir() if not path.name.startswith(".owner-"))
 
 
 # Whole or not at all
@@ -51,12 +47,67 @@ def test_only_the_newest_are_kept(tmp_path, world_of_one):
     assert names(tmp_path) == ["step-000002", "step-000003"]
 
 
-def test_newer_ones_that_are_damaged_do_not_cost_those_that_are_written(tmp_path, world_of_one):
-    """As after --fall-back: the run goes on from one before them."""
-    model, optimizer = training()
-    for step in (1, 8, 9, 2, 3):
-        saving.save(tmp_path, step, model, optimizer, RUN, keep=2 if step < 8 else None)
-    assert names(tmp_path) == [f"step-00000{step}" for step in (2, 3, 8, 9)]
+def test_only_whole_ones_count(tmp_path, world_of_one, capsys):
+    """A damaged checkpoint between the one resumed from and the one just written is set aside, and costs no other."""
+    for step in (6, 7):
+        saving.save(tmp_path, step, *training(), RUN)
+    (tmp_path / "step-000007" / "__0_0.distcp").write_bytes(b"")
+    for last, kept in ((8, ["step-000006", "step-000008"]), (9, ["step-000008", "step-000009"])):
+        run = saver(tmp_path, *training(), resume=True, fall_back=True, keep=2)
+        assert run.resume(99) == last - (2 if last == 8 else 1)
+        run.save(last)
+        run.finish()
+        assert names(tmp_path) == [*kept[:1], "step-000007.damaged", *kept[1:]] if last == 8 else True
+        assert [path.name for path in checkpoints.stored(tmp_path)] == kept[::-1]
+    assert "step-000007 is damaged (__0_0.distcp has 0 bytes instead of" in capsys.readouterr().out
+
+
+def test_one_that_nobody_has_looked_at_yet_is_looked_at_before_it_counts(tmp_path, world_of_one):
+    for step in (1, 2, 3):
+        saving.save(tmp_path, step, *training(), RUN)
+    (tmp_path / "step-000002" / manifest.NAME).unlink()
+    saving.save(tmp_path, 4, *training(), RUN, keep=3)
+    assert names(tmp_path) == ["step-000001", "step-000002.damaged", "step-000003", "step-000004"]
+
+
+def test_one_that_cannot_be_read_now_neither_counts_nor_goes(tmp_path, world_of_one, monkeypatch):
+    for step in (1, 2, 3):
+        saving.save(tmp_path, step, *training(), RUN)
+    answer_with(errno.EIO, monkeypatch, at="step-000002")
+    saving.save(tmp_path, 4, *training(), RUN, keep=2)
+    assert names(tmp_path) == ["step-000002", "step-000003", "step-000004"]
+
+
+def answer_with(number: int, monkeypatch, at: str, times: int = 10**9):
+    """Have the storage fail so many times where a manifest is read whose path contains ``at``; it is not waited for."""
+    read, left = Path.read_bytes, [times]
+
+    def fails(path):
+        if at in str(path) and left[0]:
+            left[0] -= 1
+            raise OSError(number, os.strerror(number), str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", fails)
+    monkeypatch.setattr(manifest, "WAITS", (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("keep", "keep_every", "left"),
+    [
+        (2, None, [11, 12]),
+        (1, 5, [1, 6, 11, 12]),
+        (2, 4, [1, 5, 9, 11, 12]),
+        (20, None, [*range(1, 13)]),
+    ],
+)
+def test_some_stay_for_good(keep, keep_every, left):
+    """As they come, one by one: those that stay do not depend on what has been removed before."""
+    stored = []
+    for step in range(1, 13):
+        stored.append(step)
+        stored = [each for each in stored if each not in checkpoint_folder.surplus(stored, keep, keep_every)]
+    assert stored == left
 
 
 def test_a_save_that_is_interrupted_costs_nothing(tmp_path, world_of_one, monkeypatch):
@@ -67,7 +118,7 @@ def test_a_save_that_is_interrupted_costs_nothing(tmp_path, world_of_one, monkey
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    for name in ("dcp.save", "manifest.digest", "manifest.write", "put_in_place"):
+    for name in ("dcp.save", "to_disk", "manifest.write", "CheckpointFolder.commit"):
         with monkeypatch.context() as patch:
             patch.setattr(f"labkit.training.saving.{name}", interrupted)
             with pytest.raises(KeyboardInterrupt):
@@ -78,12 +129,32 @@ def test_a_save_that_is_interrupted_costs_nothing(tmp_path, world_of_one, monkey
     assert names(tmp_path) == ["step-000002"]
 
 
-def test_what_an_ended_run_left_half_written_is_cleared(tmp_path):
-    (tmp_path / "step-000002.partial").mkdir()
+def test_what_an_ended_run_left_is_adopted_if_it_is_whole_and_else_cleared(tmp_path, world_of_one):
+    saving.save(tmp_path, 3, *training(), RUN)
+    (tmp_path / "step-000003").rename(tmp_path / "step-000003.0123abcd.partial")  # all but the name
+    (tmp_path / "step-000002.01234567.partial").mkdir()
     (tmp_path / "step-000001.removed").mkdir()
     (tmp_path / "step-notes.txt").touch()
-    assert checkpoints.to_resume(SimpleNamespace(checkpoint=tmp_path, resume=True)) == []
-    assert names(tmp_path) == ["step-notes.txt"]
+    assert saver(tmp_path, *training(), resume=True).resume(9) == 3
+    assert names(tmp_path) == ["step-000003", "step-notes.txt"]
+
+
+def test_every_name_is_on_the_disk_before_the_checkpoint_has_its_own(tmp_path, world_of_one, monkeypatch):
+    """A rename of a folder is no promise that what is in it outlasts a loss of power."""
+    seen, sync, rename = [], os.fsync, Path.rename
+    monkeypatch.setattr(os, "fsync", lambda number: seen.append(os.readlink(f"/proc/self/fd/{number}")) or sync(number))
+    monkeypatch.setattr(Path, "rename", lambda path, to: seen.append(f"rename {path}") or rename(path, to))
+    folder = tmp_path / "new" / "folder"
+    run = saver(folder, *training())
+    run.save(1)
+    run.finish()
+    partial = next(
+        each.removeprefix("rename ") for each in seen if each.startswith("rename") and each.endswith(".partial")
+    )
+    before, after = seen[: seen.index(f"rename {partial}")], seen[seen.index(f"rename {partial}") :]
+    written = {f"{partial}/{name}" for name in names(folder / "step-000001") if name != ".metadata"}
+    assert {*written, partial, str(tmp_path), str(tmp_path / "new")} <= set(before)
+    assert str(folder) in after
 
 
 # No room
@@ -97,20 +168,20 @@ def save_without_room(folder, options, must):
     model, optimizer = training()
     tried = saver(folder, model, optimizer, **options)
     tried.save(1)
-    tried.finish()
+    tried._wait()
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))  # bytes a file may have
     try:
         tried.save(2)
-        tried.finish()
+        tried.finish(2)
         tried.save(2, must=must)  # again: what could not be saved is not taken for saved
-        tried.finish(must=must)
+        tried.finish(2, must=must)
         said = None
     except UserError as error:
         said = str(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     tried.save(3)
-    tried.finish()
+    tried.finish(3)
     found = names(folder)
     manifest.read(folder / "step-000001")
     dist.destroy_process_group()
@@ -219,7 +290,7 @@ def saved_meanwhile(me, folder):
 
     def waits(*given):
         begin.wait(60)
-        write(*given)
+        return write(*given)
 
     saving.write = waits
     background = saver(folder, model, optimizer, async_checkpoint=True)

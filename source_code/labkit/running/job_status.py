@@ -12,8 +12,14 @@ script (slurm/requeue.sh) names the file in FSDP_LABS_STATUS; a run adds lines t
 
 import contextlib
 import os
+import socket
 
 VARIABLE = "FSDP_LABS_STATUS"
+
+
+def node() -> str:
+    """This machine's name, as Slurm calls it where Slurm has started this process."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def note(event: str, *about):

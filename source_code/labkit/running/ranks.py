@@ -161,7 +161,7 @@ def start_here(count: int, device: str, main, config):
         if failure.exit_code in TOLD:
             sys.exit(failure.exit_code)  # the rank has said what is wrong, or that it was asked to end
         if failure.signal_name:  # it could not say so itself
-            job_status.note("failed", socket.gethostname(), failure.error_index)
+            job_status.note("failed", job_status.node(), failure.error_index)
         how = (
             f"was killed by {failure.signal_name}"
             if failure.signal_name
@@ -409,7 +409,7 @@ def _fail(error: Exception):
                 )
         else:
             message = f"rank {rank} failed:\n{traceback.format_exc()}"
-            job_status.note("failed", socket.gethostname(), rank)
+            job_status.note("failed", job_status.node(), rank)
         print(f"{program()}: {message}", file=sys.stderr, flush=True)
     if lost_contact:  # the launcher must find the rank that failed first; then it ends this one
         time.sleep(LINGER_SECONDS)

@@ -6,25 +6,33 @@ returns for the job's next life, and requeues it.
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
+from pathlib import Path
 
 from submitit.core.utils import DelayedSubmission, FailedJobError
 
 from labkit import UserError
 from labkit.running import stopping
 
-LIVES = 10**6  # how often submitit may requeue a job (unasked: three times); its training ends it
+LIVES = 10**6  # how often submitit may requeue a job (unasked: three times); its training ends it, or MAX_IDLE does
+MAX_IDLE = 3  # how many starts in a row may save nothing before the job ends: slurm/requeue.sh's MAX_RESTARTS
 
 
 class Command:
-    """Runs a command in each task of the job. resumes: whether, started again, it goes on where it was."""
+    """Runs a command in each task of the job.
 
-    def __init__(self, words: list[str], resumes: bool):
-        self.words, self.resumes = words, resumes
+    resumes: whether, started again, it goes on where it was. idle: how many starts before this one saved nothing.
+    """
+
+    def __init__(self, words: list[str], resumes: bool, idle: int = 0):
+        self.words, self.resumes, self.idle = words, resumes, idle
         self.process = None
+        self.newest = None  # checkpoint, when this start began
 
     def __call__(self):
+        self.newest = self._newest()
         self.process = subprocess.Popen(self.words).pid
         code = self._wait()
         if code == stopping.TRY_AGAIN and self.resumes:
@@ -38,7 +46,8 @@ class Command:
     def checkpoint(self) -> DelayedSubmission | None:
         """Called in submitit's signal handler: what is to be run in the job's next life, once the command has saved.
 
-        None: a user's error, as where nothing can be saved; it would begin where it began, again and again.
+        None: a user's error, as where nothing can be saved, or too many starts that saved nothing: it would begin where it
+        began, again and again.
         """
         if not self.resumes:
             return None
@@ -49,7 +58,16 @@ class Command:
                 return DelayedSubmission(Command(["true"], resumes=False))
             if code == 2:
                 return None
-        return DelayedSubmission(Command(self.words, self.resumes))
+        idle = self.idle + 1 if self._newest() == self.newest else 0
+        return None if idle > MAX_IDLE else DelayedSubmission(Command(self.words, self.resumes, idle))
+
+    def _newest(self) -> str | None:
+        """The name of the newest checkpoint in the command's --checkpoint folder."""
+        if "--checkpoint" not in self.words:
+            return None
+        folder = Path(self.words[self.words.index("--checkpoint") + 1])
+        names = (path.name for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name))
+        return max(names, key=lambda name: int(name.partition("-")[2]), default=None)
 
     def _wait(self) -> int:
         """The command's exit code. No lock is held meanwhile, and it can be asked again: the handler may come between."""

@@ -49,7 +49,7 @@ class CheckpointFolder:
             UserError: it holds checkpoints and --resume is not given; another run owns it; it cannot be written to, or
                 not all ranks see it. Then nothing in it has been changed.
         """
-        folder = cls(config.checkpoint, config.keep, config.keep_every)
+        folder = cls(_of_this_task(Path(config.checkpoint)), config.keep, config.keep_every)
         mark = on_one(lambda: folder._begin(config.resume))
         folder.token = mark.name.rpartition("-")[2]
         problems = [folder._problem_here(mark)]
@@ -81,7 +81,7 @@ class CheckpointFolder:
 
     def _problem_here(self, mark: Path) -> UserError | None:
         """What keeps this rank from writing to the folder."""
-        if not appears(mark):
+        if not appears(self.path / mark.name):
             return UserError(
                 f"{socket.gethostname()} does not see what rank 0 writes to {self.path}: name a --checkpoint folder that "
                 "all nodes share"
@@ -135,7 +135,7 @@ class CheckpointFolder:
         if self.owner:
             self.owner.check()
         final = self.path / PARTIAL.fullmatch(partial.name)[1]
-        if final.exists():  # one that this run did without: it could not be read when the run began
+        if os.path.lexists(final):  # one that this run did without: it could not be read when the run began
             clear(replaced := final.with_suffix(".removed"))
             final.rename(replaced)
             self.whole.discard(final.name)
@@ -182,6 +182,14 @@ class CheckpointFolder:
         """Give a damaged checkpoint a name that no run resumes from or counts. On rank 0."""
         names = (path.with_suffix(f".damaged{number}") for number in ("", *(f"-{n}" for n in range(2, 1000))))
         path.rename(next(name for name in names if not name.exists()))
+
+
+def _of_this_task(path: Path) -> Path:
+    """A folder within ``path`` for each task of a Slurm job array, unless its name has the task's number already."""
+    task = os.environ.get("SLURM_ARRAY_TASK_ID")
+    if not task or re.search(rf"(^|\D)0*{task}$", path.name):
+        return path
+    return path / f"task-{task}"
 
 
 def surplus(steps: list[int], keep: int, keep_every: int | None = None) -> list[int]:
