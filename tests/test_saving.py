@@ -1,8 +1,12 @@
 """How checkpoints are written: whole or not at all, meanwhile, on a full disk, by a run that is asked to end; the export."""
 
+import contextlib
 import errno
 import itertools
+import json
+import math
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -13,14 +17,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import drill
+import few_digits
 import pytest
 import torch
 from commands import script
 from forked import by_value, forked
-from labkit import UserError
+from labkit import Diverged, UserError
+from labkit.measuring import records
 from labkit.running import launch, progress, stopping, warm
 from labkit.running.lab import Lab
-from labkit.training import checkpoint_folder, checkpoints, dcp_reading, manifest, saving
+from labkit.training import checkpoint_folder, checkpoints, dcp_reading, dcp_writing, manifest, saving
 from test_checkpoints import RUN, saver, training
 
 LAB = Lab(launcher="local", ranks=2, device="cpu")
@@ -278,6 +284,195 @@ def test_a_run_that_is_to_come_back_says_so_only_if_it_has_saved(tmp_path):
     assert "asked to end" not in run.stdout and names(tmp_path / "c") == []
 
 
+# Numbers that are not finite
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
+@pytest.mark.parametrize("where", ["a weight", "the optimizer's state"])
+def test_what_is_not_finite_replaces_no_checkpoint(where, value, tmp_path, world_of_one):
+    model, optimizer = training()
+    run = saver(tmp_path, model, optimizer, keep=1)
+    run.save(1)
+    with torch.no_grad():
+        state = next(iter(optimizer.state.values()))["momentum_buffer"]
+        (model[1].bias if where == "a weight" else state).view(-1)[-1] = value
+    with pytest.raises(
+        Diverged, match="after step 2 .* not finite: not saved, the newest checkpoint is that of step 1"
+    ):
+        run.save(2)
+    assert names(tmp_path) == ["step-000001"]
+
+
+def one_rank_is_not_finite(me, folder):
+    model, _ = training()
+    torch.distributed.fsdp.fully_shard(model)
+    run = saver(folder, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if me.rank == 1:
+        with torch.no_grad():
+            next(model.parameters()).to_local().fill_(math.nan)
+    with pytest.raises(Diverged):
+        run.save(1)
+
+
+def test_all_ranks_refuse_what_is_not_finite_on_one(tmp_path):
+    LAB.on_ranks(by_value(one_rank_is_not_finite), str(tmp_path))
+    assert names(tmp_path) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lab", LABS)
+def test_a_run_that_diverges_ends_with_its_own_code_and_keeps_what_was_good(lab, tmp_path):
+    """And its record is JSON, as every reader understands it."""
+    words = [*LABS[lab], "--checkpoint", tmp_path / "c", "--resume", "--keep", 1, "--record", tmp_path / "r.json"]
+    good = script(*words, *{"mnist": ["--max-steps", 20], "gpt": ["--max-steps", 5]}[lab])
+    assert good.returncode == 0, good.stderr
+    bad = script(*words, "--lr", "1e18", *{"mnist": ["--epochs", 9], "gpt": ["--max-steps", 100]}[lab])
+    assert bad.returncode == Diverged.exit_code == 65, bad.stdout + bad.stderr
+    (sentence,) = bad.stderr.splitlines()
+    assert "the loss is nan in step" in sentence and "no checkpoint was saved after it" in sentence
+    assert len(names(tmp_path / "c")) == 1
+    drill.fingerprint(checkpoints.latest(tmp_path / "c"))
+    assert all(tensor.isfinite().all() for tensor in dcp_reading.tensors(checkpoints.latest(tmp_path / "c")).values())
+
+    def no_constant(name):
+        raise ValueError(f"{name} is no JSON")
+
+    written = json.loads((tmp_path / "r.json").read_text(), parse_constant=no_constant)
+    assert None in written["losses"]
+    read = records.load(tmp_path / "r.json")["losses"]
+    assert math.isnan(read[written["losses"].index(None)]) and math.isfinite(read[0])
+
+
+# A disk that is slow, or fails once
+
+
+def fails(monkeypatch, number: int, times: int):
+    """Have the first files that are written fail; return the attempts."""
+    attempts, create = [], dcp_writing._Hashing.create_stream
+
+    @contextlib.contextmanager
+    def create_stream(self, path, mode):
+        attempts.append(path)
+        with create(self, path, mode) as stream:
+            if len(attempts) <= times:
+                raise OSError(number, os.strerror(number))
+            yield stream
+
+    monkeypatch.setattr(dcp_writing._Hashing, "create_stream", create_stream)
+    monkeypatch.setattr(saving, "WAITS", (0, 0))
+    return attempts
+
+
+def test_what_passes_is_tried_again(tmp_path, world_of_one, monkeypatch):
+    fails(monkeypatch, errno.EIO, times=2)
+    saving.save(tmp_path, 1, *training(), RUN)
+    assert names(tmp_path) == ["step-000001"]
+    assert saver(tmp_path, *training(), resume=True).resume(9) == 1
+
+
+@pytest.mark.parametrize(("number", "tries"), [(errno.EIO, 3), (errno.ENOSPC, 1), (errno.EDQUOT, 1), (errno.EACCES, 1)])
+def test_what_does_not_pass_is_told_by_its_cause(number, tries, tmp_path, world_of_one, monkeypatch):
+    attempts = fails(monkeypatch, number, times=99)
+    with pytest.raises(saving.SaveFailed, match=re.escape(f"could not be saved to {tmp_path} ({os.strerror(number)})")):
+        saving.save(tmp_path, 1, *training(), RUN)
+    assert len(attempts) == tries and names(tmp_path) == []
+
+
+def test_after_a_save_that_failed_meanwhile_what_is_in_hand_is_written_at_once(
+    tmp_path, world_of_one, monkeypatch, capsys
+):
+    """Not only the next after it: the state is there, and the disk may be well again."""
+    write, failing = saving.write, {2, 4}
+
+    def sometimes(folder, step, *about):
+        if step in failing:
+            failing.remove(step)
+            raise saving.SaveFailed(f"step {step} could not be saved")
+        write(folder, step, *about)
+
+    monkeypatch.setattr(saving, "write", sometimes)
+    run = saver(tmp_path, *training(), async_checkpoint=True)
+    for step in (1, 2):
+        run.save(step)
+    while not run.writing.done():
+        time.sleep(0.01)
+    assert "step 2 could not be saved; what the next save writes is tried at once" in capsys.readouterr().out
+    run.save(3)
+    assert run.writing is None and names(tmp_path) == ["step-000001", "step-000003"]
+    run.save(4)
+    run.finish(4)  # the last: tried once more
+    assert names(tmp_path) == ["step-000001", "step-000003", "step-000004"]
+
+
+def test_a_run_that_ends_after_a_save_that_failed_meanwhile_writes_where_it_is(tmp_path, world_of_one, monkeypatch):
+    write, failing = saving.write, {10}
+    monkeypatch.setattr(saving, "write", lambda folder, step, *about: fail(failing) if step in failing else write(folder, step, *about))  # fmt: skip
+    run = saver(tmp_path, *training(), async_checkpoint=True)
+    run.save(10)
+    run.save(15, must=True)
+    run.finish(15, must=True)
+    assert names(tmp_path) == ["step-000015"]
+
+
+def fail(steps):
+    raise saving.SaveFailed(f"{steps} could not be saved")
+
+
+def test_a_writer_that_hangs_is_reported(tmp_path, world_of_one, monkeypatch, capsys):
+    goes_on, write = threading.Event(), saving.write
+    monkeypatch.setattr(saving, "REPORT_SECONDS", 0.01)
+    monkeypatch.setattr(saving, "write", lambda *about: goes_on.wait(60) and write(*about))
+    run = saver(tmp_path, *training(), async_checkpoint=True)
+    run.save(7)
+    printed, deadline = "", time.monotonic() + 60
+    while "step-000007 is still being written" not in printed and time.monotonic() < deadline:
+        time.sleep(0.01)
+        printed += capsys.readouterr().out
+    goes_on.set()
+    run.finish(7)
+    assert "step-000007 is still being written" in printed and names(tmp_path) == ["step-000007"]
+
+
+def saved_by_a_slow_disk(me, folder, seconds):
+    """Rank 1's disk takes longer than the messages of training may."""
+    from datetime import timedelta
+
+    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+    create = dcp_writing._Hashing.create_stream
+
+    def slowly(self, path, mode):
+        if me.rank == 1:
+            time.sleep(2 * seconds)
+        return create(self, path, mode)
+
+    dcp_writing._Hashing.create_stream = slowly
+    model, _ = training()
+    torch.distributed.fsdp.fully_shard(model)
+    run = saver(folder, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run.save(1)
+    run.finish(1)
+
+
+@pytest.mark.long
+def test_a_save_may_take_longer_than_a_collective_of_the_training(tmp_path):
+    LAB.on_ranks(by_value(saved_by_a_slow_disk), str(tmp_path), 3)
+    assert names(tmp_path) == ["step-000001"]
+
+
+def test_checksums_are_taken_while_the_files_are_written(tmp_path, world_of_one, monkeypatch):
+    """Nothing is read again; large pieces, which a thread hashes, are as right as small ones."""
+    read = []
+    monkeypatch.setattr(manifest, "digest", lambda path: read.append(path))
+    model, optimizer = training(width=100_000)
+    assert model[0].weight.nbytes > 2 * dcp_writing.TOGETHER
+    saving.save(tmp_path, 1, model, optimizer, RUN)
+    assert read == []
+    monkeypatch.undo()
+    found = manifest.read(tmp_path / "step-000001")
+    assert sorted(found["files"]) == [".metadata", "__0_0.distcp"]
+    assert manifest.difference(tmp_path / "step-000001", found["files"]) is None
+
+
 # Meanwhile
 
 
@@ -387,6 +582,41 @@ def votes(me, asked_in):
 
 def test_ranks_agree_on_the_step(tmp_path):
     assert LAB.on_ranks(by_value(votes), 3) == [(4, "SIGUSR1"), (4, "SIGUSR1")]
+
+
+def asked_during_the_evaluation(folder):
+    """An mnist_fsdp.py that is asked to end in the first batch of its first evaluation; it prints how many there are."""
+    import mnist_fsdp
+    from labkit.running import options, ranks
+
+    sys.argv = ["mnist_fsdp.py"]
+    few_digits.narrow()
+    loss, seen = mnist_fsdp.compute_loss, []
+
+    def asked(*given, reduction="mean"):
+        if reduction == "sum":
+            seen.append(len(given[1]))
+            print("evaluated", len(seen), flush=True)
+            if len(seen) == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+        return loss(*given, reduction=reduction)
+
+    mnist_fsdp.compute_loss = asked
+    words = ["--strategy", "single", "--device", "cpu", "--data", "mnist-5k", "--batch-size", "400", "--epochs", "3"]
+    ranks.run(mnist_fsdp.main, options.parse(mnist_fsdp.Config, "", [*words, "--checkpoint", str(folder), "--resume"]))
+
+
+@pytest.mark.long
+def test_a_run_that_is_asked_while_it_evaluates_does_not_evaluate_to_the_end(tmp_path):
+    """On a large test set it takes longer than the warning leaves."""
+    (tmp_path / "lab.py").write_text(
+        f"import sys; sys.path[:0] = [{str(launch.SOURCE)!r}, {str(Path(__file__).parent)!r}]\n"
+        f"from test_saving import asked_during_the_evaluation\nasked_during_the_evaluation({str(tmp_path / 'c')!r})\n"
+    )
+    run = script(tmp_path / "lab.py")
+    assert run.returncode == stopping.TRY_AGAIN, run.stdout + run.stderr
+    assert run.stdout.count("evaluated") <= 2 and "saved at step 10 of 30" in run.stdout
+    assert names(tmp_path / "c") == ["step-000010"]
 
 
 # Taken out

@@ -112,8 +112,9 @@ class CheckpointFolder:
         return [path for path in self.path.glob("step-*") if any(name.fullmatch(path.name) for name in names)]
 
     def clear_leftovers(self):
-        """Remove what runs that ended here were writing or removing. On rank 0."""
-        for path in self._unfinished(PARTIAL, REMOVED):
+        """Remove what runs that ended here were writing or removing, or tried the folder with. On rank 0."""
+        tried = [path for name in (".seen-*", ".writable-*") for path in self.path.glob(name)]
+        for path in (*self._unfinished(PARTIAL, REMOVED), *tried):
             clear(path)
 
     def close(self):

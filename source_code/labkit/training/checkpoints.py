@@ -203,18 +203,18 @@ def checked(path: Path, run: dict) -> dict:
 
 def unreadable(path: Path, error: BaseException) -> UserError:
     """What is said of a checkpoint that is what was written, and raised this when it was read."""
-    if isinstance(_first(error), OSError):
+    if isinstance(cause(error), OSError):
         return Unreadable(path, reason(error))
     return UserError(f"the checkpoint {path} cannot be read ({reason(error)}): name another --checkpoint")
 
 
 def reason(error: BaseException) -> str:
     """What went wrong, in a line."""
-    error = _first(error)
+    error = cause(error)
     return getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[-1]
 
 
-def _first(error: BaseException) -> BaseException:
+def cause(error: BaseException) -> BaseException:
     """DCP's exception has that of the first rank to fail within it."""
     if isinstance(error, dcp.CheckpointException):
         error, _ = next(iter(error.failures.values()))

@@ -106,13 +106,12 @@ class Saver:
                 f"after step {step} the model or its optimizer has values that are not finite: not saved, the "
                 f"newest checkpoint is that of step {self.last or 0}"
             )
-        state = state_of(self.model, self.optimizer, step)
-        about = self.run, checkpoints.changeable(self.config), self.group
         if self.background and not must and not failed:
-            self.writing = self.background.submit(self._write_meanwhile, step, self._copied(state), *about)
+            copy = self._copied(state_of(self.model, self.optimizer, step))
+            self.writing = self.background.submit(self._write_meanwhile, step, copy, *self._about())
             self.last = step
         else:  # after one that failed what is in hand is written first, at once
-            self._try(partial(write, self.folder, step, state, *about), step, must)
+            self._write_now(step, must)
         self.stalls.append(time.perf_counter() - begin)
 
     def finish(self, step: int | None = None, must: bool = False):
@@ -125,16 +124,17 @@ class Saver:
         Raises:
             SaveFailed: see ``save``.
         """
-        if self._wait() and step is not None:
-            state = state_of(self.model, self.optimizer, step)
-            about = self.run, checkpoints.changeable(self.config), self.group
-            self._try(partial(write, self.folder, step, state, *about), step, must)
+        if self._wait() and step is not None and self._is_finite():
+            self._write_now(step, must)
         if self.folder:
             on_one(self.folder.close, self.group)
 
-    def _try(self, write, step: int, must: bool):
+    def _about(self) -> tuple:
+        return self.run, checkpoints.changeable(self.config), self.group
+
+    def _write_now(self, step: int, must: bool):
         try:
-            write()
+            write(self.folder, step, state_of(self.model, self.optimizer, step), *self._about())
             self.last = step
         except SaveFailed as error:
             self.last = None
@@ -283,16 +283,16 @@ def _written(partial: Path, state: dict, group) -> list:
         to_disk(partial)  # the files' names, on the node that made them
         mine = {"files": writer.digests, "shapes": writer.shapes, "formats": writer.formats}
     except (Exception, dcp.CheckpointException) as error:  # DCP's own is no Exception
-        mine = _what_failed(partial.parent, writer.error or (error if isinstance(error, OSError) else None), error)
+        mine = _what_failed(partial.parent, writer.error or checkpoints.cause(error))
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine, group)
     return every
 
 
-def _what_failed(folder: Path, own: OSError | None, error: BaseException) -> tuple[int | None, str]:
-    """(errno, in words) of why this rank could not write; no errno where another rank failed, or PyTorch does not tell."""
-    if own is not None and own.errno:
-        return own.errno, os.strerror(own.errno)
+def _what_failed(folder: Path, error: BaseException) -> tuple[int | None, str]:
+    """(errno, in words) of why a checkpoint could not be written; no errno where PyTorch does not tell."""
+    if isinstance(error, OSError) and error.errno:
+        return error.errno, os.strerror(error.errno)
     try:
         full = shutil.disk_usage(folder).free < FULL
     except OSError:  # it is away
