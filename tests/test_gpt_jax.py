@@ -244,7 +244,7 @@ def test_one_sentence_and_nothing_written(name, computed, folder):
     assert len(said.splitlines()) == 1
     assert re.search(REFUSED[name][1], said)
     assert not (folder / "refused.json").exists()
-    assert [path.name for path in (folder / "ckpt").iterdir()] == ["step-000020"]
+    assert [path.name for path in (folder / "ckpt").iterdir() if ".owner-" not in path.name] == ["step-000020"]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,10 @@ from test_checkpoints import RUN, saver, training
 
 SLOW_SAVE = Path(__file__).with_name("slow_save.py")
 RACES = 20
+ANOTHER = {
+    "pid": os.getppid(),
+    "started": ownership._started(os.getppid()),
+}  # a process that lives, and is not this one
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +43,7 @@ def everything(folder: Path) -> dict:
 
 
 def test_a_second_run_is_refused_and_changes_nothing(tmp_path):
-    ownership.acquire(tmp_path)
+    says(tmp_path, ownership.acquire(tmp_path)[0], **ANOTHER)
     (tmp_path / "step-000003.0123abcd.partial").mkdir()
     before = everything(tmp_path)
     with pytest.raises(
@@ -55,6 +59,14 @@ def test_a_released_folder_is_taken_without_a_word(tmp_path):
         assert owner.number == number and taken is None
         owner.release()
     assert [path.name for path in tmp_path.iterdir()] == [".owner-000003"]
+
+
+def test_a_run_that_an_error_has_ended_leaves_the_folder_to_the_next_in_its_process(tmp_path):
+    first, _ = ownership.acquire(tmp_path)
+    _, taken = ownership.acquire(tmp_path)
+    assert taken is None
+    with pytest.raises(ownership.TakenOver):
+        first.check()
 
 
 def own_and_die(folder):

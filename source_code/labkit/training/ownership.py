@@ -127,8 +127,11 @@ def _why_over(owner: dict, me: dict, age: float) -> str | None:
     same_launch = not me["job"] and owner.get("launch") and owner["launch"] == me["launch"]
     if (same_job or same_launch) and owner.get("restarts", me["restarts"]) < me["restarts"]:
         return "this is a later start of the same job"
-    if (owner.get("host"), owner.get("boot")) == (me["host"], me["boot"]) and not _lives(owner):
-        return "its process has ended"
+    if (owner.get("host"), owner.get("boot")) == (me["host"], me["boot"]):
+        if (owner.get("pid"), owner.get("started")) == (me["pid"], me["started"]):
+            return RELEASED  # an earlier run in this process, which an error has ended
+        if not _lives(owner):
+            return "its process has ended"
     if age > STALE_SECONDS:
         return f"it gave no sign of life for {age:.0f} s"
     return None

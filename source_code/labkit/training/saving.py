@@ -127,7 +127,7 @@ class Saver:
         if self._wait() and step is not None and self._is_finite():
             self._write_now(step, must)
         if self.folder:
-            on_one(self.folder.close, self.group)
+            self.folder.close()
 
     def _about(self) -> tuple:
         return self.run, checkpoints.changeable(self.config), self.group
