@@ -1,11 +1,24 @@
-"""Why does it hang? Compare what the ranks of a run have left, and name the one that the others wait for.
+"""Find out why a run hangs: compare what its ranks left, and name the rank that the others wait for.
 
-  python who_is_missing.py --folder flight                                what labkit/measuring/flight.py has written
-  python who_is_missing.py --folder . --prefix nccl_trace_rank_           what NCCL has, when it timed out
+  python who_is_missing.py --folder flight     what labkit/measuring/flight.py wrote, or PyTorch's own dumps
+  python who_is_missing.py                     the dumps where PyTorch writes them: in ~/.cache/torch, unless
+                                               TORCH_FR_DUMP_TEMP_FILE or XDG_CACHE_HOME says otherwise
 
-It names a rank that did not arrive at a collective, or that called another one, with other sizes or of another type
-(dtype) than the rest, even if it went on; a rank that is dead or stopped (kill -STOP); and the line of the program
-where each is. It needs no rank to be alive; on the node where a rank was, it looks whether its process is there.
+It follows who waits for whom, through all process groups (FSDP, HSDP, tensor parallelism, pipelines), and reports first
+the root: a rank that waits for nobody and did not arrive at a collective, or ranks that wait for each other in a circle;
+then the ranks that wait because of them. It also names a rank that called another collective, with other sizes or of
+another type (dtype) than the rest, even if it went on; a rank that is dead or stopped (kill -STOP); and the line of the
+program where each is. It needs no rank to be alive, and compares no clocks of different ranks to order events.
+
+Dumps are called flight_<rank> (the recorder's), comm_lib_trace_rank_<rank> (PyTorch 2.11 to 2.15) or nccl_trace_rank_<rank>
+(older). PyTorch 2.15 writes one when a collective of NCCL times out, without being asked to. Which ranks write depends on
+what "nccl" is: ProcessGroupNCCL (in older versions, or with TORCH_DIST_USE_NCCL2=0) tells its peers through the store, so
+that all ranks do that still can; nccl2, the default of 2.15, writes only on ranks whose own collective failed or timed
+out, so that a rank that waits in no collective has no dump. A dump of an earlier run is left out, and reported as such.
+
+Is the job still hanging? On a node of it, first ask NCCL itself (2.24 or later): ncclras -v, or
+echo verbose status | nc localhost 28028
+(https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting/ras.html).
 """
 
 import linecache

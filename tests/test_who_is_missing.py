@@ -771,8 +771,9 @@ def test_a_program_is_told_from_libraries_by_where_they_are(file, is_own):
 
 def calls_often(folder) -> int:
     """How many of 500 calls are kept."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    os.environ["RANK"] = "0"
     with flight.recorder(folder):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         for _ in range(500):
             dist.all_reduce(torch.ones(1))
     (calls,) = flight.read(folder).dumps[0].calls.values()
@@ -828,8 +829,7 @@ def test_a_damaged_or_hostile_dump_is_one_sentence(how, said, tmp_path):
     assert not list(Path(launch.SOURCE).glob("caught"))
 
 
-def test_a_folder_that_cannot_be_written_to_is_told_before_the_work_begins(tmp_path, world_of_one, monkeypatch):
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", flight.KEPT)  # as the recorder sets it, and not for later tests
+def test_a_folder_that_cannot_be_written_to_is_told_before_the_work_begins(tmp_path, world_of_one):
     (tmp_path / "flight").touch()
     with pytest.raises(UserError, match=r"cannot be written to .*flight \(File exists\): name another folder"):
         with flight.recorder(tmp_path / "flight"):
