@@ -59,10 +59,13 @@ class Blocked:
 
 
 def report(folder: str | Path | None = None, prefix: str | None = None) -> str:
-    """Say which ranks the others of a run wait for, in lines: the root first, then those that wait because of it.
+    """Report which ranks the others of a run wait for: the root first, then the ranks that wait because of it.
 
     Args:
         folder, prefix: where the dumps are, as for ``flight.located``.
+
+    Returns:
+        Lines of text.
 
     Raises:
         UserError: the dumps cannot be read.
@@ -71,7 +74,7 @@ def report(folder: str | Path | None = None, prefix: str | None = None) -> str:
 
 
 def diagnosis(run: flight.Run) -> str:
-    """As ``report``, of what has been read."""
+    """Report on a run that has been read, as ``report`` does."""
     groups, places, told = _by_group(run.dumps), run.places, run.told
     lost = _lost(places, told)
     unsaid = lost | _outdated(groups, told)  # what these have written may be of a pause before
@@ -104,7 +107,7 @@ def diagnosis(run: flight.Run) -> str:
 
 
 def _by_group(dumps: dict) -> dict:
-    """{group: {rank: {number: Call}}}"""
+    """Sort the calls of all ranks by group: {group: {rank: {number: Call}}}."""
     found = defaultdict(dict)
     for rank, dump in dumps.items():
         for group, calls in dump.calls.items():
@@ -200,8 +203,14 @@ def _of_a_lost_rank(rank: int, place: flight.Place, one_failed: bool) -> str:
 def _compared(group: flight.Group, calls: dict, dumps: dict, places: dict) -> tuple[list[str], list[Blocked], set]:
     """Compare what the ranks of a group have called, number by number, up to where they cannot go on.
 
-    calls: {rank: {number: flight.Call}} of those ranks whose record counts. Returns what to say of calls that differ; the
-    call, if any, that ranks of the group have not joined; and the ranks that wait for each other in calls that differ.
+    Args:
+        group: the group.
+        calls: {rank: {number: flight.Call}} of those ranks whose record counts.
+        dumps, places: of the run.
+
+    Returns:
+        Lines on calls that differ; the call, if any, that ranks of the group have not joined; and the ranks that wait for
+        each other in calls that differ.
     """
     oldest = max((min(of) for of in calls.values() if of), default=0)  # ranks keep the last ones
     numbers = sorted({number for of in calls.values() for number in of if number >= oldest})
@@ -232,7 +241,7 @@ def _compared(group: flight.Group, calls: dict, dumps: dict, places: dict) -> tu
 
 
 def _missing(group, number: int, arrived: dict, calls: dict, dumps: dict, places: dict) -> frozenset:
-    """The ranks of a group that have not arrived at a collective, as far as can be known.
+    """Find the ranks of a group that have not arrived at a collective, as far as can be known.
 
     One that has left no record is missing if the others are not through; so is one that has called so much that its
     record may have lost the call.
@@ -245,13 +254,13 @@ def _missing(group, number: int, arrived: dict, calls: dict, dumps: dict, places
 
 
 def _timed_out(rank: int, call: flight.Call, dumps: dict, places: dict) -> bool:
-    """Whether it was in this call that a rank lost contact: gloo records that as it does a call that completed."""
+    """Check whether a rank lost contact in this call: gloo records that as it does a call that completed."""
     place = places.get(rank)
     return bool(place and LOST_CONTACT.search(place.left or "")) and call.order == dumps[rank].last
 
 
 def _messages(dumps: dict) -> list[Blocked]:
-    """The sends and receives in which ranks wait, since the other rank has not called its part."""
+    """Find the sends and receives in which ranks wait, since the other rank has not called its part."""
     both = {(group, rank, call.peer, call.kind) for rank, dump in dumps.items() for group, call in dump.messages}
     other = {"send": "recv", "recv": "send"}
     found = {}
@@ -268,9 +277,15 @@ def _messages(dumps: dict) -> list[Blocked]:
 
 
 def _of_the_waiting(blocked: list[Blocked], clashing: set, dumps: dict, places: dict) -> tuple[list[str], list[str]]:
-    """Say whom ranks wait for: (those who wait for nobody, or in a circle; those who wait because of them).
+    """Follow who waits for whom.
 
-    clashing: ranks of which has been said that they wait for each other in calls that differ.
+    Args:
+        blocked: the calls in which ranks wait.
+        clashing: ranks that wait for each other in calls that differ, which has been reported.
+        dumps, places: of the run.
+
+    Returns:
+        Lines on the ranks that wait for nobody, or for each other in a circle; lines on those that wait because of them.
     """
     waits_for = defaultdict(set)
     for held in blocked:
@@ -297,7 +312,7 @@ def _of_the_waiting(blocked: list[Blocked], clashing: set, dumps: dict, places: 
 
 
 def _waiting_for(some: set, waits_for: dict) -> set:
-    """These ranks, and all that wait for them, or for one that does."""
+    """Find these ranks and all that wait for them, directly or through others."""
     found, new = set(some), set(some)
     while new:
         new = {rank for rank, others in waits_for.items() if others & new} - found
@@ -306,7 +321,7 @@ def _waiting_for(some: set, waits_for: dict) -> set:
 
 
 def _circle(waits_for: dict, explained: set) -> list[int]:
-    """Ranks of which each waits for the next, and the last for the first; none of them explained yet."""
+    """Find ranks of which each waits for the next, and the last for the first; none of them explained yet."""
     path = sorted(set(waits_for) - explained)[:1]
     while path:
         its_next = min(waits_for[path[-1]])
@@ -317,7 +332,7 @@ def _circle(waits_for: dict, explained: set) -> list[int]:
 
 
 def _of_roots(roots: set, blocked: list[Blocked], dumps: dict, places: dict) -> list[str]:
-    """Say at what these ranks did not arrive, who waits there, and where they are instead."""
+    """Report at what these ranks did not arrive, who waits there, and where they are instead."""
     by_absent = defaultdict(list)
     for held in blocked:
         if absent := tuple(sorted(held.missing & roots)):
@@ -334,14 +349,13 @@ def _of_roots(roots: set, blocked: list[Blocked], dumps: dict, places: dict) -> 
 
 
 def _where(rank: int, dump: flight.Dump, place: flight.Place | None) -> str:
-    """A rank's own place: where it is, or was; else what it has called last."""
-    if place and place.left:
-        return _row(f"rank {rank} had left", f"({place.left})", place.line)
-    if place and place.line:
-        row = _row(f"rank {rank} is at", "", place.line)
-        if place.inside:  # and in no call that is recorded
+    """Report where a rank is or was, or else what it called last."""
+    if place and (place.left or place.line):
+        had_left = f"rank {rank} had left", f"({place.left})"
+        row = _row(*(had_left if place.left else (f"rank {rank} is at", "")), place.line)
+        if place.inside and (not place.left or LOST_CONTACT.search(place.left)):  # and in no call that is recorded
             row += (
-                f"\n      there it waits itself, in {place.inside}() of torch.distributed, which its record does not have "
+                f"\n      it waits there, in {place.inside}() of torch.distributed, in a call that its record does not have "
                 "(gloo's has no send or receive): see which rank that line waits for"
             )
         return row
@@ -406,7 +420,7 @@ def _called(calls: dict, depth: int = 0) -> list[str]:
 
 
 def _waits(ranks: list, held: Blocked, missing) -> list[str]:
-    """What ranks wait in, and for whom."""
+    """Report what ranks wait in, and for whom."""
     by_call = defaultdict(list)
     for rank in ranks:
         by_call[held.waiting[rank].line, _shown(held.waiting[rank])].append(rank)

@@ -117,6 +117,23 @@ def test_the_one_that_is_missing_is_named_with_its_line(case, first, places, tmp
         assert any(f" in {function}" in below and who in line for line, below in pairwise(lines)), said
 
 
+def receives(me, group):
+    if me.rank == 0:
+        asleep()
+    if me.rank == 1:
+        dist.recv(torch.ones(4), 0, group=group)
+    dist.all_reduce(torch.ones(4), group=group)
+
+
+@pytest.mark.long
+def test_a_wait_that_gloo_does_not_record_is_pointed_at(tmp_path):
+    said = after(tmp_path, receives)
+    assert said.startswith("ranks 0-1 did not arrive at collective 3 "), said
+    of_rank_0, _, of_rank_1 = said.partition("  rank 1 ")
+    assert "in asleep" in of_rank_0 and "it waits there" not in of_rank_0, said
+    assert " in receives" in of_rank_1 and "it waits there, in recv() of torch.distributed" in of_rank_1, said
+
+
 def on_a_mesh(me, folder, case):
     """HSDP on 2 x 2 ranks; before the second step rank 3 does what ``case`` is."""
     from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -634,6 +651,21 @@ def test_a_rank_whose_record_has_lost_a_call_is_not_missing(tmp_path):
     assert who_is_missing.report(tmp_path).startswith(
         "rank 1 did not arrive at collective 1 of group world (ranks 0-1)"
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [({"0": [0, 1], "1": [0, 1]}, ""), ({"": [0, 1]}, "0")],
+    ids=["TORCH_DISTRIBUTED_DEBUG=DETAIL", "gloo's own dump"],
+)
+def test_calls_of_which_the_group_is_not_recorded_are_refused(config, name, tmp_path):
+    config = {name: {"desc": name, "ranks": str(ranks)} for name, ranks in config.items()}
+    entries = [entry(1) | {"process_group": (name, "")}]
+    (tmp_path / "flight_0").write_bytes(pickle.dumps({"pg_config": config, "entries": entries}))
+    with pytest.raises(
+        UserError, match=r"gloo does not record in which process group .*: record with labkit/measuring"
+    ):
+        who_is_missing.report(tmp_path)
 
 
 def test_a_rank_without_a_dump_is_told(tmp_path):

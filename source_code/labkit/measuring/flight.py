@@ -374,7 +374,7 @@ def located(folder: str | Path | None = None, prefix: str | None = None, environ
 
 
 def _by_rank(folder: Path, prefix: str) -> dict[int, Path]:
-    """{rank: its file}"""
+    """Find files named by rank: {rank: path}."""
     names = ((path.name[len(prefix) :], path) for path in folder.glob(f"{prefix}*"))
     return {int(rest): path for rest, path in sorted(names) if rest.isdigit()}
 
@@ -431,7 +431,7 @@ def _unpickled(path: Path) -> dict:
 
 
 def _groups(raw: dict) -> dict[str, Group]:
-    """{name of a group that this dump knows: the group}"""
+    """Read the process groups that a dump knows: {name: group}."""
     return {
         name: Group(
             name,
@@ -473,7 +473,7 @@ def _leave_out(raw: dict, groups: dict, places: dict, paths: dict) -> list[tuple
 
 
 def _dump_in(entries: list[dict], groups: dict[str, Group]) -> Dump:
-    """What these entries of a dump say. groups: {name: a group that the rank is in}."""
+    """Sort the entries of a dump. groups: {name: a group that the rank is in}."""
     calls = {group: {} for group in groups.values()}
     messages = []
     # Of NCCL's sends and receives that were called together only the entry at their end has a state.
@@ -505,7 +505,7 @@ def _message(entry: dict) -> tuple:
 
 
 def _call(entry: dict) -> Call:
-    lines = [Line(str(f["filename"]), int(f["line"]), str(f["name"])) for f in entry.get("frames", ())]
+    stack = tuple((str(f["filename"]), int(f["line"]), str(f["name"])) for f in entry.get("frames", ()))
     library, _, name = str(entry["profiling_name"]).rpartition(":")
     return Call(
         kind=name.partition(" ")[0],
@@ -515,8 +515,14 @@ def _call(entry: dict) -> Call:
         ended=entry["state"] == "completed" or (library == "gloo" and bool(entry.get("retired"))),
         order=int(entry["record_id"]),
         created=int(entry["time_created_ns"]),
-        path=own(lines),
+        path=_path(stack),
     )
+
+
+@functools.cache
+def _path(stack: tuple) -> tuple[Line, ...]:
+    """Find the program's lines in a stack. Thousands of calls share a few stacks."""
+    return own([Line(*frame) for frame in stack])
 
 
 def _place(path: Path) -> Place:
@@ -552,11 +558,11 @@ def _outside(lines: list[Line]) -> list[Line]:
 
 
 def own(lines: list[Line]) -> tuple[Line, ...]:
-    """Those that are neither Python's nor a library's nor labkit's; if there are none, the first, the innermost."""
+    """Keep the lines that are neither Python's nor a library's nor labkit's; if there are none, the first, the innermost."""
     return tuple(line for line in lines if not _of_a_library(line.file)) or tuple(lines[:1])
 
 
 @functools.cache
 def _of_a_library(file: str) -> bool:
-    """Whether a file is Python's, installed, PyTorch's or labkit's. A program's own folder may have any name."""
+    """Check whether a file is Python's, installed, PyTorch's or labkit's. A program's own folder may have any name."""
     return bool(INSTALLED.search(file)) or os.path.realpath(file).startswith(LIBRARIES)
