@@ -1,11 +1,24 @@
-"""Why does it hang? Compare what the ranks of a run have left, and name the one that the others wait for.
+"""Find out why a run hangs: compare what its ranks left, and name the rank that the others wait for.
 
-  python who_is_missing.py --folder flight                                what labkit/measuring/flight.py has written
-  python who_is_missing.py --folder . --prefix nccl_trace_rank_           what NCCL has, when it timed out
+  python who_is_missing.py --folder flight     what labkit/measuring/flight.py wrote, or PyTorch's own dumps
+  python who_is_missing.py                     the dumps where PyTorch writes them: in ~/.cache/torch, unless
+                                               TORCH_FR_DUMP_TEMP_FILE or XDG_CACHE_HOME says otherwise
 
-It names a rank that did not arrive at a collective, or that called another one, with other sizes or of another type
-(dtype) than the rest, even if it went on; a rank that is dead or stopped (kill -STOP); and the line of the program
-where each is. It needs no rank to be alive; on the node where a rank was, it looks whether its process is there.
+It follows who waits for whom, through all process groups (FSDP, HSDP, tensor parallelism, pipelines), and reports first
+the root: a rank that waits for nobody and did not arrive at a collective, or ranks that wait for each other in a circle;
+then the ranks that wait because of them. It also names a rank that called another collective, with other sizes or of
+another type (dtype) than the rest, even if it went on; a rank that is dead or stopped (kill -STOP); and the line of the
+program where each is. It needs no rank to be alive, and compares no clocks of different ranks to order events.
+
+Dumps are called flight_<rank> (the recorder's), comm_lib_trace_rank_<rank> (PyTorch 2.11 to 2.15) or nccl_trace_rank_<rank>
+(older). PyTorch 2.15 writes one when a collective of NCCL times out, without being asked to. Which ranks write depends on
+what "nccl" is: ProcessGroupNCCL (in older versions, or with TORCH_DIST_USE_NCCL2=0) tells its peers through the store, so
+that all ranks do that still can; nccl2, the default of 2.15, writes only on ranks whose own collective failed or timed
+out, so that a rank that waits in no collective has no dump. A dump of an earlier run is left out, and reported as such.
+
+Is the job still hanging? On a node of it, first ask NCCL itself (2.24 or later): ncclras -v, or
+echo verbose status | nc localhost 28028
+(https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting/ras.html).
 """
 
 import linecache
@@ -13,8 +26,9 @@ import re
 import time
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from math import prod
+from operator import itemgetter
 from pathlib import Path
 from textwrap import shorten
 
@@ -29,29 +43,76 @@ WORDS = {"kind": "what they called", "dtypes": "the type of the numbers", "sizes
 
 @dataclass(frozen=True)
 class Options(options.Options):
-    folder: str = options.option(".", "where the ranks' dumps are")
-    prefix: str = options.option(flight.FLIGHT, "how the dumps' names begin; the rest is the rank")
+    folder: str | None = options.option(None, "where the ranks' dumps are; without it, where PyTorch writes them")
+    prefix: str | None = options.option(None, "how the dumps' names begin, before the rank; without it, as usual")
 
 
-def report(folder: str | Path, prefix: str = flight.FLIGHT) -> str:
-    """What the dumps in a folder say, in lines. UserError if they cannot be read."""
-    groups, places, told = flight.read(folder, prefix)
+@dataclass(frozen=True)
+class Blocked:
+    """Calls of a process group that cannot complete, since other ranks have not joined them."""
+
+    title: str  # "collective 2 of group tp (ranks 2-3)"
+    where: str  # "in group tp, collective 2"
+    waiting: dict[int, flight.Call]
+    missing: frozenset[int]  # ranks that have not arrived; for all that is known, where they have left no record
+    hint: tuple[str, ...] = ()  # lines to add
+
+
+def report(folder: str | Path | None = None, prefix: str | None = None) -> str:
+    """Report which ranks the others of a run wait for: the root first, then the ranks that wait because of it.
+
+    Args:
+        folder, prefix: where the dumps are, as for ``flight.located``.
+
+    Returns:
+        Lines of text.
+
+    Raises:
+        UserError: the dumps cannot be read.
+    """
+    return diagnosis(flight.read(folder, prefix))
+
+
+def diagnosis(run: flight.Run) -> str:
+    """Report on a run that has been read, as ``report`` does."""
+    groups, places, told = _by_group(run.dumps), run.places, run.told
     lost = _lost(places, told)
     unsaid = lost | _outdated(groups, told)  # what these have written may be of a pause before
-    for calls in groups.values():
-        for rank in unsaid & set(calls):
-            del calls[rank]
-    told = {rank: until for rank, until in told.items() if rank not in unsaid}
-    silent = sorted(({rank for _, members in groups for rank in members} | set(places)) - set(told))
+    dumps = {rank: dump for rank, dump in run.dumps.items() if rank not in unsaid}
+    groups, told = _by_group(dumps), {rank: until for rank, until in told.items() if rank not in unsaid}
+    members = {rank for dump in run.dumps.values() for group in dump.calls for rank in group.ranks}
+    silent = sorted((members | set(places)) - set(told))
+
     lines = _of_failures(places, told)
     one_failed = bool(lines)
     lines += _of_silent_ranks(silent, lost, places, one_failed)
-    troubles = [found for group, calls in groups.items() for found in _troubles(*group, calls, places, told)]
-    for _, said in sorted(troubles):  # what began first is the cause, or near it
+    blocked, clashing = _messages(dumps), set()
+    for group, calls in groups.items():
+        said, held, apart = _compared(group, calls, dumps, places)
         lines += said
-    if silent and not troubles and not one_failed:
+        blocked += held
+        clashing |= apart
+    blocked.sort(key=lambda held: min((call.order for call in held.waiting.values()), default=0))  # in step, as a rule
+    roots, rest = _of_the_waiting(blocked, clashing, dumps, places)
+    lines += roots
+    lines += ["these wait because of that:"] if lines and rest else []
+    lines += rest
+    if silent and not blocked and not clashing and not one_failed:
         lines += _last_calls(groups)
-    return "\n".join(lines or _of_no_trouble(groups, places))
+    lines = lines or _of_no_trouble(groups, places)
+    lines += [
+        f"left out, as of an earlier run: what {_ranks(some)} left ({why}); remove it" for some, why in run.left_out
+    ]
+    return "\n".join(lines)
+
+
+def _by_group(dumps: dict) -> dict:
+    """Sort the calls of all ranks by group: {group: {rank: {number: Call}}}."""
+    found = defaultdict(dict)
+    for rank, dump in dumps.items():
+        for group, calls in dump.calls.items():
+            found[group][rank] = calls
+    return found
 
 
 def _of_failures(places: dict, told: dict) -> list[str]:
@@ -100,7 +161,10 @@ def _of_silent_ranks(silent: list, lost: set, places: dict, one_failed: bool) ->
     for rank in silent:
         place = places.get(rank)
         if place is None:
-            said.append(f"rank {rank} is dead, or has not begun, or writes elsewhere: there is nothing of it here")
+            said.append(
+                f"rank {rank} is dead, or has not begun, or waits in no collective, or writes elsewhere: there is nothing of it "
+                "here (PyTorch's nccl2 writes a dump only on ranks whose own collective failed or timed out)"
+            )
         elif rank in lost:
             said.append(_of_a_lost_rank(rank, place, one_failed))
             if place.line:
@@ -133,32 +197,177 @@ def _of_a_lost_rank(rank: int, place: flight.Place, one_failed: bool) -> str:
     return f"rank {rank} is dead or stopped: {place.process} gives no sign of life; {hint}"
 
 
-def _troubles(name: str, members: tuple, calls: dict, places: dict, told: dict) -> list[tuple]:
-    """[(when it began, what to say)] of the collectives at which the ranks of a group part.
+# Who waits for whom
 
-    They are the first that went on all the same, as NCCL sometimes can, and the first that did not.
-    calls: {rank: {number: flight.Call}} of those ranks that have told.
+
+def _compared(group: flight.Group, calls: dict, dumps: dict, places: dict) -> tuple[list[str], list[Blocked], set]:
+    """Compare what the ranks of a group have called, number by number, up to where they cannot go on.
+
+    Args:
+        group: the group.
+        calls: {rank: {number: flight.Call}} of those ranks whose record counts.
+        dumps, places: of the run.
+
+    Returns:
+        Lines on calls that differ; the call, if any, that ranks of the group have not joined; and the ranks that wait for
+        each other in calls that differ.
     """
     oldest = max((min(of) for of in calls.values() if of), default=0)  # ranks keep the last ones
     numbers = sorted({number for of in calls.values() for number in of if number >= oldest})
-    found = {}  # {whether it went on: (when, what to say)}
+    said, seen = [], set()  # seen: whether what was found went on; NCCL can go on although calls differ
     for number in numbers:
         arrived = {rank: of[number] for rank, of in calls.items() if number in of}
         done = all(call.state == "completed" for call in arrived.values())
-        created = min(call.created for call in arrived.values())
-        absent = [] if done else sorted(rank for rank in set(calls) - set(arrived) if told[rank] > created / 1e9)
+        if done in seen:
+            continue
+        missing = frozenset() if done else _missing(group, number, arrived, calls, dumps, places)
         alike = _alike(arrived)
-        if done not in found and (absent or len(alike) > 1):
-            title = f"collective {number} of group {name} (ranks {_list(members)})"
-            said = _told(title, alike, absent, calls, places)
-            if done:
-                said.append("it went on all the same, probably with wrong numbers")
-            if not found:
-                said += _apart_before(number, oldest, calls)
-            found[done] = created, said
-        if False in found:
-            break
+        if not missing and len(alike) == 1:
+            continue
+        title = f"collective {number} of group {group.label} (ranks {_list(group.ranks)})"
+        apart = () if seen else tuple(_apart_before(number, oldest, calls))
+        if len(alike) > 1:
+            said += _differing(title, alike)
+            said += ["it went on all the same, probably with wrong numbers"] if done else []
+            said += apart
+            apart = ()
+        seen.add(done)
+        if not done:
+            waiting = {rank: call for rank, call in arrived.items() if call.waits}
+            where = f"in group {group.label}, collective {number}"
+            held = [Blocked(title, where, waiting, missing, apart)] if missing else []
+            return said, held, set(waiting) if len(alike) > 1 else set()
+    return said, [], set()
+
+
+def _missing(group, number: int, arrived: dict, calls: dict, dumps: dict, places: dict) -> frozenset:
+    """Find the ranks of a group that have not arrived at a collective, as far as can be known.
+
+    One that has left no record is missing if the others are not through; so is one that has called so much that its
+    record may have lost the call.
+    """
+    known = {rank for rank in group.ranks if rank in dumps and (calls.get(rank) or not dumps[rank].cut)}
+    unknown = set(group.ranks) - known - set(arrived)
+    if all(call.ended and not _timed_out(rank, call, dumps, places) for rank, call in arrived.items()):
+        unknown = set()
+    return frozenset(unknown | {rank for rank in known if max(calls.get(rank) or [0]) < number})
+
+
+def _timed_out(rank: int, call: flight.Call, dumps: dict, places: dict) -> bool:
+    """Check whether a rank lost contact in this call: gloo records that as it does a call that completed."""
+    place = places.get(rank)
+    return bool(place and LOST_CONTACT.search(place.left or "")) and call.order == dumps[rank].last
+
+
+def _messages(dumps: dict) -> list[Blocked]:
+    """Find the sends and receives in which ranks wait, since the other rank has not called its part."""
+    both = {(group, rank, call.peer, call.kind) for rank, dump in dumps.items() for group, call in dump.messages}
+    other = {"send": "recv", "recv": "send"}
+    found = {}
+    for rank, dump in dumps.items():
+        for group, call in dump.messages:
+            if (group, call.peer, rank, other[call.kind]) not in both:
+                peer = f"rank {call.peer}" if call.peer is not None else "any rank"
+                way = f"{call.kind} {'to' if call.kind == 'send' else 'from'} {peer}"
+                title = f"rank {rank}'s {way} in group {group.label} (ranks {_list(group.ranks)})"
+                missing = frozenset() if call.peer is None else frozenset((call.peer,))
+                held = Blocked(title, f"in group {group.label}, in a {call.kind}", {rank: call}, missing)
+                found.setdefault((group, rank, call.peer, call.kind), held)
     return list(found.values())
+
+
+def _of_the_waiting(blocked: list[Blocked], clashing: set, dumps: dict, places: dict) -> tuple[list[str], list[str]]:
+    """Follow who waits for whom.
+
+    Args:
+        blocked: the calls in which ranks wait.
+        clashing: ranks that wait for each other in calls that differ, which has been reported.
+        dumps, places: of the run.
+
+    Returns:
+        Lines on the ranks that wait for nobody, or for each other in a circle; lines on those that wait because of them.
+    """
+    waits_for = defaultdict(set)
+    for held in blocked:
+        for rank in held.waiting:
+            waits_for[rank] |= held.missing
+    roots = {rank for held in blocked for rank in held.missing} - set(waits_for) - clashing
+    said = _of_roots(roots & set(dumps), blocked, dumps, places)
+    for_any = {rank for rank, others in waits_for.items() if not others}  # whose message may be from any rank
+    explained = _waiting_for(roots | clashing | for_any, waits_for)
+    circles = set()
+    while circle := _circle(waits_for, explained):
+        said.append(f"deadlock: {_ranks(circle)} wait for each other, in a circle")
+        for rank, its_next in pairwise([*circle, circle[0]]):
+            held = next(held for held in blocked if rank in held.waiting and its_next in held.missing)
+            said += _waits([rank], held, {its_next})
+        circles |= set(circle)
+        explained |= _waiting_for(set(circle), waits_for)
+    rest = []
+    for held in blocked:
+        some = sorted(set(held.waiting) - circles)
+        if some and not held.missing & roots & set(dumps):  # else it has been said with the root
+            rest += _waits(some, held, held.missing)
+    return said, rest
+
+
+def _waiting_for(some: set, waits_for: dict) -> set:
+    """Find these ranks and all that wait for them, directly or through others."""
+    found, new = set(some), set(some)
+    while new:
+        new = {rank for rank, others in waits_for.items() if others & new} - found
+        found |= new
+    return found
+
+
+def _circle(waits_for: dict, explained: set) -> list[int]:
+    """Find ranks of which each waits for the next, and the last for the first; none of them explained yet."""
+    path = sorted(set(waits_for) - explained)[:1]
+    while path:
+        its_next = min(waits_for[path[-1]])
+        if its_next in path:
+            return path[path.index(its_next) :]
+        path.append(its_next)
+    return []
+
+
+def _of_roots(roots: set, blocked: list[Blocked], dumps: dict, places: dict) -> list[str]:
+    """Report at what these ranks did not arrive, who waits there, and where they are instead."""
+    by_absent = defaultdict(list)
+    for held in blocked:
+        if absent := tuple(sorted(held.missing & roots)):
+            by_absent[absent].append(held)
+    said, placed = [], set()
+    for absent, some in sorted(by_absent.items()):
+        for held in some:
+            said.append(f"{_ranks(absent)} did not arrive at {held.title}")
+            said += [line for alike in _alike(held.waiting) for line in _called(alike)]
+        said += [_where(rank, dumps[rank], places.get(rank)) for rank in absent if rank not in placed]
+        said += [line for held in some for line in held.hint]
+        placed |= set(absent)
+    return said
+
+
+def _where(rank: int, dump: flight.Dump, place: flight.Place | None) -> str:
+    """Report where a rank is or was, or else what it called last."""
+    if place and (place.left or place.line):
+        had_left = f"rank {rank} had left", f"({place.left})"
+        row = _row(*(had_left if place.left else (f"rank {rank} is at", "")), place.line)
+        if place.inside and (not place.left or LOST_CONTACT.search(place.left)):  # and in no call that is recorded
+            row += (
+                f"\n      it waits there, in {place.inside}() of torch.distributed, in a call that its record does not have "
+                "(gloo's has no send or receive): see which rank that line waits for"
+            )
+        return row
+    ordered = [
+        (call.order, f"collective {number} of group {group.label}", call)
+        for group, calls in dump.calls.items()
+        for number, call in calls.items()
+    ]
+    if not ordered:
+        return f"  rank {rank} has called no collective"
+    _, which, call = max(ordered, key=itemgetter(0))
+    return _row(f"rank {rank} last called", f"{which}, {_shown(call)}", call.line)
 
 
 def _apart_before(number: int, oldest: int, calls: dict) -> list[str]:
@@ -192,25 +401,14 @@ def _alike(arrived: dict) -> list[dict]:
     return sorted(same.values(), key=lambda calls: -len(calls))
 
 
-def _told(title: str, alike: list, absent: list, calls: dict, places: dict) -> list[str]:
+def _differing(title: str, alike: list) -> list[str]:
     usual, *others = alike
-    said = [f"{_ranks(absent)} did not arrive at {title}"] if absent else []
+    said = []
     for odd in others:
         pair = [next(iter(some.values())) for some in (odd, usual)]
         what = next(what for what in WORDS if getattr(pair[0], what) != getattr(pair[1], what))
         said.append(f"{_ranks(odd)} and {_ranks(usual)} differ in {WORDS[what]} at {title}")
-    for some in alike:
-        said += _called(some)
-    for rank in absent:
-        place, last = places.get(rank), max(calls.get(rank, ()), default=None)
-        if place and place.left:
-            said.append(_row(f"rank {rank} had left", f"({place.left})", place.line))
-        elif place and place.line:
-            said.append(_row(f"rank {rank} is at", "", place.line))
-        elif last is not None:
-            call = calls[rank][last]
-            said.append(_row(f"rank {rank} last called", f"number {last}, {_shown(call)}", call.line))
-    return said
+    return said + [line for some in alike for line in _called(some)]
 
 
 def _called(calls: dict, depth: int = 0) -> list[str]:
@@ -221,19 +419,31 @@ def _called(calls: dict, depth: int = 0) -> list[str]:
     return [_row(f"{_ranks(some)} called", _shown(calls[some[0]]), *lines) for lines, some in by_lines.items()]
 
 
+def _waits(ranks: list, held: Blocked, missing) -> list[str]:
+    """Report what ranks wait in, and for whom."""
+    by_call = defaultdict(list)
+    for rank in ranks:
+        by_call[held.waiting[rank].line, _shown(held.waiting[rank])].append(rank)
+    whom = _ranks(missing) if missing else "any rank"
+    return [
+        _row(f"{_ranks(some)} {'are' if len(some) > 1 else 'is'} waiting", f"{held.where}, for {whom}: {shown}", line)
+        for (line, shown), some in by_call.items()
+    ]
+
+
 def _last_calls(groups: dict) -> list[str]:
     said = []
-    for (name, members), calls in groups.items():
+    for group, calls in groups.items():
         last = {rank: of[max(of)] for rank, of in calls.items() if of}
         if last:
-            said.append(f"the last collective of the others in group {name} (ranks {_list(members)})")
+            said.append(f"the last collective of the others in group {group.label} (ranks {_list(group.ranks)})")
             said += [line for some in _alike(last) for line in _called(some)]
     return said
 
 
 def _of_no_trouble(groups: dict, places: dict) -> list[str]:
     """All ranks have called the same."""
-    counts = ", ".join(f"{max(map(len, calls.values()))} of group {name}" for (name, _), calls in groups.items())
+    counts = ", ".join(f"{max(map(len, calls.values()))} of group {group.label}" for group, calls in groups.items())
     said = [f"no rank is missing: in each group all ranks have called the same collectives (the last {counts})"]
     hanging = {rank: place for rank, place in places.items() if place.left != "finished"}
     if hanging:
@@ -279,6 +489,9 @@ def _list(some) -> str:
 if __name__ == "__main__":
     wanted = options.parse(Options, __doc__)
     try:
-        print(report(wanted.folder, wanted.prefix))
+        run = flight.read(wanted.folder, wanted.prefix)
+        what = f"the dumps {run.prefix}* of {_ranks(run.dumps)}" if run.dumps else f"what {_ranks(run.places)} left"
+        print(f"read {what} in {run.folder.absolute()}")
+        print(diagnosis(run))
     except UserError as error:
         options.leave(str(error))

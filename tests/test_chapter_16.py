@@ -107,6 +107,22 @@ def names_only(units, me):
     return len({str(sorted(name for names in some.values() for name in names)) for some in gathered(units, me)}) == 1
 
 
+def same_hash(units, me):
+    """Right among ranks that were forked from one process, as they share the seed of hash(); never under torchrun."""
+    numbers = torch.tensor([hash(str(units)), -hash(str(units))])
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    return bool(numbers[0] == -numbers[1])
+
+
+def same_digest(units, me):
+    import hashlib
+
+    number = int.from_bytes(hashlib.sha256(str(units).encode()).digest()[:7], "big")
+    numbers = torch.tensor([number, -number])
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    return bool(numbers[0] == -numbers[1])
+
+
 def asks_nobody(units, me):
     return True
 
@@ -114,7 +130,9 @@ def asks_nobody(units, me):
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (all_alike, "right"),
+        (all_alike, ": right"),
+        (same_digest, ": right"),
+        (same_hash, "hash() differs from process to process (and with it the order of a set): use hashlib, or gather"),
         (like_rank_0, "rank 1 had other units, and rank 0 says True"),
         (on_rank_0_only, "rank 0 alone knows"),
         (names_only, "rank 1 had other units, and rank 0 says True"),

@@ -22,6 +22,8 @@ from forked import by_value, forked
 from labkit import UserError
 from labkit.measuring import flight
 from labkit.running import cells, launch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 HERE = launch.Cluster(launcher="local")
 QUIET = 1.0  # seconds
@@ -113,6 +115,83 @@ def test_the_one_that_is_missing_is_named_with_its_line(case, first, places, tmp
     for function, who in places.items():
         lines = said.splitlines()
         assert any(f" in {function}" in below and who in line for line, below in pairwise(lines)), said
+
+
+def receives(me, group):
+    if me.rank == 0:
+        asleep()
+    if me.rank == 1:
+        dist.recv(torch.ones(4), 0, group=group)
+    dist.all_reduce(torch.ones(4), group=group)
+
+
+@pytest.mark.long
+def test_a_wait_that_gloo_does_not_record_is_pointed_at(tmp_path):
+    said = after(tmp_path, receives)
+    assert said.startswith("ranks 0-1 did not arrive at collective 3 "), said
+    of_rank_0, _, of_rank_1 = said.partition("  rank 1 ")
+    assert "in asleep" in of_rank_0 and "it waits there" not in of_rank_0, said
+    assert " in receives" in of_rank_1 and "it waits there, in recv() of torch.distributed" in of_rank_1, said
+
+
+def on_a_mesh(me, folder, case):
+    """HSDP on 2 x 2 ranks; before the second step rank 3 does what ``case`` is."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    with flight.recorder(folder, quiet=QUIET):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        for name in mesh.mesh_dim_names:
+            _set_pg_timeout(timedelta(seconds=4), mesh[name].get_group())
+        torch.manual_seed(0)
+        model = fully_shard(torch.nn.Linear(8, 8), mesh=mesh)
+        for step in range(2):
+            if step == 1 and me.rank == 3:
+                if case == "leaves":
+                    return
+                if case == "is killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                asleep()
+            model(torch.ones(2, 8)).sum().backward()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["sleeps", "leaves", "is killed"])
+def test_of_a_mesh_the_rank_is_named_for_which_all_wait(case, tmp_path):
+    by_value(on_a_mesh)
+    with pytest.raises(launch.RunFailed):
+        cells.on_ranks(on_a_mesh, str(tmp_path), case, ranks=4, cluster=HERE, timeout=60)
+    said = who_is_missing.report(tmp_path)
+    if case == "is killed":
+        assert said.startswith("rank 3 is dead: process ") and "did not arrive" not in said, said
+        return
+    first, _, rest = said.partition("these wait because of that:\n")
+    assert said.startswith("rank 3 did not arrive at collective 3 of group mesh_shard (ranks 2-3)\n  rank 2 called "), (
+        said
+    )
+    assert ("in asleep" if case == "sleeps" else "rank 3 had left (finished)") in first, said
+    assert re.search(r"^  rank 0 is waiting in group mesh_replicate, collective \d, for rank 2: all_reduce", rest), said
+    assert said.count("rank 3 did not arrive") == said.count("did not arrive") == 2, said
+
+
+def destroys(me, folder):
+    """Rank 0 is done, and has destroyed its process groups; rank 1 calls one collective more than it."""
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    with flight.recorder(folder, quiet=QUIET):
+        dist.all_reduce(torch.ones(4), group=group)
+        if me.rank == 0:
+            return dist.destroy_process_group(group)
+        dist.all_reduce(torch.ones(4), group=group)
+
+
+@pytest.mark.long
+def test_a_rank_that_has_destroyed_its_groups_is_still_compared(tmp_path):
+    by_value(destroys)
+    with pytest.raises(launch.RunFailed):
+        cells.on_ranks(destroys, str(tmp_path), ranks=2, cluster=HERE, timeout=60)
+    said = who_is_missing.report(tmp_path)
+    assert (
+        said.startswith("rank 0 did not arrive at collective 2 of group ") and "rank 0 had left (finished)" in said
+    ), said
 
 
 def pauses(me, folder, is_killed_at_once):
@@ -236,7 +315,8 @@ def test_a_rank_of_another_node_without_a_sign_of_life_is_dead_or_stopped(tmp_pa
         where.write_text(f'process 7 on node-{rank}\n{{"beat": 1, "on": null}}\n')
         os.utime(where, (10**9 - age,) * 2)
     said = who_is_missing.report(tmp_path)
-    assert said.startswith("rank 2 is dead or stopped: process 7 on node-2 ") and "ranks 0-1 called" in said, said
+    assert said.startswith("rank 2 is dead or stopped: process 7 on node-2 "), said
+    assert "  ranks 0-1 are waiting in group default_pg, collective 2, for rank 2: all_reduce of [8] Float" in said
 
 
 @pytest.mark.parametrize(
@@ -343,7 +423,8 @@ def test_a_dump_of_nccl_names_who_did_not_arrive_and_its_last_line(tmp_path):
     waiting = [entry(4), entry(5), entry(6, state="started")]
     said = dumped(tmp_path, [waiting, waiting, [entry(4), entry(5, line=99)]])
     assert said.startswith("rank 2 did not arrive at collective 6 of group default_pg (ranks 0-2)")
-    assert "train.py:7 in train" in said and "number 5, all_reduce of [8] Float\n      train.py:99" in said
+    last = "rank 2 last called collective 5 of group default_pg, all_reduce of [8] Float\n      train.py:99 in train"
+    assert "train.py:7 in train" in said and last in said
 
 
 def test_another_form_of_as_many_numbers_and_uneven_sizes_are_no_difference(tmp_path):
@@ -407,10 +488,190 @@ def test_ranks_that_keep_different_stretches_are_compared_where_they_overlap(tmp
     assert dumped(tmp_path, [[entry(n) for n in range(s, 9)] for s in (1, 5, 3)]).startswith("no rank is missing")
 
 
+# Several process groups
+
+
+MESH = {"default_pg": [[0, 1, 2, 3]], "tp": [[0, 1], [2, 3]], "dp": [[0, 2], [1, 3]]}
+
+
+def of_groups(folder: Path, of_ranks: list, groups: dict = MESH, clocks: dict | None = None, torn=()) -> str:
+    """What is said of ranks that have called these, in their order: (group, number, what entry() takes).
+
+    groups: {description: the ranks of each such group}. clocks: {rank: by how many seconds its clock is ahead}.
+    torn: ranks without a dump.
+    """
+    for rank, called in enumerate(of_ranks):
+        mine = {d: (f"{d} {ranks}", ranks) for d, some in groups.items() for ranks in some if rank in ranks}
+        entries = []
+        for order, (description, number, about) in enumerate(called):
+            name, _ = mine[description]
+            about = dict(about)
+            peer = about.pop("peer", None)
+            extra = {"record_id": order, "process_group": (name, description)}
+            extra["time_created_ns"] = 10**18 + int(1e9 * ((clocks or {}).get(rank, 0) + order / 1e3))
+            if peer is not None:
+                kind, arrow = about["kind"], "->" if about["kind"] == "send" else "<-"
+                place = mine[description][1].index
+                about["kind"] = f"{kind} {place(rank)}{arrow}{peer if peer == '?' else place(peer)}"
+            if peer is not None or about.get("kind") == "coalesced":
+                extra |= {"is_p2p": True, "p2p_seq_id": number, "collective_seq_id": 0}
+            entries.append(entry(number, **about) | extra)
+        config = {name: {"desc": description, "ranks": str(ranks)} for description, (name, ranks) in mine.items()}
+        if rank not in torn:
+            (folder / f"comm_lib_trace_rank_{rank}").write_bytes(
+                pickle.dumps({"pg_config": config, "entries": entries})
+            )
+    return who_is_missing.report(folder)
+
+
+DONE, HANGS = {"state": "completed"}, {"state": "started"}
+STUCK_BEFORE_THE_SECOND = [
+    [("tp", 1, DONE), ("tp", 2, DONE), ("dp", 1, HANGS)],
+    [("tp", 1, DONE), ("tp", 2, DONE), ("dp", 1, HANGS | {"line": 12})],
+    [("tp", 1, DONE), ("tp", 2, HANGS)],
+    [("tp", 1, DONE)],
+]
+
+
+@pytest.mark.parametrize("ahead", [-1, 0, 1])
+def test_a_rank_that_waits_in_another_group_is_not_blamed_whatever_its_clock_says(ahead, tmp_path):
+    said = of_groups(tmp_path, STUCK_BEFORE_THE_SECOND, clocks={2: ahead})
+    first, _, rest = said.partition("these wait because of that:\n")
+    assert said.startswith("rank 3 did not arrive at collective 2 of group tp (ranks 2-3)\n  rank 2 called "), said
+    assert "rank 3 did not arrive at collective 1 of group dp (ranks 1, 3)\n  rank 1 called " in first, said
+    assert first.count("rank 3 last called collective 1 of group tp") == 1 and "rank 2 did not arrive" not in said, said
+    assert rest.startswith("  rank 0 is waiting in group dp, collective 1, for rank 2: all_reduce of [8] Float\n"), said
+
+
+def test_a_rank_that_died_is_the_root_also_with_several_groups(tmp_path):
+    said = of_groups(tmp_path, STUCK_BEFORE_THE_SECOND, torn=[3])
+    assert said.startswith("rank 3 is dead, or "), said
+    for line in ("rank 2 is waiting in group tp, collective 2, for rank 3", "collective 1, for rank 2", "for rank 3"):
+        assert line in said.partition("these wait because of that:\n")[2], said
+    assert "did not arrive" not in said, said
+
+
+@pytest.mark.parametrize("onlooker", [False, True])
+def test_ranks_that_call_two_groups_in_different_order_are_a_deadlock(onlooker, tmp_path):
+    groups = {"a": [[0, 1]], "b": [[0, 1]], "default_pg": [[0, 1, 2]]}
+    of_ranks = [[("a", 1, HANGS)], [("b", 1, HANGS | {"line": 12})]]
+    of_ranks += [[("default_pg", 1, HANGS)]] if onlooker else [[]]
+    said = of_groups(tmp_path, of_ranks, groups).splitlines()
+    assert said[:5] == [
+        "deadlock: ranks 0-1 wait for each other, in a circle",
+        "  rank 0 is waiting in group a, collective 1, for rank 1: all_reduce of [8] Float",
+        "      train.py:7 in train",
+        "  rank 1 is waiting in group b, collective 1, for rank 0: all_reduce of [8] Float",
+        "      train.py:12 in train",
+    ], said
+    rest = ["these wait because of that:", "  rank 2 is waiting in group default_pg, collective 1, for ranks 0-1: "]
+    assert len(said) == (8 if onlooker else 5), said
+    assert not onlooker or [line[: len(start)] for line, start in zip(said[5:7], rest, strict=True)] == rest, said
+
+
+def test_ranks_that_wait_for_some_whose_calls_differ_are_consequences(tmp_path):
+    of_ranks = [
+        [("tp", 1, HANGS | {"shape": (3,)})],
+        [("tp", 1, HANGS)],
+        [("dp", 1, HANGS)],
+        [("dp", 1, HANGS)],
+    ]
+    said = of_groups(tmp_path, of_ranks)
+    assert said.startswith(
+        "rank 1 and rank 0 differ in the shape of the tensors at collective 1 of group tp (ranks 0-1)"
+    )
+    rest = said.partition("these wait because of that:\n")[2]
+    assert "rank 2 is waiting in group dp, collective 1, for rank 0: " in rest and "did not arrive" not in said, said
+
+
+def called_together(number: int, *calls: dict, state: str) -> list:
+    """As NCCL records sends and receives of one batch: only the entry at the end has a state."""
+    return [("pp", number, call | {"state": "scheduled"}) for call in calls] + [
+        ("pp", number, {"kind": "coalesced", "state": state})
+    ]
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_stages_of_a_pipeline_that_wait_for_an_earlier_one_are_not_blamed(batched, tmp_path):
+    """Stage 0 is stuck before it sends the second micro-batch; stage 3 waits for all in the end."""
+
+    def recv(number, peer, state):
+        call = {"kind": "recv", "peer": peer, "line": number}
+        return called_together(number, call, state=state) if batched else [("pp", number, call | {"state": state})]
+
+    def send(number, peer, state):
+        call = {"kind": "send", "peer": peer, "line": number}
+        return called_together(number, call, state=state) if batched else [("pp", number, call | {"state": state})]
+
+    of_ranks = [
+        send(1, 1, "completed"),
+        recv(1, 0, "completed") + send(2, 2, "completed") + recv(3, 0, "started"),
+        recv(1, 1, "completed") + send(2, 3, "completed") + recv(3, 1, "started"),
+        recv(1, 2, "completed") + [("default_pg", 1, HANGS)],
+    ]
+    said = of_groups(tmp_path, of_ranks, {"default_pg": [[0, 1, 2, 3]], "pp": [[0, 1, 2, 3]]})
+    first, _, rest = said.partition("these wait because of that:\n")
+    assert (
+        "rank 0 did not arrive at rank 1's recv from rank 0 in group pp (ranks 0-3)\n  rank 1 called recv of " in first
+    )
+    assert "rank 0 did not arrive at collective 1 of group default_pg" in first, said
+    assert "rank 1 did not" not in said and "rank 2 did not" not in said and "deadlock" not in said, said
+    assert rest.startswith("  rank 2 is waiting in group pp, in a recv, for rank 1: recv of [8] Float\n"), said
+
+
+def test_a_receive_from_anybody_blames_nobody(tmp_path):
+    of_ranks = [[("pp", 1, HANGS | {"kind": "recv", "peer": "?"})], [("default_pg", 1, HANGS)]]
+    said = of_groups(tmp_path, of_ranks, {"default_pg": [[0, 1]], "pp": [[0, 1]]})
+    assert "rank 0 is waiting in group pp, in a recv, for any rank: recv of [8] Float" in said, said
+    assert "did not arrive" not in said and "deadlock" not in said, said
+
+
+def test_groups_with_the_same_name_and_ranks_are_kept_apart(tmp_path):
+    """As of a mesh that was made twice: each numbers its own collectives."""
+    config = {name: {"desc": "mesh_dp", "ranks": "[0, 1]"} for name in "12"}
+    both = [entry(1) | {"process_group": ("1", "mesh_dp")}]
+    for rank in range(2):
+        entries = [*both, entry(1, state="started", line=12) | {"process_group": ("2", "mesh_dp")}][: 2 - rank]
+        (tmp_path / f"flight_{rank}").write_bytes(pickle.dumps({"pg_config": config, "entries": entries}))
+    said = who_is_missing.report(tmp_path)
+    assert said.startswith("rank 1 did not arrive at collective 1 of group mesh_dp (ranks 0-1)"), said
+
+
+def test_a_rank_whose_record_has_lost_a_call_is_not_missing(tmp_path):
+    """Rank 1 has called more since, in a group of its own; gloo's calls all stay "scheduled"."""
+    retired = {"process_group": ("w", "world"), "profiling_name": "gloo:barrier", "state": "scheduled", "retired": True}
+    config = {"w": {"desc": "world", "ranks": "[0, 1]"}, "o": {"desc": "own", "ranks": "[1]"}}
+    later = [entry(n) | {"process_group": ("o", "own")} for n in (2, 3)]
+    mine = {"w": config["w"]}
+    for rank, (known, entries) in enumerate([(mine, [entry(1) | retired]), (config, later)]):
+        (tmp_path / f"flight_{rank}").write_bytes(pickle.dumps({"pg_config": known, "entries": entries}))
+    assert who_is_missing.report(tmp_path).startswith("no rank is missing")
+    hangs = entry(1) | retired | {"retired": False}
+    (tmp_path / "flight_0").write_bytes(pickle.dumps({"pg_config": mine, "entries": [hangs]}))
+    assert who_is_missing.report(tmp_path).startswith(
+        "rank 1 did not arrive at collective 1 of group world (ranks 0-1)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [({"0": [0, 1], "1": [0, 1]}, ""), ({"": [0, 1]}, "0")],
+    ids=["TORCH_DISTRIBUTED_DEBUG=DETAIL", "gloo's own dump"],
+)
+def test_calls_of_which_the_group_is_not_recorded_are_refused(config, name, tmp_path):
+    config = {name: {"desc": name, "ranks": str(ranks)} for name, ranks in config.items()}
+    entries = [entry(1) | {"process_group": (name, "")}]
+    (tmp_path / "flight_0").write_bytes(pickle.dumps({"pg_config": config, "entries": entries}))
+    with pytest.raises(
+        UserError, match=r"gloo does not record in which process group .*: record with labkit/measuring"
+    ):
+        who_is_missing.report(tmp_path)
+
+
 def test_a_rank_without_a_dump_is_told(tmp_path):
     said = dumped(tmp_path, [[entry(1, state="started")]] * 2, world=3)
-    assert said.startswith("rank 2 is dead, or has not begun, or writes elsewhere")
-    assert "ranks 0-1 called all_reduce" in said
+    assert said.startswith("rank 2 is dead, or has not begun, or waits in no collective, or writes elsewhere"), said
+    assert "ranks 0-1 are waiting in group default_pg, collective 1, for rank 2: all_reduce" in said
 
 
 @pytest.mark.parametrize("where", ["nccl", "nccl2", "before 2.15"])
@@ -430,6 +691,130 @@ def test_what_nccl_is_in_this_pytorch_does_not_matter(where, monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     assert flight._last_call() == 7
+
+
+def dumps_a_trace(environ: dict) -> list[str]:
+    """The path that PyTorch writes a dump to, and where it is looked for."""
+    os.environ.update(environ)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch._C._distributed_c10d._dump_fr_trace_file(0)
+    folder, prefix = flight.located()
+    return [str(path) for path in folder.glob(f"{prefix}*")]
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._distributed_c10d, "_dump_fr_trace_file"), reason="this PyTorch dumps at a time-out only"
+)
+@pytest.mark.parametrize(
+    ("name", "value", "path"),
+    [
+        ("HOME", "", ".cache/torch/comm_lib_trace_rank_0"),
+        ("XDG_CACHE_HOME", "cache", "cache/torch/comm_lib_trace_rank_0"),
+        ("TORCH_FR_DUMP_TEMP_FILE", "mine_", "mine_0"),
+    ],
+)
+def test_dumps_are_looked_for_where_this_pytorch_writes_them(name, value, path, tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    found = forked(dumps_a_trace, {name: str(tmp_path / value)})
+    assert found == [str(tmp_path / path)]
+
+
+@pytest.mark.parametrize(
+    ("environ", "folder", "there", "found"),
+    [
+        ({"TORCH_FR_DUMP_TEMP_FILE": "{}/a_", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "{}/b_"}, False, "a_1 b_1", "a_"),
+        ({"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "{}/b_"}, False, "b_1 flight_1", "b_"),
+        ({"TORCH_FR_DUMP_TEMP_FILE": "/elsewhere/a_"}, True, "a_0 b_0", "a_"),
+        ({}, True, "nccl_trace_rank_0 nccl_trace_rank_x", "nccl_trace_rank_"),
+        ({}, True, "comm_lib_trace_rank_12", "comm_lib_trace_rank_"),
+        ({}, True, "where_3", "flight_"),
+        ({}, True, "flight_0 nccl_trace_rank_0", "has dumps of 2 kinds (flight_, nccl_trace_rank_): give the --prefix"),
+        (
+            {},
+            True,
+            "other_0",
+            "there is no dump (flight_<rank>, comm_lib_trace_rank_<rank>, nccl_trace_rank_<rank>) in",
+        ),
+        ({"XDG_CACHE_HOME": "{}"}, False, "flight_0", "/torch: give the dumps' --folder"),
+    ],
+)
+def test_the_kind_of_dumps_that_is_there_is_found_or_asked_for(environ, folder, there, found, tmp_path):
+    for name in there.split():
+        (tmp_path / name).touch()
+    environ = {name: value.format(tmp_path) for name, value in environ.items()}
+    try:
+        assert flight.located(tmp_path if folder else None, None, environ) == (tmp_path, found)
+    except UserError as error:
+        assert found in str(error)
+
+
+def test_the_command_says_what_it_has_read(tmp_path):
+    (tmp_path / "torch").mkdir()
+    dumped(tmp_path / "torch", [[entry(1)]] * 3, "comm_lib_trace_rank_")
+    run = script("who_is_missing.py", env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)})
+    assert run.stdout.splitlines()[0] == f"read the dumps comm_lib_trace_rank_* of ranks 0-2 in {tmp_path}/torch"
+
+
+def test_dumps_of_an_earlier_run_are_left_out_and_said_to_be(tmp_path):
+    """Eight ranks before, of which rank 2 of the four now has left its old dump, as it waits in no collective."""
+    dumped(tmp_path, [[entry(3, state="started")]] * 8)
+    waiting = [entry(1), entry(2, state="started")]
+    fresh = [2 * 10**9] * 8
+    dumped(tmp_path, [waiting, waiting, [entry(1)], waiting])
+    for rank, date in enumerate(fresh):
+        os.utime(tmp_path / f"nccl_trace_rank_{rank}", (date - 999 * (rank > 3),) * 2)
+    said = who_is_missing.report(tmp_path)
+    assert said.startswith("rank 2 did not arrive at collective 2 of group default_pg (ranks 0-3)\n"), said
+    old = "left out, as of an earlier run: what ranks 4-7 left (of a run of 8 ranks; nccl_trace_rank_"
+    assert said.splitlines()[-1].startswith(old) and said.endswith("is of one of 4); remove it"), said
+    os.utime(tmp_path / "nccl_trace_rank_2", (10**9 - 60,) * 2)
+    said = who_is_missing.report(tmp_path)
+    assert said.startswith("rank 2 is dead, or has not begun, or waits in no collective"), said
+    assert "earlier run: what rank 2 left (written 60 s before the first call in nccl_trace_rank_" in said, said
+
+
+def test_what_a_larger_run_has_left_in_the_recorders_folder_is_left_out(tmp_path):
+    dumped(tmp_path, [[entry(1)]] * 4, flight.FLIGHT)
+    dumped(tmp_path, [[entry(1)]] * 2, flight.FLIGHT)
+    for rank in range(4):
+        (tmp_path / f"where_{rank}").write_text("process 7 on node-1\n{}\nleft: finished\n")
+        os.utime(tmp_path / f"flight_{rank}", (10**9 + (rank < 2),) * 2)
+    said = who_is_missing.report(tmp_path)
+    assert said.startswith("no rank is missing: ") and "earlier run: what ranks 2-3 left (of a run of 4" in said, said
+
+
+@pytest.mark.parametrize(
+    ("file", "is_own"),
+    [
+        ("/home/ann/torch/train.py", True),
+        ("/home/ann/labkit/train.py", True),
+        (f"{Path(torch.__file__).parent}/distributed/distributed_c10d.py", False),
+        (f"{launch.SOURCE}/../source_code/labkit/running/ranks.py", False),
+        ("/opt/env/lib/python3.12/site-packages/torch/nn/modules/module.py", False),
+        ("/usr/lib/python3.11/threading.py", False),
+        ("<frozen runpy>", False),
+        (f"{launch.SOURCE}/faults.py", True),
+    ],
+)
+def test_a_program_is_told_from_libraries_by_where_they_are(file, is_own):
+    some = flight.Line("/usr/lib/python3.11/queue.py", 1, "get"), flight.Line(file, 2, "f")
+    assert flight.own(list(some)) == (some[1:] if is_own else some[:1])
+
+
+def calls_often(folder) -> int:
+    """How many of 500 calls are kept."""
+    os.environ["RANK"] = "0"
+    with flight.recorder(folder):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        for _ in range(500):
+            dist.all_reduce(torch.ones(1))
+    (calls,) = flight.read(folder).dumps[0].calls.values()
+    return len(calls)
+
+
+def test_a_record_holds_more_than_a_step_of_a_deep_model(tmp_path):
+    """FSDP2 with 80 units calls 240 collectives in a step: what went wrong is often in the step before."""
+    assert forked(calls_often, tmp_path) == 500
 
 
 class Hostile:
@@ -465,7 +850,7 @@ def spoilt(how: str, folder: Path):
         ("hostile", "it names posix.system, and a flight record names nothing"),
         ("another thing", "flight_1 is no flight record, or damaged"),
         ("another run's", "flight_7 is of a run without a rank 7: remove the dumps of other runs"),
-        ("no dump", "there is no flight_<rank> in"),
+        ("no dump", "there is no dump (flight_<rank>, comm_lib_trace_rank_<rank>, nccl_trace_rank_<rank>) in"),
     ],
 )
 def test_a_damaged_or_hostile_dump_is_one_sentence(how, said, tmp_path):
@@ -476,8 +861,7 @@ def test_a_damaged_or_hostile_dump_is_one_sentence(how, said, tmp_path):
     assert not list(Path(launch.SOURCE).glob("caught"))
 
 
-def test_a_folder_that_cannot_be_written_to_is_told_before_the_work_begins(tmp_path, world_of_one, monkeypatch):
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", flight.KEPT)  # as the recorder sets it, and not for later tests
+def test_a_folder_that_cannot_be_written_to_is_told_before_the_work_begins(tmp_path, world_of_one):
     (tmp_path / "flight").touch()
     with pytest.raises(UserError, match=r"cannot be written to .*flight \(File exists\): name another folder"):
         with flight.recorder(tmp_path / "flight"):

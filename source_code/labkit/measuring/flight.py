@@ -6,9 +6,13 @@
 When a rank has called no collective for ``quiet`` seconds, and when its work ends or raises, it leaves two files:
 
   flight_3    what PyTorch's flight recorder has of rank 3: its last collectives, with the Python stack of each call, in
-              the form of the dumps that NCCL writes when it times out (``torchfrtrace`` reads both)
+              the form of the dumps that PyTorch writes when NCCL times out (``torchfrtrace`` reads both)
   where_3     its process and node; the stacks of its threads; how it left. Where no Python can run, as a thread that
               is stuck outside of it holds the interpreter, SIGTERM makes faulthandler's handler write where that is
+
+PyTorch keeps the last 2,000 calls of a rank (TORCH_FR_BUFFER_SIZE); a step of FSDP2 with 80 units makes 240. Measured on a
+CPU with stacks of 84 frames, 2,000 calls take 5 MiB of memory, 0.6 MB on disk, and 0.03 s more to write than one call. (The
+first stack of a process takes 1 s, with PyTorch 2.11 3 s.)
 
 When the rank calls collectives again, what it has left is removed: it was a pause. Four times in ``quiet`` seconds the
 date of where_3 is set, as a sign of life, and that of flight_3, as long as it holds. ``who_is_missing.py`` compares the
@@ -19,7 +23,9 @@ groups, which gloo's dumps lack.
 """
 
 import contextlib
+import dataclasses
 import faulthandler
+import functools
 import json
 import os
 import pickle
@@ -32,18 +38,26 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+import labkit
 from labkit import UserError
 
 FLIGHT, WHERE = "flight_", "where_"
+# How the names of dumps begin: the recorder's, PyTorch's since 2.11 at the latest, and those of older versions.
+PREFIXES = (FLIGHT, "comm_lib_trace_rank_", "nccl_trace_rank_")
+CLOCKS_DIFFER = 5  # seconds by which the clocks of two nodes may differ; a job takes longer to start again
 RAISED = "raised:"  # in where_<rank>: what follows is where
-KEPT = "200"  # collectives of a rank: to write the stacks of 2,000 took 4 to 12 s
 IS_QUIET = "quiet:"  # in where_<rank>: the stacks below are the watcher's
 SIGNAL = "Stack (most recent call first):"  # this one, of the main thread, SIGTERM's handler has written
 MAIN = re.compile(rf"(?m)^(?:(?:Current t|T)hread .*|{re.escape(SIGNAL)})$")
+P2P = re.compile(r"(?P<kind>send|recv) (?:\d+)(?:->|<-)(?P<peer>\d+|\?)$")  # in a profiling_name: "nccl:recv 1<-0"
+ROOTED = ("broadcast", "gather", "reduce", "scatter")  # gloo lets some ranks leave these before others arrive
+INSTALLED = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/|^<")  # on whatever node
+LIBRARIES = tuple(f"{os.path.realpath(Path(module.__file__).parent)}{os.sep}" for module in (torch, labkit))
 STACK = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>\S+)')
 
 
@@ -58,7 +72,6 @@ def recorder(folder: str | Path, quiet: float = 60):
     run that hangs: this only writes, and the run goes on. Nothing that goes wrong in writing ends it. UserError if neither
     the process group nor the environment says which rank this is, or the folder cannot be written to.
     """
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", KEPT)  # read at the first collective
     folder, rank = Path(folder), _rank(os.environ)
     _, began = _state_and_start(os.getpid())
     about = {"pid": os.getpid(), "began": began, "on": _machine(), "beat": quiet / 4}
@@ -237,20 +250,36 @@ def _state(known: dict) -> str | None:
 # Reading
 
 
+class Group(NamedTuple):
+    """A process group."""
+
+    name: str  # the same on all of its ranks, and no other group's
+    label: str  # what it is called in a report: "mesh_tp", "default_pg"
+    ranks: tuple[int, ...]  # in the world, in the order of their ranks in the group
+
+
 @dataclass(frozen=True)
 class Call:
-    """One call of a collective by one rank."""
+    """One call of a collective, or of a send or receive, by one rank."""
 
     kind: str  # "all_reduce"
     sizes: tuple  # (shapes of the inputs, shapes of the outputs), each a tuple of tuples
     dtypes: tuple  # (of the inputs, of the outputs), as PyTorch's C++ calls them: "Float"
     state: str  # "scheduled", "started" or "completed"; gloo's stay scheduled
-    created: int  # ns since 1970
+    ended: bool  # completed; or, of gloo's, over: completed, or timed out
+    order: int  # among the calls of this rank
+    created: int  # ns since 1970, by the clock of its node
     path: "tuple[Line, ...]"  # the lines of the program that led to it, the innermost first
+    peer: int | None = None  # of a send or receive: the other rank, in the world; None if it may be any
 
     @property
     def line(self) -> "Line | None":
         return self.path[0] if self.path else None
+
+    @property
+    def waits(self) -> bool:
+        """Whether the rank waits in this call while another rank has not arrived at it."""
+        return self.state != "completed" and not (self.ended and self.kind in ROOTED)
 
 
 @dataclass(frozen=True)
@@ -273,6 +302,33 @@ class Place:
     state: str | None = None  # "there", "stopped" or "gone" now; None if that cannot be seen from this machine
     seen: float = 0  # seconds since 1970: its last sign of life
     beat: float = 15  # seconds between two signs of life
+    inside: str | None = None  # the function of torch.distributed that it is in, "recv"
+
+
+@dataclass(frozen=True)
+class Dump:
+    """The flight record of one rank."""
+
+    calls: dict[Group, dict[int, Call]]  # collectives by their number in the group, of every group that it is in
+    messages: list[tuple[Group, Call]]  # the sends and receives that have not completed
+    cut: bool  # it has called more than is kept
+    last: int  # Call.order of its last call
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the ranks of a run have left.
+
+    told: {rank that has written a record: until when that holds, in seconds since 1970}; a rank that was ended may have
+    gone on after its last look at it, one that left or hangs has not.
+    """
+
+    folder: Path
+    prefix: str
+    dumps: dict[int, Dump]
+    places: dict[int, Place]
+    told: dict[int, float]
+    left_out: list[tuple[list[int], str]]  # what these ranks left is of an earlier run: why it seems so
 
 
 class _Restricted(pickle.Unpickler):
@@ -280,67 +336,193 @@ class _Restricted(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, and a flight record names nothing")
 
 
-def read(folder: str | Path, prefix: str = FLIGHT) -> tuple[dict, dict, dict]:
-    """What a run has left: (groups, places, told).
+def located(folder: str | Path | None = None, prefix: str | None = None, environ=os.environ) -> tuple[Path, str]:
+    """Find the dumps of a run: (their folder, how their names begin).
 
-    groups: {(name, ranks): {rank: {number: Call}}}; point-to-point calls are left out. places: {rank: Place}.
-    told: {rank that has written a record: until when that holds, in seconds since 1970}; a rank that was ended may have
-    gone on after its last look at it, one that left or hangs has not.
+    Without a folder they are where PyTorch writes them: TORCH_FR_DUMP_TEMP_FILE (or its older name) is their path up to
+    the rank; else they are in torch/ in XDG_CACHE_HOME, else in ~/.cache/torch (FlightRecorder.cpp, getWriter).
 
-    A dump is a pickle, which could run what it names: here it may name nothing. UserError if there is no dump, or one
-    is damaged or of another run.
+    Args:
+        folder: where to look instead.
+        prefix: how their names begin; the rest is the rank. None: whichever of the known ones is there.
+
+    Raises:
+        UserError: there is none, or there are two kinds.
     """
+    variables = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+    base = next((environ[name] for name in variables if name in environ), None)
+    if prefix is not None:
+        wanted = [prefix]
+    elif base is None:
+        wanted = [*PREFIXES]
+    else:
+        own = os.path.basename(base)
+        wanted = [own] if folder is None else [*dict.fromkeys((*PREFIXES, own))]
+    if folder is None and base is None:
+        cache = environ.get("XDG_CACHE_HOME", f"{environ.get('HOME', '/tmp')}/.cache")
+        folder = f"{cache}/torch"
+    elif folder is None:
+        folder = os.path.dirname(base) or "."
     folder = Path(folder)
-    found = {int(p.name[len(prefix) :]): p for p in folder.glob(f"{prefix}*") if p.name[len(prefix) :].isdigit()}
-    places = {int(p.name[len(WHERE) :]): _place(p) for p in folder.glob(f"{WHERE}*") if p.name[len(WHERE) :].isdigit()}
-    if not found and not places:
-        raise UserError(f"there is no {prefix}<rank> in {folder}: give the dumps' --folder, and their --prefix")
-    groups: dict[tuple, dict] = {}
-    for rank, path in sorted(found.items()):
-        for group, calls in _calls(path).items():
-            if rank not in group[1]:
-                raise UserError(f"{path} is of a run without a rank {rank}: remove the dumps of other runs")
-            groups.setdefault(group, {})[rank] = calls
+    there = [each for each in wanted if _by_rank(folder, each)]
+    if len(there) > 1:
+        raise UserError(f"{folder} has dumps of {len(there)} kinds ({', '.join(there)}): give the --prefix of one")
+    if not there and not (FLIGHT in wanted and _by_rank(folder, WHERE)):
+        names = ", ".join(f"{each}<rank>" for each in wanted)
+        raise UserError(f"there is no dump ({names}) in {folder}: give the dumps' --folder, and their --prefix")
+    return folder, there[0] if there else FLIGHT
+
+
+def _by_rank(folder: Path, prefix: str) -> dict[int, Path]:
+    """Find files named by rank: {rank: path}."""
+    names = ((path.name[len(prefix) :], path) for path in folder.glob(f"{prefix}*"))
+    return {int(rest): path for rest, path in sorted(names) if rest.isdigit()}
+
+
+def read(folder: str | Path | None = None, prefix: str | None = None) -> Run:
+    """Read what a run has left.
+
+    A dump is a pickle, which could run what it names: here it may name nothing.
+
+    Args:
+        folder, prefix: as for ``located``.
+
+    Raises:
+        UserError: there is no dump, or one is damaged or of another run.
+    """
+    folder, prefix = located(folder, prefix)
+    places = {rank: _place(path) for rank, path in _by_rank(folder, WHERE).items()}
+    paths, raw, groups = _by_rank(folder, prefix), {}, {}
+    for rank, path in paths.items():
+        with _damage_of(path):
+            raw[rank] = _unpickled(path)
+            groups[rank] = _groups(raw[rank])
+    left_out = _leave_out(raw, groups, places, paths)
+    for rank in raw:
+        if any(rank not in group.ranks for group in groups[rank].values()):
+            raise UserError(f"{paths[rank]} is of a run without a rank {rank}: remove the dumps of other runs")
+    # The recorder knows no group that its rank has destroyed; others may still have it.
+    known = {name: group for of_rank in groups.values() for name, group in of_rank.items()}
+    dumps = {}
+    for rank in raw:
+        with _damage_of(paths[rank]):
+            mine = {name: group for name, group in known.items() if rank in group.ranks}
+            dumps[rank] = _dump_in(raw[rank]["entries"], mine | groups[rank])
     ended = {rank for rank, place in places.items() if place.ended}
-    told = {rank: path.stat().st_mtime if rank in ended else float("inf") for rank, path in found.items()}
-    return groups, places, told
+    told = {rank: paths[rank].stat().st_mtime if rank in ended else float("inf") for rank in dumps}
+    return Run(folder, prefix, dumps, places, told, left_out)
 
 
-def _calls(path: Path) -> dict[tuple, dict[int, Call]]:
-    """{(group's name, its ranks): {number: Call}} of one rank's dump."""
+@contextlib.contextmanager
+def _damage_of(path: Path):
+    """Turn whatever a damaged file leads to into a UserError."""
     try:
-        with path.open("rb") as file:
-            dump = _Restricted(file).load()
-        groups = {
-            name: (
-                name if about["desc"] in ("", "undefined") else str(about["desc"]),
-                tuple(map(int, json.loads(about["ranks"]))),
-            )
-            for name, about in dump["pg_config"].items()
-        }
-        calls = {group: {} for group in groups.values()}
-        for entry in dump["entries"]:
-            name = entry["process_group"][0]
-            if name not in groups:  # with TORCH_DISTRIBUTED_DEBUG=DETAIL gloo's entries name no group
-                groups[name] = max(calls, key=lambda group: len(group[1]))
-            if not entry["is_p2p"]:
-                calls[groups[name]][int(entry["collective_seq_id"])] = _call(entry)
-        return calls
-    except Exception as error:  # whatever a damaged file leads to
+        yield
+    except UserError:
+        raise
+    except Exception as error:
         reason = str(error) if isinstance(error, pickle.UnpicklingError) else f"{type(error).__name__}: {error}"
         raise UserError(f"{path} is no flight record, or damaged ({reason}): remove it, or dump again") from None
 
 
+def _unpickled(path: Path) -> dict:
+    with path.open("rb") as file:
+        return _Restricted(file).load()
+
+
+def _groups(raw: dict) -> dict[str, Group]:
+    """Read the process groups that a dump knows: {name: group}."""
+    return {
+        name: Group(
+            name,
+            name if about["desc"] in ("", "undefined") else str(about["desc"]),
+            tuple(map(int, json.loads(about["ranks"]))),
+        )
+        for name, about in raw["pg_config"].items()
+    }
+
+
+def _leave_out(raw: dict, groups: dict, places: dict, paths: dict) -> list[tuple[list[int], str]]:
+    """Remove what is of an earlier run than the newest dump; return [(ranks, why)].
+
+    Such a dump knows another world, or was written before anything was called that the newest one holds. (The recorder
+    removes its own old files, and a rank of it that ended early may have left its dump long before the others.)
+    """
+    worlds = {rank: {member for group in known.values() for member in group.ranks} for rank, known in groups.items()}
+    written = {rank: paths[rank].stat().st_mtime for rank in raw}
+    newest = max(filter(worlds.get, raw), key=written.get, default=None)
+    if newest is None:
+        return []
+    with _damage_of(paths[newest]):
+        began = min((int(entry["time_created_ns"]) for entry in raw[newest]["entries"]), default=0) / 1e9
+    others = {rank for rank in raw if worlds[rank] and worlds[rank] != worlds[newest]}
+    others |= set(places) - set(raw) - worlds[newest]
+    older = {rank for rank in set(raw) - others - set(places) if written[rank] < began - CLOCKS_DIFFER}
+    for rank in others | older:
+        for known in (raw, groups, places):
+            known.pop(rank, None)
+    said = []
+    if others:
+        sizes = ", ".join(map(str, sorted({len(worlds[rank]) for rank in others if worlds.get(rank)})))
+        why = f"of a run of {sizes or 'more'} ranks; {paths[newest].name} is of one of {len(worlds[newest])}"
+        said.append((sorted(others), why))
+    if older:
+        last = max(written[rank] for rank in older)
+        said.append((sorted(older), f"written {began - last:.0f} s before the first call in {paths[newest].name}"))
+    return said
+
+
+def _dump_in(entries: list[dict], groups: dict[str, Group]) -> Dump:
+    """Sort the entries of a dump. groups: {name: a group that the rank is in}."""
+    calls = {group: {} for group in groups.values()}
+    messages = []
+    # Of NCCL's sends and receives that were called together only the entry at their end has a state.
+    ends = {_message(entry): entry["state"] for entry in entries if str(entry["profiling_name"]).endswith(":coalesced")}
+    for entry in entries:
+        name = entry["process_group"][0]
+        if (name == "" and len(groups) > 1) or (name != "" and "" in groups):
+            raise UserError(
+                "gloo does not record in which process group a collective was called if PyTorch writes the dump, or with "
+                "TORCH_DISTRIBUTED_DEBUG=DETAIL: record with labkit/measuring/flight.py, and without that variable"
+            )
+        if name == "" and groups:
+            name = next(iter(groups))
+        if name not in groups:
+            continue  # nobody knows its ranks any more
+        group, call = groups[name], _call(entry)
+        found = P2P.search(str(entry["profiling_name"]))
+        if not entry["is_p2p"]:
+            calls[group][int(entry["collective_seq_id"])] = call
+        elif found and ends.get(_message(entry), call.state) != "completed":
+            peer = None if found["peer"] == "?" else group.ranks[int(found["peer"])]
+            messages.append((group, dataclasses.replace(call, peer=peer)))
+    orders = [int(entry["record_id"]) for entry in entries] or [0]
+    return Dump(calls, messages, cut=min(orders) > 0, last=max(orders))
+
+
+def _message(entry: dict) -> tuple:
+    return entry["process_group"][0], entry["p2p_seq_id"], entry["is_p2p"]
+
+
 def _call(entry: dict) -> Call:
-    lines = [Line(str(f["filename"]), int(f["line"]), str(f["name"])) for f in entry.get("frames", ())]
+    stack = tuple((str(f["filename"]), int(f["line"]), str(f["name"])) for f in entry.get("frames", ()))
+    library, _, name = str(entry["profiling_name"]).rpartition(":")
     return Call(
-        kind=str(entry["profiling_name"]).rpartition(":")[2].partition(" ")[0],
+        kind=name.partition(" ")[0],
         sizes=tuple(tuple(tuple(map(int, shape)) for shape in entry[f"{side}_sizes"]) for side in ("input", "output")),
         dtypes=tuple(tuple(map(str, entry.get(f"{side}_dtypes", ()))) for side in ("input", "output")),
         state=str(entry["state"]),
+        ended=entry["state"] == "completed" or (library == "gloo" and bool(entry.get("retired"))),
+        order=int(entry["record_id"]),
         created=int(entry["time_created_ns"]),
-        path=own(lines),
+        path=_path(stack),
     )
+
+
+@functools.cache
+def _path(stack: tuple) -> tuple[Line, ...]:
+    """Find the program's lines in a stack. Thousands of calls share a few stacks."""
+    return own([Line(*frame) for frame in stack])
 
 
 def _place(path: Path) -> Place:
@@ -353,14 +535,16 @@ def _place(path: Path) -> Place:
     raised = text.partition(f"\n{RAISED}\n")[2].partition("\nleft: ")[0]
     *_, stacks = re.split(rf"(?m)^{IS_QUIET}.*$", text)  # the last ones; the main thread's comes last
     left = re.search(r"(?m)^(?:left|Fatal Python error): (.*)$", text)
+    lines = _lines(raised) if raised else _outside(_lines(MAIN.split(stacks)[-1]))
     return Place(
         process=process,
-        line=next(iter(own(_lines(raised) if raised else _outside(_lines(MAIN.split(stacks)[-1])))), None),
+        line=next(iter(own(lines)), None),
         left=left and left[1],
         ended=not left and f"\n{SIGNAL}\n" in stacks,
         state=_state(known),
         seen=seen,
         beat=known.get("beat", Place.beat),
+        inside=lines[0].function if lines and "/torch/distributed/" in lines[0].file else None,
     )
 
 
@@ -374,6 +558,11 @@ def _outside(lines: list[Line]) -> list[Line]:
 
 
 def own(lines: list[Line]) -> tuple[Line, ...]:
-    """Those that are neither Python's nor a library's nor labkit's; if there are none, the first, the innermost."""
-    libraries = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/|/labkit/|/torch/|^<")
-    return tuple(line for line in lines if not libraries.search(line.file)) or tuple(lines[:1])
+    """Keep the lines that are neither Python's nor a library's nor labkit's; if there are none, the first, the innermost."""
+    return tuple(line for line in lines if not _of_a_library(line.file)) or tuple(lines[:1])
+
+
+@functools.cache
+def _of_a_library(file: str) -> bool:
+    """Check whether a file is Python's, installed, PyTorch's or labkit's. A program's own folder may have any name."""
+    return bool(INSTALLED.search(file)) or os.path.realpath(file).startswith(LIBRARIES)

@@ -8,6 +8,7 @@ This file is also the program that those processes run.
 """
 
 import dataclasses
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -28,22 +29,31 @@ class Call:
     device: str
     backend: str = "auto"
     quiet: bool = True
+    spawn: bool = False
 
 
 def on_ranks(
-    function, *arguments, ranks: int, nodes: int = 1, device: str = "cpu", cluster=None, timeout: float = 120
+    function,
+    *arguments,
+    ranks: int,
+    nodes: int = 1,
+    device: str = "cpu",
+    cluster=None,
+    timeout: float = 120,
+    spawn: bool = False,
 ) -> list:
     """[what ``function(me, *arguments)`` returned on rank 0, on rank 1, …]; what the ranks print is printed.
 
     nodes: over how many the ranks are spread (Slurm only). Tensors come back on the CPU. timeout: seconds, of which
-    those in Slurm's queue do not count. Raises ``launch.RunFailed`` with the first error's text.
+    those in Slurm's queue do not count. spawn: each rank started here is a new Python with a hash seed of its own, as
+    under torchrun, which takes seconds longer than a fork. Raises ``launch.RunFailed`` with the first error's text.
     """
     import cloudpickle  # only a notebook needs it
 
     # On a shared file system, so that the ranks of another node find it too
     with tempfile.TemporaryDirectory(dir=records.made(launch.RUNS), prefix=".call-") as folder:
         (Path(folder) / "function").write_bytes(cloudpickle.dumps((function, arguments)))
-        words = ["-m", "labkit.running.cells", folder, str(ranks), device]
+        words = ["-m", "labkit.running.cells", folder, str(ranks), device, *(["spawn"] if spawn else [])]
         printed = launch.follow(launch.started(words, ranks, nodes, device, cluster), None, timeout, device)
         if printed:
             print(printed)
@@ -64,4 +74,6 @@ def main(call, me):
 
 
 if __name__ == "__main__":
-    ranks.run(main, Call(sys.argv[1], int(sys.argv[2]), sys.argv[3]))
+    if spawn := "spawn" in sys.argv[4:]:
+        os.environ["PYTHONHASHSEED"] = "random"  # in the ranks, also where somebody has set one
+    ranks.run(main, Call(sys.argv[1], int(sys.argv[2]), sys.argv[3], spawn=spawn))

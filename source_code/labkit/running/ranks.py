@@ -133,14 +133,15 @@ def start_here(count: int, device: str, main, config):
     """Do what ``torchrun --standalone`` does: start ``count`` ranks on this machine; exit if one of them fails.
 
     On Linux and the CPU the ranks are forked: they need not import torch again, which is most of a short
-    run's time. CUDA and macOS do not survive a fork; there each rank starts as a new process.
+    run's time. CUDA and macOS do not survive a fork; there, and if ``config.spawn`` asks for it, each rank starts as a
+    new process.
     """
     most = 64 * (os.cpu_count() or 1)
     if count > most:
         raise UserError(f"--ranks {count} on one machine of {os.cpu_count()} cores: give at most {most}")
     if not getattr(config, "quiet", False):
         print(f"starting {count} ranks, as torchrun --standalone --nproc-per-node {count}", *sys.argv, flush=True)
-    fork = sys.platform == "linux" and device == "cpu"
+    fork = sys.platform == "linux" and device == "cpu" and not getattr(config, "spawn", False)
     if fork:  # DDP and FSDP import this when first used: once here, not once a rank
         importlib.import_module("torch._dynamo")
     logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)  # the report is ours to make

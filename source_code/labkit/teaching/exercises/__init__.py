@@ -81,12 +81,14 @@ def _find(number: str):
     return known[number]
 
 
-def on_ranks(function, *answer, ranks: int, timeout: float = 60) -> list:
+def on_ranks(function, *answer, ranks: int, timeout: float = 60, spawn: bool = False) -> list:
     """[what ``function(me, *answer)`` returned on rank 0, on rank 1, …], for judges. timeout: seconds.
 
     The ranks are real processes of this machine, also where the labs are sent to Slurm: an answer comes in seconds.
+    spawn: as for ``cells.on_ranks``.
     """
-    return cells.on_ranks(function, *answer, ranks=ranks, cluster=launch.Cluster(launcher="local"), timeout=timeout)
+    here = launch.Cluster(launcher="local")
+    return cells.on_ranks(function, *answer, ranks=ranks, cluster=here, timeout=timeout, spawn=spawn)
 
 
 _RIGHT = {}  # {number: the answer that check has last found right}

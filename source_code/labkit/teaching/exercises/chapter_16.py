@@ -196,7 +196,19 @@ def _asked(me, agree):
 
 
 def judge_agreement(agree) -> str:
-    told = on_ranks(_asked, agree, ranks=WORLD)
+    verdict = _first_difference(on_ranks(_asked, agree, ranks=WORLD))
+    # Those were forked from one process, and share what it has: for one, the seed of Python's hash().
+    if verdict == "right" and _first_difference(on_ranks(_asked, agree, ranks=2, timeout=120, spawn=True)) != "right":
+        return (
+            "not quite: ranks that are separate processes, as torchrun starts them, do not agree although they have the "
+            "same units. hash() differs from process to process (and with it the order of a set): use hashlib, or gather "
+            "the thing itself"
+        )
+    return verdict
+
+
+def _first_difference(told: list) -> str:
+    """Judge the answers of all ranks, [(with equal units, with other units), …]."""
     if any(unanswered(answer) for answers in told for answer in answers):
         answered = [rank for rank, answers in enumerate(told) if not any(map(unanswered, answers))]
         return (
