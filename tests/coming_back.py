@@ -1,9 +1,10 @@
-"""A lab that comes back: in its first life it waits, after a few steps, for what ends it; then it goes on as always.
+"""A lab that comes back: in its first start something ends it after a few steps; then it goes on as always.
 
   python coming_back.py LAB MARK WHAT WORDS…
 
 LAB: mnist_fsdp or gpt_fsdp. MARK: a file that rank 0 makes when it has come so far; MARK.pid has
-its process. WHAT: "asked", it waits for a signal; "killed", its last rank kills itself. WORDS: the lab's own.
+its process. WHAT: "asked", it waits for a signal; "killed", its last rank kills itself; "fails", its last rank ends with
+an exception; "always fails", so does it in every start, at the same step. WORDS: the lab's own.
 """
 
 import importlib
@@ -23,16 +24,19 @@ def first_life() -> bool:
 
 
 def interrupted(train_step, mark: Path, what: str):
-    """train_step, that is interrupted in the first life."""
+    """train_step, that is interrupted in the first start, or in every."""
     import torch.distributed as dist
     from labkit.running import stopping
 
     steps = iter(range(10**9))
 
     def step(*given):
-        if next(steps) == STEPS and first_life():
-            if what == "killed" and dist.get_rank() == dist.get_world_size() - 1:
+        if next(steps) == (STEPS if first_life() else 1) and (first_life() or what == "always fails"):
+            last = dist.get_rank() == dist.get_world_size() - 1
+            if what == "killed" and last:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if what in ("fails", "always fails") and last:
+                raise RuntimeError("as planned")
             if what == "asked" and dist.get_rank() == 0:
                 mark.with_suffix(".pid").write_text(str(os.getpid()))
                 mark.touch()

@@ -125,8 +125,7 @@ def _names_of(statement: ast.Assign) -> set[str]:
 
 def _origin(caller, known) -> Provenance:
     """Where the variables of a kernel come from, by the cells that it has executed."""
-    cells = [cell for cell in known.get("In", ()) if cell] or ["".join(linecache.getlines(caller.f_code.co_filename))]
-    return Provenance(cells, known)
+    return Provenance(CELLS or ["".join(linecache.getlines(caller.f_code.co_filename))], known)
 
 
 def _passes_nan(claim, judged, evaluate, known, names) -> PassesNaN | None:
@@ -320,5 +319,11 @@ def _shaken(value, chance: random.Random, scales: tuple, terms: tuple):
     return value
 
 
+CELLS = []  # the source of every cell that the kernel has begun to execute
+
+
 def install():
+    from IPython import get_ipython
+
     verdicts.verdict = teaching.verdict = doubted
+    get_ipython().events.register("pre_run_cell", lambda cell: CELLS.append(cell.raw_cell))

@@ -53,13 +53,14 @@ def state(job: str, env) -> str:
     return call("squeue", "-h", "--states=all", "-j", job, "-o", "%T", env=env).stdout.strip()
 
 
-def queue(template: str, lab: str, words: list, folder: Path, env, *sbatch) -> str:
+def queue(template: str, lab: str, words: list, folder: Path, env, *sbatch, what: str = "asked") -> str:
     """Submit a template, two ranks, whose mnist_fsdp.py is ``coming_back.py`` with that lab; return the job."""
     source = folder / "source_code"
     (source / "slurm").mkdir(parents=True)
-    shutil.copy(SOURCE / "slurm" / f"{template}.sbatch", source / "slurm")
+    for name in (f"{template}.sbatch", "requeue.sh"):
+        shutil.copy(SOURCE / "slurm" / name, source / "slurm")
     (source / "mnist_fsdp.py").write_text(
-        f"import runpy, sys\nsys.argv[1:1] = [{lab!r}, {str(folder / 'waits')!r}, 'asked']\n"
+        f"import runpy, sys\nsys.argv[1:1] = [{lab!r}, {str(folder / 'waits')!r}, {what!r}]\n"
         f"runpy.run_path({str(LAB)!r}, run_name='__main__')\n"
     )
     words = [*words, "--checkpoint", folder / "c", "--resume"]
@@ -179,6 +180,41 @@ def test_a_job_whose_node_fails_goes_on(slurm, uninterrupted, tmp_path):
     call(*node, "state=resume", env=slurm)  # refused where the node has answered by now, which brings it back, too
     assert "resumed at step" in ended(job, tmp_path, slurm)  # of 2, or later where Slurm sent it SIGTERM first
     assert same(uninterrupted / "gpt_fsdp", tmp_path / "c")
+
+
+def test_a_job_of_which_a_rank_fails_goes_on_without_its_node(slurm, uninterrupted, tmp_path):
+    """The exception of one rank ends the others by a lost contact, or by srun: what the first has noted decides."""
+    env = slurm | {"EXCLUDE_FAILED_NODE": "1"}
+    job = queue("one_node", "gpt_fsdp", GPT, tmp_path, env, "--gres=gpu:2", "--nodelist=127.0.0.1", what="fails")
+    wait_for(lambda: "as planned" in (tmp_path / "out").read_text() if (tmp_path / "out").exists() else 0, "failure")
+    wait_for(lambda: state(job, env) in ("PENDING", "COMPLETING"), "return to the queue", job, env)
+    # The practice cluster asked for this node by name, which would now contradict: any other will do.
+    call("scontrol", "update", f"JobId={job}", "ReqNodeList=", env=env)
+    output = ended(job, tmp_path, env)
+    assert "rank 1 failed" in output and "resumed at step 2 of 12" in output
+    shown = call("scontrol", "show", "job", job, env=env).stdout
+    assert "ExcNodeList=127.0.0.1" in shown and " NodeList=127.0.0.2" in shown, shown
+    assert same(uninterrupted / "gpt_fsdp", tmp_path / "c")
+
+
+def test_a_job_that_fails_at_the_same_step_every_time_ends(slurm, tmp_path):
+    env = slurm | {"MAX_RESTARTS": "2"}
+    words = ["--ntasks-per-node=1", "--gres=gpu:1"]
+    job = queue("two_nodes_srun", "gpt_fsdp", GPT, tmp_path, env, *words, what="always fails")
+    wait_for(lambda: state(job, env) == "FAILED", "end of the job", job, env)
+    output = (tmp_path / "out").read_text()
+    assert "Not requeued: the last 3 starts saved nothing" in output
+    # The first start saved step 2; then as many restarts as are allowed, and one more that began it
+    assert output.count("as planned") == 4 and output.count("resumed at step 2 of 12") == 3
+    assert checkpoints.latest(tmp_path / "c").name == "step-000002"
+
+
+def test_tasks_of_an_array_do_not_share_a_folder(slurm, tmp_path):
+    words = [*GPT, "--max-steps", 2]
+    job = queue("one_node", "gpt_fsdp", words, tmp_path, slurm, "--array=0-1", "--gres=gpu:2", what="nothing")
+    wait_for(lambda: state(job, slurm).split() == ["COMPLETED"] * 2, "end of both", job, slurm)
+    found = [checkpoints.latest(tmp_path / "c" / f"task-{task}").name for task in (0, 1)]
+    assert found == ["step-000002"] * 2 and not checkpoints.latest(tmp_path / "c")
 
 
 # ---- torchrun
