@@ -38,7 +38,7 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -79,8 +79,8 @@ def change_forward(block, config, number=0):
 def parallelize(model, config, me):
     """Apply the strategy to a model on the meta device, and give it memory and values. The model knows nothing of it.
 
-    FSDP2 shards first: then a rank holds its part, and for a moment the one parameter that is being filled. The others
-    get a model that is there whole, FSDP1 in the memory of the CPU.
+    FSDP2 shards first: then a rank holds and draws its part only. The others get a model that is there whole, FSDP1 in
+    the memory of the CPU.
     """
     if config.strategy == "fsdp2":
         fsdp2(model, config, me)
@@ -160,14 +160,24 @@ def initialise(model, seed):
     """Fill the parameters, which ``to_empty`` left without values, and prove that none was forgotten."""
     for parameter in model.parameters():
         local(parameter).fill_(math.nan)
-    for parameter, value in models.first_values(model, seed):
-        if isinstance(parameter, DTensor):  # every rank draws the whole value and keeps its part: nothing is sent
-            mesh, placements = parameter.device_mesh, parameter.placements
-            value = local(distribute_tensor(value, mesh, placements, src_data_rank=None))
-        local(parameter).copy_(value)
+    models.init_weights(model, seed, part_of)
     forgotten = [name for name, parameter in model.named_parameters() if local(parameter).isnan().any()]
     if forgotten:
         raise RuntimeError(f"no first value was given to {', '.join(forgotten)}")
+
+
+def part_of(parameter):
+    """Return this rank's part of a parameter and, for each dimension, the indices of the whole that it holds."""
+    if not isinstance(parameter, DTensor):
+        return models.whole_parameter(parameter)
+    mesh, indices = parameter.device_mesh, []
+    for dimension, size in enumerate(parameter.shape):
+        # DTensor itself says which: it cuts the numbers 0, 1, … along this dimension as it has cut the parameter.
+        numbers = torch.arange(size).view([-1 if d == dimension else 1 for d in range(parameter.ndim)])
+        cuts = [Replicate() if cut.is_replicate() or cut.dim != dimension else cut for cut in parameter.placements]
+        mine = distribute_tensor(numbers, mesh, cuts, src_data_rank=None)  # nothing is sent
+        indices.append(local(mine).flatten().cpu())
+    return local(parameter), indices
 
 
 def make_optimizer(model, config):

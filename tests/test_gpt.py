@@ -6,17 +6,20 @@ import os
 import shlex
 import shutil
 import sys
+from unittest import mock
 
 import cloudpickle
 import gpt_fsdp
 import pytest
 import torch
 from commands import call, script, ways
+from forked import forked
 from labkit import UserError
-from labkit.measuring import limits, meters, records
+from labkit.measuring import limits, meters, records, simulate
 from labkit.measuring.trace import local
 from labkit.running import cells, launch, options, ranks
 from labkit.running.lab import Lab
+from labkit.running.ranks import Rank
 from labkit.training import checkpoints, models, text
 from planner import flops, predict
 from planner.shapes import GPT_SHAPES
@@ -68,9 +71,12 @@ STARTS = {
 }
 
 
+SMALL_BLOCKS = 1000  # so that a matrix of so small a model is drawn in many blocks, which no rank's rows begin or end with
+
+
 def started(me, names):
     """{name: (whole values, placements, shapes of this rank's parts)} of the model as each configuration starts."""
-    found = {}
+    models.DRAWN_AT_ONCE, found = SMALL_BLOCKS, {}
     for name in names:
         model, _ = gpt_fsdp.build(gpt_fsdp.Config(**STARTS[name]), me)
         state = get_model_state_dict(model)  # FSDP's as DTensors; DDP's is whole
@@ -95,8 +101,9 @@ def starts():
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "count"), [(n, c) for c in (4, 3) for n in STARTS if c == 4 or "2x2" not in n])
-def test_first_values_are_the_same_bitwise(name, count, starts):
+def test_initial_weights_are_the_same_bitwise(name, count, starts, monkeypatch):
     """With and without the meta device, for every strategy, on any number of ranks."""
+    monkeypatch.setattr(models, "DRAWN_AT_ONCE", SMALL_BLOCKS)
     expected = plain(gpt_fsdp.Config(**STARTS[name])).state_dict()
     values, _, _ = starts[name, count][0]
     assert values.keys() == expected.keys()
@@ -146,7 +153,7 @@ def test_validation_needs_no_more_memory_than_training(world_of_one, monkeypatch
 
 
 def test_what_is_not_initialised_is_noticed(world_of_one):
-    """A layer of a kind that ``first_values`` does not know, or any other way of leaving one out."""
+    """A layer of a kind that ``init_weights`` does not know, or any other way of leaving one out."""
     model = models.GPT(gpt_fsdp.Config().shape)
     gpt_fsdp.initialise(model, 1)
     model.blocks[2].scale = nn.Parameter(torch.ones(3))
@@ -154,7 +161,7 @@ def test_what_is_not_initialised_is_noticed(world_of_one):
         gpt_fsdp.initialise(model, 1)
 
 
-def test_first_values_are_what_they_should_be():
+def test_initial_weights_are_what_they_should_be():
     values = dict(plain(gpt_fsdp.Config(lora=2)).named_parameters())
     for name, value in values.items():
         if "norm" in name or name.endswith(".up"):
@@ -166,6 +173,39 @@ def test_first_values_are_what_they_should_be():
     assert not torch.equal(values["head.weight"], other["head.weight"])
     # Adapters change no name, and no value, of what they adapt.
     assert torch.equal(values["head.weight"], dict(plain(gpt_fsdp.Config()).named_parameters())["head.weight"])
+
+
+def test_initial_weights_of_a_matrix_are_drawn_in_blocks_that_differ():
+    """The head of this shape is drawn in four blocks, the last one smaller, and none repeats another."""
+    head = models.Head(1000, 210, bias=False)
+    models.init_weights(head, seed=1)
+    blocks = head.weight.detach().split(models.DRAWN_AT_ONCE // 1000)
+    assert [len(block) for block in blocks] == [65, 65, 65, 15]
+    for number, block in enumerate(blocks):
+        assert block.std().item() == pytest.approx(0.02, rel=0.02)
+        assert not any(torch.equal(block[:15], other[:15]) for other in blocks[:number])
+
+
+def drawn_by_rank_0(ranks, preset):
+    """[elements of each draw] when rank 0 of so many initializes its part; the model is on the meta device throughout."""
+    simulate.join(ranks)
+    config = gpt_fsdp.Config(preset=preset)
+    with torch.device("meta"):
+        model = models.GPT(config.shape)
+    gpt_fsdp.fsdp2(model, config, Rank(0, 0, ranks, "here", torch.device("cpu"), "fake"))
+    drawn = []
+    with mock.patch.object(torch.Tensor, "normal_", lambda tensor, **_: drawn.append(tensor.numel()) or tensor):
+        models.init_weights(model, config.seed, gpt_fsdp.part_of)
+    return drawn
+
+
+@pytest.mark.long
+def test_a_rank_draws_the_initial_weights_of_its_rows_only():
+    """Otherwise each of 64 ranks would draw 70 billion elements, and hold an embedding of four gigabytes meanwhile."""
+    drawn = forked(drawn_by_rank_0, 64, "llama3-70b")
+    parameters = 70_553_706_496
+    assert parameters / 64 < sum(drawn) < parameters / 60
+    assert max(drawn) <= models.DRAWN_AT_ONCE
 
 
 def test_adapters_begin_as_the_frozen_model():
