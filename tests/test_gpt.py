@@ -71,7 +71,9 @@ STARTS = {
 }
 
 
-SMALL_BLOCKS = 1000  # so that a matrix of so small a model is drawn in many blocks, which no rank's rows begin or end with
+SMALL_BLOCKS = (
+    1000  # so that a matrix of so small a model is drawn in many blocks, which no rank's rows begin or end with
+)
 
 
 def started(me, names):
