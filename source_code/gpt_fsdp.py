@@ -328,7 +328,7 @@ def train(config, me, prepare=prepare, compute_loss=compute_loss):
         "checkpoints": saver.summary(),
         **measured,
         "tokens_per_second": rate and rate * config.seq_len,
-        "model_flops_utilisation": {"flops_per_token": flops.per_token(config.shape, config.seq_len, config.lora)},
+        "flops_per_token": flops.per_token(config.shape, config.seq_len, config.lora),
     }
 
 
@@ -347,9 +347,7 @@ def main(config, me, prepare=prepare, compute_loss=compute_loss):
     backend = "cpu:gloo,cuda:nccl" if config.cpu_offload and me.backend == "nccl" else me.backend
     dist.init_process_group(backend, device_id=me.device if me.device.type == "cuda" else None)
     result = train(config, me, prepare, compute_loss)
-    speed = result["model_flops_utilisation"]
-    compute_dtype = torch.bfloat16 if config.precision == "bf16" else config.dtype
-    speed |= meters.utilisation(result["tokens_per_second"], speed["flops_per_token"], compute_dtype, me)
+    result |= meters.utilisation(result["tokens_per_second"], result["flops_per_token"], config.precision, me)
     records.report(config.script, config, me, result, elapsed=time.perf_counter() - begin)
 
 

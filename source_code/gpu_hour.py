@@ -186,7 +186,7 @@ def share(*found) -> list[dict]:
     """How much of what multiplying matrices reaches goes into the model."""
     what = "model FLOPs over the measured matmul ceiling"
     how = {False: "eager", True: "compiled"}
-    return [row(what, one["model_flops_utilisation"]["value"], note=how[one["config"]["compile"]]) for one in found]
+    return [row(what, one["matmul_ceiling_fraction"]["value"], note=how[one["config"]["compile"]]) for one in found]
 
 
 # The parts

@@ -7,8 +7,8 @@ import re
 import subprocess
 import venv
 
-import plan
 import gpu_hour
+import plan
 import pytest
 from labkit.running import launch, options
 from planner import answers, gpus, predict, search

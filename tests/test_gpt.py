@@ -1,6 +1,7 @@
 """The transformer lab's parts: how it starts, what it sends and keeps, its record, its checkpoints, its refusals."""
 
 import dataclasses
+import json
 import math
 import os
 import shlex
@@ -380,12 +381,13 @@ def test_record_says_what_was_measured(record):
     step, rate = record["time"]["step"], record["time"]["samples_per_second"]
     # Half of the steps took the median or longer; all together no longer than the run.
     assert step["median"] / 2 <= 16 / rate <= record["time"]["elapsed"] / step["steps"]
-    speed = record["model_flops_utilisation"]
+    speed = record["matmul_ceiling_fraction"]
     assert speed["peak_of"].startswith("measured matmul ceiling of ")
     assert speed["peak_flops"] > 1e9
-    used = record["tokens_per_second"] * speed["flops_per_token"] / 2
+    used = record["tokens_per_second"] * record["flops_per_token"] / 2
     assert speed["value"] == pytest.approx(used / speed["peak_flops"])
     assert 0 < speed["value"] < 1
+    assert record["mfu"] is None  # a CPU's data sheet says no such thing
     assert record["memory"]["peak"]["activations"] > 0
 
 
@@ -412,8 +414,40 @@ def test_run_too_short_to_measure():
     short = run(max_steps=2)
     assert short["memory"] is None
     assert short["tokens_per_second"] is None
-    speed = short["model_flops_utilisation"]
-    assert speed.pop("flops_per_token") and set(speed.values()) == {None}
+    assert short["flops_per_token"] > 0 and short["matmul_ceiling_fraction"] is short["mfu"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "peak"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "bf16", 312e12),
+        ("NVIDIA A100-SXM4-40GB", "fp32", 19.5e12),
+        ("NVIDIA GB300", "bf16", None),
+    ],
+)
+def test_mfu_is_a_share_of_the_data_sheets_peak(name, precision, peak, monkeypatch, world_of_one):
+    """And the other share one of what a matmul reaches, on any device."""
+    me = dataclasses.replace(world_of_one, device=torch.device("cuda"), world_size=4)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(meters, "ceiling", lambda dtype, me: {"peak_flops": 1e14, "peak_of": str(dtype)})
+    found = meters.utilisation(8e3, 1e10, precision, me)  # 2e13 operations per second on each of 4 ranks
+    assert found["matmul_ceiling_fraction"]["value"] == pytest.approx(0.2)
+    assert found["matmul_ceiling_fraction"]["peak_of"] == str(meters.DTYPES[precision])
+    if peak is None:
+        assert found["mfu"] is None
+    else:
+        assert found["mfu"]["value"] == pytest.approx(2e13 / peak) and found["mfu"]["peak_flops"] == peak
+
+
+@pytest.mark.parametrize("value", [0.4, None])
+def test_an_earlier_records_share_of_the_ceiling_is_read_by_its_new_name(value, tmp_path):
+    speed = {"peak_flops": 1e11, "peak_of": "measured matmul ceiling", "value": value}
+    path = launch.SOURCE / "results" / "reference" / "tiny-intel-xeon-2-cores" / "1-fsdp2.json"
+    record = json.loads(path.read_text()) | {"model_flops_utilisation": {"flops_per_token": 7} | speed}
+    records.write(tmp_path / "run.json", record)
+    loaded = records.load(tmp_path / "run.json")
+    assert (loaded["flops_per_token"], loaded["matmul_ceiling_fraction"]) == (7, speed if value else None)
+    assert "model_flops_utilisation" not in loaded
 
 
 def compiled_and_eager(me):
