@@ -167,15 +167,15 @@ def initialise(model, seed):
 
 
 def part_of(parameter):
-    """Return this rank's part of a parameter and, for each dimension, the indices of the whole that it holds."""
+    """Return this rank's part of a parameter and, for each dimension, its indices in the whole parameter."""
     if not isinstance(parameter, DTensor):
         return models.whole_parameter(parameter)
-    mesh, indices = parameter.device_mesh, []
+    indices = []
     for dimension, size in enumerate(parameter.shape):
-        # DTensor itself says which: it cuts the numbers 0, 1, … along this dimension as it has cut the parameter.
-        numbers = torch.arange(size).view([-1 if d == dimension else 1 for d in range(parameter.ndim)])
-        cuts = [Replicate() if cut.is_replicate() or cut.dim != dimension else cut for cut in parameter.placements]
-        mine = distribute_tensor(numbers, mesh, cuts, src_data_rank=None)  # nothing is sent
+        # DTensor itself says which: shard the indices of a dimension as the parameter is sharded along it.
+        index = torch.arange(size).view([-1 if d == dimension else 1 for d in range(parameter.ndim)])
+        placements = [p if p.is_replicate() or p.dim == dimension else Replicate() for p in parameter.placements]
+        mine = distribute_tensor(index, parameter.device_mesh, placements, src_data_rank=None)  # nothing is sent
         indices.append(local(mine).flatten().cpu())
     return local(parameter), indices
 

@@ -26,7 +26,8 @@ def imported(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            package = path.relative_to(SOURCE).parts[: -node.level] if node.level else ()  # "from . import x", "from ..y"
+            # "from . import x", "from ..y import x"
+            package = path.relative_to(SOURCE).parts[: -node.level] if node.level else ()
             module = ".".join([*package, *([node.module] if node.module else [])])
             found.add(module)
             inside = SOURCE / module.replace(".", "/")
