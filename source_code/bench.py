@@ -6,13 +6,16 @@
 2. What FSDP costs where it cannot help: FSDP2 in one unit on one rank against the plain loop, step time.
 3. For how long saving a checkpoint holds up training: while it goes on (--async-checkpoint) against at once.
 
-The two runs of a pair follow each other at once, and a ratio is taken pair by pair, so that a machine that
-slows down or speeds up meanwhile does not decide. Printed: the median ratio and the lowest and highest.
+The two runs of a pair follow each other at once, in every second pair in the other order, and a ratio is taken pair by
+pair: so neither a machine that slows down or speeds up meanwhile decides, nor what the first run leaves for the second,
+such as files in memory. Printed: the median ratio and the lowest and highest.
 """
 
 import statistics
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from labkit import UserError
@@ -37,6 +40,22 @@ def run(lab, **options) -> dict:
     return launch.run(lab, cluster=cluster, quiet=True, on_progress=lambda *_: None, **options)
 
 
+def in_pairs(pairs: int, name: str, first, second) -> Iterator[tuple[dict, dict]]:
+    """Run both functions in each of so many pairs, and yield what they return.
+
+    Args:
+        pairs: how many. The first function goes first in the first pair, in the third and so on.
+        name: for the progress bar.
+        first, second: take no arguments.
+    """
+    for number in tqdm(range(pairs), desc=name, leave=False):
+        if number % 2:
+            later = second()
+            yield first(), later
+        else:
+            yield first(), second()
+
+
 def spread(ratios: list[float]) -> str:
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f}, {len(ratios)} pairs)"
 
@@ -46,10 +65,8 @@ def loaders(data: str, pairs: int):
     common = {"strategy": "fsdp1", "ranks": 2, "batch_size": 64, "epochs": 1 if data == "mnist" else 4}
     common["device"] = "cpu" if machine.gpus_here() < 2 else "cuda"
     ratios, accuracies = [], []
-    for _ in tqdm(range(pairs), desc="loaders", leave=False):
-        memory, usual = (
-            run("mnist_fsdp.py", data=data, loader=loader, **common) for loader in ("memory", "torchvision")
-        )
+    both = (partial(run, "mnist_fsdp.py", data=data, loader=loader, **common) for loader in ("memory", "torchvision"))
+    for memory, usual in in_pairs(pairs, "loaders", *both):
         ratios.append(memory["time"]["samples_per_second"] / usual["time"]["samples_per_second"])
         accuracies.append([r["accuracy"]["correct"] / r["accuracy"]["total"] for r in (memory, usual)])
     print(plots.caption(memory))
@@ -61,9 +78,11 @@ def fsdp_on_one_rank(data: str, pairs: int):
     """Step time of FSDP2 in one unit on one rank over that of the plain loop."""
     common = {"batch_size": 64, "max_steps": 60}
     ratios = []
-    for _ in tqdm(range(pairs), desc="one rank", leave=False):
-        plain = run("mnist_fsdp.py", data=data, strategy="single", **common)
-        sharded = run("mnist_fsdp.py", data=data, strategy="fsdp2", ranks=1, **common)
+    both = (
+        partial(run, "mnist_fsdp.py", data=data, ranks=1, strategy=strategy, **common)
+        for strategy in ("single", "fsdp2")
+    )
+    for plain, sharded in in_pairs(pairs, "one rank", *both):
         ratios.append(sharded["time"]["step"]["median"] / plain["time"]["step"]["median"])
     print(plots.caption(sharded))
     print(f"step time, FSDP2 on one rank over the plain loop: {spread(ratios)}")
@@ -73,16 +92,16 @@ def saving(pairs: int):
     """Seconds that training stands still for a save with --async-checkpoint over those without."""
     common = {"preset": "small", "ranks": 2, "batch_size": 1, "seq_len": 64, "max_steps": 12, "checkpoint_every": 4}
     common["device"] = "cpu" if machine.gpus_here() < 2 else "cuda"
+
+    def save(meanwhile: bool) -> dict:
+        with tempfile.TemporaryDirectory() as folder:
+            return run("gpt_fsdp.py", checkpoint=folder, keep=1, async_checkpoint=meanwhile, **common)
+
     ratios = []
-    for _ in tqdm(range(pairs), desc="saving", leave=False):
-        stalls = []
-        for meanwhile in (True, False):
-            with tempfile.TemporaryDirectory() as folder:
-                record = run("gpt_fsdp.py", checkpoint=folder, keep=1, async_checkpoint=meanwhile, **common)
-            stalls.append(record["checkpoints"]["stall"])
-        ratios.append(stalls[0] / stalls[1])
-    print(plots.caption(record))
-    print(f"a save at once holds up training for {stalls[1]:.2f} s (the last run's median)")
+    for meanwhile, at_once in in_pairs(pairs, "saving", partial(save, True), partial(save, False)):
+        ratios.append(meanwhile["checkpoints"]["stall"] / at_once["checkpoints"]["stall"])
+    print(plots.caption(at_once))
+    print(f"a save at once holds up training for {at_once['checkpoints']['stall']:.2f} s (the last run's median)")
     print(f"how long a save holds up training, meanwhile over at once: {spread(ratios)}")
 
 

@@ -38,7 +38,7 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -79,8 +79,8 @@ def change_forward(block, config, number=0):
 def parallelize(model, config, me):
     """Apply the strategy to a model on the meta device, and give it memory and values. The model knows nothing of it.
 
-    FSDP2 shards first: then a rank holds its part, and for a moment the one parameter that is being filled. The others
-    get a model that is there whole, FSDP1 in the memory of the CPU.
+    FSDP2 shards first: then a rank holds and draws its part only. The others get a model that is there whole, FSDP1 in
+    the memory of the CPU.
     """
     if config.strategy == "fsdp2":
         fsdp2(model, config, me)
@@ -160,14 +160,24 @@ def initialise(model, seed):
     """Fill the parameters, which ``to_empty`` left without values, and prove that none was forgotten."""
     for parameter in model.parameters():
         local(parameter).fill_(math.nan)
-    for parameter, value in models.first_values(model, seed):
-        if isinstance(parameter, DTensor):  # every rank draws the whole value and keeps its part: nothing is sent
-            mesh, placements = parameter.device_mesh, parameter.placements
-            value = local(distribute_tensor(value, mesh, placements, src_data_rank=None))
-        local(parameter).copy_(value)
+    models.init_weights(model, seed, part_of)
     forgotten = [name for name, parameter in model.named_parameters() if local(parameter).isnan().any()]
     if forgotten:
         raise RuntimeError(f"no first value was given to {', '.join(forgotten)}")
+
+
+def part_of(parameter):
+    """Return this rank's part of a parameter and, for each dimension, its indices in the whole parameter."""
+    if not isinstance(parameter, DTensor):
+        return models.whole_parameter(parameter)
+    indices = []
+    for dimension, size in enumerate(parameter.shape):
+        # DTensor itself says which: shard the indices of a dimension as the parameter is sharded along it.
+        index = torch.arange(size).view([-1 if d == dimension else 1 for d in range(parameter.ndim)])
+        placements = [p if p.is_replicate() or p.dim == dimension else Replicate() for p in parameter.placements]
+        mine = distribute_tensor(index, parameter.device_mesh, placements, src_data_rank=None)  # nothing is sent
+        indices.append(local(mine).flatten().cpu())
+    return local(parameter), indices
 
 
 def make_optimizer(model, config):
@@ -317,7 +327,7 @@ def train(config, me, prepare=prepare, compute_loss=compute_loss):
         "checkpoints": saver.summary(),
         **measured,
         "tokens_per_second": rate and rate * config.seq_len,
-        "model_flops_utilisation": {"flops_per_token": flops.per_token(config.shape, config.seq_len, config.lora)},
+        "flops_per_token": flops.per_token(config.shape, config.seq_len, config.lora),
     }
 
 
@@ -336,9 +346,7 @@ def main(config, me, prepare=prepare, compute_loss=compute_loss):
     backend = "cpu:gloo,cuda:nccl" if config.cpu_offload and me.backend == "nccl" else me.backend
     dist.init_process_group(backend, device_id=me.device if me.device.type == "cuda" else None)
     result = train(config, me, prepare, compute_loss)
-    speed = result["model_flops_utilisation"]
-    compute_dtype = torch.bfloat16 if config.precision == "bf16" else config.dtype
-    speed |= meters.utilisation(result["tokens_per_second"], speed["flops_per_token"], compute_dtype, me)
+    result |= meters.utilisation(result["tokens_per_second"], result["flops_per_token"], config.precision, me)
     records.report(config.script, config, me, result, elapsed=time.perf_counter() - begin)
 
 

@@ -321,8 +321,7 @@ def main(config, world):
     result = train(config, world)
     rate = result["time"]["samples_per_second"]
     result["tokens_per_second"] = rate and rate * config.seq_len
-    work = flops.per_token(config.shape, config.seq_len, None)
-    result["model_flops_utilisation"] = {"flops_per_token": work, "peak_flops": None, "peak_of": None, "value": None}
+    result["flops_per_token"] = flops.per_token(config.shape, config.seq_len, None)
     result["versions"] = {"python": platform.python_version()} | jax_world.versions()
     records.report(config.script, config, world, result, elapsed=time.perf_counter() - begin)
 

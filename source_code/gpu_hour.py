@@ -5,9 +5,9 @@
   python gpu_hour.py --dry              (make gpu DRY=1) what it would run
   python gpu_hour.py --device cpu       a rehearsal of the same steps on the CPU, with small shapes
 
-It needs no network, and of packages what the labs need. Records go to results/reference/<gpu>/, or to --folder; a
-table says what holds, what does not, and by how much. Started again, a part goes on with what is not done, then with
-what has failed, until nothing is left.
+It needs no network, and of packages what the labs need. Records go to results/reference/<gpu>/ (a rehearsal's to
+results/runs/gpu-hour/), or to --folder; a table says what holds, what does not, and by how much. Started again, a part
+goes on with what is not done, then with what has failed, until nothing is left.
 """
 
 import dataclasses
@@ -61,7 +61,9 @@ class Config(Options):
     dry: bool = option(False, "say what would run, and run nothing")
     again: bool = option(False, "from the start, though some of it is done")
     device: Literal["cuda", "cpu"] = option("cuda", "cpu: a rehearsal with small shapes")
-    folder: str | None = option(None, "where records go (default: results/reference/<gpu>)")
+    folder: str | None = option(
+        None, "where records go (default: results/reference/<gpu>; of a rehearsal, results/runs/gpu-hour)"
+    )
 
     @property
     def gpus(self) -> int:
@@ -184,7 +186,7 @@ def share(*found) -> list[dict]:
     """How much of what multiplying matrices reaches goes into the model."""
     what = "model FLOPs over the measured matmul ceiling"
     how = {False: "eager", True: "compiled"}
-    return [row(what, one["model_flops_utilisation"]["value"], note=how[one["config"]["compile"]]) for one in found]
+    return [row(what, one["matmul_ceiling_fraction"]["value"], note=how[one["config"]["compile"]]) for one in found]
 
 
 # The parts
@@ -294,12 +296,14 @@ def slug(name: str) -> str:
 
 
 def place(config) -> Path:
-    """The folder of this machine's records."""
+    """Return the folder of this machine's records: a GPU's are references, a rehearsal's are not."""
     import torch
 
     if config.folder:
         return Path(config.folder).resolve()
-    return REFERENCE / slug(records.hardware(torch.device(config.device)))
+    return (REFERENCE if config.device == "cuda" else launch.RUNS / "gpu-hour") / slug(
+        records.hardware(torch.device(config.device))
+    )
 
 
 def run_part(name: str, config) -> list[dict]:

@@ -106,15 +106,15 @@ def train_step(model, optimizer, images, labels, config):
     return loss.detach()
 
 
-def training_batches(digits, config, me, epoch, batch_size):
-    """This rank's batches of an epoch: (images, labels) on its device.
+def training_batches(digits, config, me, epoch, batch_size, done=0):
+    """Yield this rank's batches of an epoch, without the first ``done``: (images, labels) on its device.
 
     All ranks draw the same order of the images; of each global batch, each takes a slice of its own.
     """
     generator = torch.Generator().manual_seed(config.seed + 1_000_003 * epoch)
     order = torch.randperm(len(digits.train_images), generator=generator)
     steps = len(order) // (batch_size * me.world_size)  # an incomplete last batch is left out
-    mine = order[: steps * batch_size * me.world_size].view(steps, me.world_size, batch_size)[:, me.rank]
+    mine = order[: steps * batch_size * me.world_size].view(steps, me.world_size, batch_size)[done:, me.rank]
     if config.loader == "memory":  # the whole data set is one tensor on the device: a batch is an index into it
         for rows in mine.to(me.device):
             yield datasets.to_float(digits.train_images[rows], config.dtype), digits.train_labels[rows]
@@ -176,9 +176,9 @@ def train(config, me):
         for group in optimizer.param_groups:  # a function of the step: there is no scheduler to save and resume
             group["lr"] = config.lr * config.gamma**epoch
         model.train()
-        batches = training_batches(digits, config, me, epoch, batch_size)
+        batches = training_batches(digits, config, me, epoch, batch_size, done)
         local_losses = []
-        for images, labels in meter.watch(stop.unless_asked(islice(batches, done, done + last_step - step))):
+        for images, labels in meter.watch(stop.unless_asked(islice(batches, last_step - step))):
             # Dropout as a function of step and rank: resumed on as many ranks, a run draws what it would have drawn.
             torch.manual_seed(config.seed + 1000 * step + me.rank)
             local_losses.append(train_step(model, optimizer, images, labels, config))

@@ -47,6 +47,7 @@ from planner.mesh import FORM, arrange
 from planner.plan import STATES
 from planner.shapes import GPT_SHAPES, GPTShape
 
+MODEL = "llama3-8b"  # unless --model or --config names another
 TORCHS = ("single", "ddp", "zero1", "fsdp1", "fsdp2")  # what DeepSpeed makes of some choices is not predicted
 SIMULATED = ("single", "fsdp1", "fsdp2")
 # What is not planned of the stages of a pipeline
@@ -69,7 +70,7 @@ NOT_IN_HF += ("lora", "cpu_offload")
 class Options(Base):
     """What to plan. The command line is made from these fields."""
 
-    model: str = option("llama3-8b", f"{', '.join(GPT_SHAPES)}, or FILE.py:function")
+    model: str | None = option(None, f"{', '.join(GPT_SHAPES)}, or FILE.py:function (default: {MODEL})")
     config: str | None = option(None, "instead of --model: a config.json of Hugging Face's, or its folder")
     ranks: int = option(8, "how many ranks train", least=1, at_most=1_000_000)
     node_size: int = option(8, "ranks on a node", least=1)
@@ -152,11 +153,13 @@ class Options(Base):
 
     def __post_init__(self):
         super().__post_init__()
+        if not self.model and not self.config:
+            object.__setattr__(self, "model", MODEL)  # not the field's default: what is given must show beside --config
         if self.model == "mnist":
             raise UserError(
                 "--model mnist: ladder.py predicts the MNIST lab and measures it; plan.py is for transformers"
             )
-        if self.model not in GPT_SHAPES and not self.own:
+        if self.model and self.model not in GPT_SHAPES and not self.own:
             raise UserError(f"--model {self.model} is unknown: take {', '.join(GPT_SHAPES)}, or FILE.py:function")
         if self.config:
             self.check_config()
@@ -190,7 +193,7 @@ class Options(Base):
 
     def check_config(self):
         """UserError where another model is asked for, too, or what is not planned of models of others."""
-        if self.model != type(self).model:
+        if self.model:
             raise UserError("--config and --model both name a model: leave one of them out")
         if self.simulate:
             self.check_hugging_face()
@@ -277,7 +280,7 @@ class Options(Base):
     @property
     def own(self) -> bool:
         """Whether the model is one's own."""
-        return ":" in self.model
+        return ":" in (self.model or "")
 
     def check_own(self):
         """UserError where an option asks for what the function of one's own model says itself, or cannot have."""

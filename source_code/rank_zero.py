@@ -12,6 +12,7 @@ a step's time than those copies, nor are NCCL's buffers in its memory. The optio
 import socket
 import time
 from dataclasses import dataclass
+from typing import ClassVar
 
 import gpt_fsdp
 import torch
@@ -29,6 +30,7 @@ GIB = 2**30
 class Config(gpt_fsdp.Config):
     """gpt_fsdp.py's options, of which some need the other ranks."""
 
+    launched: ClassVar[bool] = False
     ranks: int = option(8, "size of the world", least=2, at_most=16_384)
     max_steps: int = option(12, "steps to train: the first 7 watch memory, the others are timed", least=3)
 

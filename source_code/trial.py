@@ -6,7 +6,8 @@
   python trial.py --simulated              Llama 3's shapes on 8 to 1024 ranks: predicted beside simulated
 
 Each configuration trains for five steps on the CPU, where the meters count to the byte; those with equally many ranks
-share one launch. What is compared: every category that stays between steps, the peak, every collective.
+share launches. The record has the rows of a launch as soon as it is over. What is compared: every category that stays
+between steps, the peak, every collective.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import date
 
@@ -35,6 +37,7 @@ from planner import predict, zero
 
 PERSISTENT = ("parameters", "gradients", "optimizer state")
 STEPS = TRACED_STEPS[-1] + 1
+PER_LAUNCH = 25  # configurations: a launch takes as long as two or three of them, and one that fails loses them all
 LLAMA = [("llama3-8b", 8), ("llama3-8b", 128), ("llama3-70b", 64), ("llama3-70b", 1024), ("llama3-405b", 512)]
 
 
@@ -151,15 +154,22 @@ def counted(traffic: list[dict]) -> Counter:
     return sum((Counter({(c["kind"], c["bytes"]): c["count"]}) for c in traffic), Counter())
 
 
-def run(tried: list[dict]) -> list[dict]:
-    """Measure and compare; each number of ranks in one launch."""
-    rows = []
+def run(tried: list[dict]) -> Iterator[dict]:
+    """Yield the row of each configuration as soon as the launch that measured it is over.
+
+    Args:
+        tried: configurations; up to PER_LAUNCH of those with equally many ranks share a launch.
+
+    Raises:
+        RunFailed: a launch failed. The rows of the launches before it have been yielded.
+    """
     for count in sorted({one["ranks"] for one in tried}):
         mine = [one for one in tried if one["ranks"] == count]
-        cluster = launch.Cluster(launcher="local")
-        measured = cells.on_ranks(measure, mine, ranks=count, cluster=cluster, timeout=600)
-        rows += [compare_ranks(one, results) for one, *results in zip(mine, *measured, strict=True)]
-    return rows
+        for first in range(0, len(mine), PER_LAUNCH):
+            some, cluster = mine[first : first + PER_LAUNCH], launch.Cluster(launcher="local")
+            measured = cells.on_ranks(measure, some, ranks=count, cluster=cluster, timeout=600)
+            for one, *results in zip(some, *measured, strict=True):
+                yield compare_ranks(one, results)
 
 
 def name_of(one: dict) -> str:
@@ -237,22 +247,29 @@ def chosen(options: Trial) -> tuple[list[dict], list[dict]]:
     """The configurations to try; and those drawn that are refused, with the sentence under "refused"."""
     if not options.random:
         return [*filter(runnable, configurations.listed())][:: options.every], []
-    return sorted_out(configurations.drawn(options.seed or todays_seed(), options.random))
+    seed = todays_seed() if options.seed is None else options.seed
+    return sorted_out(configurations.drawn(seed, options.random))
 
 
 def main():
-    options = parse(Trial, __doc__)
+    options, rows = parse(Trial, __doc__), []
     try:
         path = records.new_path("trial", options.record)
         tried, refused = chosen(options)
-        rows = [simulate(*one) for one in LLAMA] if options.simulated else run(tried)
+        about = {"refused": refused} if options.random else {}
+        for row in (simulate(*one) for one in LLAMA) if options.simulated else run(tried):
+            rows.append(row)
+            records.write_rows(path, rows, **about)  # at once: what goes wrong later costs nothing measured before
+        if not rows:  # all were refused
+            records.write_rows(path, rows, **about)
     except UserError as error:
+        if rows:
+            print(f"{len(rows)} configurations were measured before; record: {path}")
         ranks.leave(str(error))
     shown = simulated_table(rows) if options.simulated else table(rows)
     print(shown.to_markdown(index=False, disable_numparse=True))
     for one in refused:
         print(f"refused: {name_of(one)}: {one['refused']}")
-    records.write_rows(path, rows, **({"refused": refused} if options.random else {}))
     worst = largest([0.0, *(abs(row["difference"]) for row in rows)])
     print(f"\n{len(rows)} configurations; the largest difference of a peak is {worst:.3%}; record: {path}")
 

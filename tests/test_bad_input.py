@@ -4,7 +4,9 @@ import sys
 import types
 
 import mnist_fsdp
+import plan
 import pytest
+import rank_zero
 import torch
 from commands import script
 from labkit import UserError
@@ -42,6 +44,38 @@ def test_one_sentence_before_anything_starts(words, capsys, monkeypatch):
     assert printed.err.startswith("mnist_fsdp.py: ")
     assert len(printed.err.splitlines()) == 1
     assert printed.out == ""
+
+
+RANK_1 = {"RANK": "1", "WORLD_SIZE": "2"}
+TASK_1 = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("command", "environment", "printed"),
+    [
+        # A command is started once: what it finds of a launcher is left over from another one.
+        *(
+            (command, environment, True)
+            for command in (plan.Options, rank_zero.Config)
+            for environment in ({"RANK": "1"}, RANK_1, TASK_1)
+        ),
+        (mnist_fsdp.Config, {"RANK": "1"}, True),  # no launcher sets this alone
+        (mnist_fsdp.Config, RANK_1 | {"RANK": "0"}, True),
+        (mnist_fsdp.Config, RANK_1, False),  # rank 0 prints the same
+        (mnist_fsdp.Config, TASK_1, False),
+    ],
+)
+@pytest.mark.parametrize("words", ["--no-such-option", "--ranks 0"], ids=["argparse's", "ours"])
+def test_a_sentence_is_printed_once(command, environment, printed, words, capsys, monkeypatch):
+    """By one process of those that make the same error; never by none."""
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as exit_:
+        options.parse(command, "", words.split())
+    assert exit_.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == printed
 
 
 def lab(words: str, tmp_path):

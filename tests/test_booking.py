@@ -7,6 +7,7 @@ import re
 import subprocess
 import venv
 
+import gpu_hour
 import plan
 import pytest
 from labkit.running import launch, options
@@ -88,6 +89,40 @@ def test_a_measured_reserve_takes_the_place_of_the_published(tmp_path):
     (tmp_path / "nvidia-h100-80gb-hbm3-1-gpu" / "rows" / "planner.json").write_text(json.dumps(rows))
     assert gpus.reserve("h100", tmp_path) == (1.13, "measured: nvidia-h100-80gb-hbm3-1-gpu")
     assert gpus.reserve("a100", tmp_path)[0] == gpus.RESERVE[1]
+
+
+NAMES = {  # as torch.cuda.get_device_name has them
+    "Tesla V100-SXM2-32GB": "v100",
+    "Tesla V100-SXM2-16GB": None,
+    "NVIDIA A100-SXM4-40GB": "a100-40",
+    "NVIDIA A100-PCIE-40GB": "a100-40",
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA A100 80GB PCIe": "a100",
+    "NVIDIA A100-SXM4-40GB MIG 1g.5gb": None,
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H100 PCIe": None,
+    "NVIDIA H100 NVL": None,
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+    "NVIDIA L40S": "l40s",
+    "NVIDIA L4": "l4",
+    "NVIDIA GeForce RTX 4090": "rtx4090",
+    "NVIDIA GeForce RTX 4090 D": None,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+    "AMD EPYC, 2 cores": None,
+}
+
+
+def test_every_gpu_has_a_name():
+    assert set(gpus.GPUS) == {*NAMES.values()} - {None}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_measured_reserve_is_of_that_gpu(name, tmp_path):
+    folder = tmp_path / gpu_hour.slug(name)
+    (folder / "rows").mkdir(parents=True)
+    (folder / "rows" / "planner.json").write_text('[{"what": "reserved over the plan", "measured": 9.0}]')
+    assert [gpu for gpu in gpus.GPUS if gpus.reserve(gpu, tmp_path)[0] == 9.0] == [NAMES[name]] * bool(NAMES[name])
 
 
 @pytest.mark.parametrize("what", ["ranks", "batch", "seq"])

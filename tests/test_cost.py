@@ -198,6 +198,24 @@ def test_utilisation_of_model_and_hardware():
 # What a collective takes
 
 
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_of_a_hybrid_mesh_the_norm_is_summed_within_a_node(strategy):
+    """16 ranks, 2 replicas of 8 shards on nodes of 8: --clip adds up along the shards, gradients along the replicas."""
+    plan = predict.Plan(networks.gpt(TINY, 1, 64), strategy, 16, replicas=2, clip=True)
+    unclipped = {(c["bytes"], c["ranks"]) for c in dataclasses.replace(plan, clip=False).traffic()}
+    reduced = [c for c in plan.traffic() if c["kind"] == "all-reduce"]
+    (norm,) = (c for c in reduced if (c["bytes"], c["ranks"]) not in unclipped)
+    gradients = [c for c in reduced if c is not norm]
+    for recorded in (False, True):  # a record says neither of FSDP1's dimensions, nor how many ranks took part
+        seen = [{k: v for k, v in c.items() if k != "ranks" or not recorded} for c in (norm, *gradients)]
+        sent, *others = (cost.ring_bytes(c, plan, 8) for c in seen)
+        assert sent == {"rank": 2 * 7 / 8 * norm["bytes"], "node": 0, "steps": 2 * 7}
+        # A node has one rank of each of the eight pairs of replicas.
+        assert [other["node"] for other in others] == [8 * c["bytes"] for c in gradients]
+        link, network = cost.Link(1e9, 1e-6, ""), cost.Link(1e9, 1.0, "")
+        assert cost.seconds(seen[0], plan, 8, link, network) < 1e-3 < 1 < cost.seconds(seen[1], plan, 8, link, network)
+
+
 @pytest.mark.parametrize(
     ("kind", "backend", "ranks", "latency"),
     [

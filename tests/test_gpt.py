@@ -1,22 +1,26 @@
 """The transformer lab's parts: how it starts, what it sends and keeps, its record, its checkpoints, its refusals."""
 
 import dataclasses
+import json
 import math
 import os
 import shlex
 import shutil
 import sys
+from unittest import mock
 
 import cloudpickle
 import gpt_fsdp
 import pytest
 import torch
 from commands import call, script, ways
+from forked import forked
 from labkit import UserError
-from labkit.measuring import limits, meters, records
+from labkit.measuring import limits, meters, records, simulate
 from labkit.measuring.trace import local
 from labkit.running import cells, launch, options, ranks
 from labkit.running.lab import Lab
+from labkit.running.ranks import Rank
 from labkit.training import checkpoints, models, text
 from planner import flops, predict
 from planner.shapes import GPT_SHAPES
@@ -68,9 +72,14 @@ STARTS = {
 }
 
 
+SMALL_BLOCKS = (
+    1000  # so that a matrix of so small a model is drawn in many blocks, which no rank's rows begin or end with
+)
+
+
 def started(me, names):
     """{name: (whole values, placements, shapes of this rank's parts)} of the model as each configuration starts."""
-    found = {}
+    models.DRAWN_AT_ONCE, found = SMALL_BLOCKS, {}
     for name in names:
         model, _ = gpt_fsdp.build(gpt_fsdp.Config(**STARTS[name]), me)
         state = get_model_state_dict(model)  # FSDP's as DTensors; DDP's is whole
@@ -95,8 +104,9 @@ def starts():
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "count"), [(n, c) for c in (4, 3) for n in STARTS if c == 4 or "2x2" not in n])
-def test_first_values_are_the_same_bitwise(name, count, starts):
+def test_initial_weights_are_the_same_bitwise(name, count, starts, monkeypatch):
     """With and without the meta device, for every strategy, on any number of ranks."""
+    monkeypatch.setattr(models, "DRAWN_AT_ONCE", SMALL_BLOCKS)
     expected = plain(gpt_fsdp.Config(**STARTS[name])).state_dict()
     values, _, _ = starts[name, count][0]
     assert values.keys() == expected.keys()
@@ -146,7 +156,7 @@ def test_validation_needs_no_more_memory_than_training(world_of_one, monkeypatch
 
 
 def test_what_is_not_initialised_is_noticed(world_of_one):
-    """A layer of a kind that ``first_values`` does not know, or any other way of leaving one out."""
+    """A layer of a kind that ``init_weights`` does not know, or any other way of leaving one out."""
     model = models.GPT(gpt_fsdp.Config().shape)
     gpt_fsdp.initialise(model, 1)
     model.blocks[2].scale = nn.Parameter(torch.ones(3))
@@ -154,7 +164,7 @@ def test_what_is_not_initialised_is_noticed(world_of_one):
         gpt_fsdp.initialise(model, 1)
 
 
-def test_first_values_are_what_they_should_be():
+def test_initial_weights_are_what_they_should_be():
     values = dict(plain(gpt_fsdp.Config(lora=2)).named_parameters())
     for name, value in values.items():
         if "norm" in name or name.endswith(".up"):
@@ -166,6 +176,39 @@ def test_first_values_are_what_they_should_be():
     assert not torch.equal(values["head.weight"], other["head.weight"])
     # Adapters change no name, and no value, of what they adapt.
     assert torch.equal(values["head.weight"], dict(plain(gpt_fsdp.Config()).named_parameters())["head.weight"])
+
+
+def test_initial_weights_of_a_matrix_are_drawn_in_blocks_that_differ():
+    """The head of this shape is drawn in four blocks, the last one smaller, and none repeats another."""
+    head = models.Head(1000, 210, bias=False)
+    models.init_weights(head, seed=1)
+    blocks = head.weight.detach().split(models.DRAWN_AT_ONCE // 1000)
+    assert [len(block) for block in blocks] == [65, 65, 65, 15]
+    for number, block in enumerate(blocks):
+        assert block.std().item() == pytest.approx(0.02, rel=0.02)
+        assert not any(torch.equal(block[:15], other[:15]) for other in blocks[:number])
+
+
+def drawn_by_rank_0(ranks, preset):
+    """[elements of each draw] when rank 0 of so many initializes its part; the model is on the meta device throughout."""
+    simulate.join(ranks)
+    config = gpt_fsdp.Config(preset=preset)
+    with torch.device("meta"):
+        model = models.GPT(config.shape)
+    gpt_fsdp.fsdp2(model, config, Rank(0, 0, ranks, "here", torch.device("cpu"), "fake"))
+    drawn = []
+    with mock.patch.object(torch.Tensor, "normal_", lambda tensor, **_: drawn.append(tensor.numel()) or tensor):
+        models.init_weights(model, config.seed, gpt_fsdp.part_of)
+    return drawn
+
+
+@pytest.mark.long
+def test_a_rank_draws_the_initial_weights_of_its_rows_only():
+    """Otherwise each of 64 ranks would draw 70 billion elements, and hold an embedding of four gigabytes meanwhile."""
+    drawn = forked(drawn_by_rank_0, 64, "llama3-70b")
+    parameters = 70_553_706_496
+    assert parameters / 64 < sum(drawn) < parameters / 60
+    assert max(drawn) <= models.DRAWN_AT_ONCE
 
 
 def test_adapters_begin_as_the_frozen_model():
@@ -338,12 +381,13 @@ def test_record_says_what_was_measured(record):
     step, rate = record["time"]["step"], record["time"]["samples_per_second"]
     # Half of the steps took the median or longer; all together no longer than the run.
     assert step["median"] / 2 <= 16 / rate <= record["time"]["elapsed"] / step["steps"]
-    speed = record["model_flops_utilisation"]
+    speed = record["matmul_ceiling_fraction"]
     assert speed["peak_of"].startswith("measured matmul ceiling of ")
     assert speed["peak_flops"] > 1e9
-    used = record["tokens_per_second"] * speed["flops_per_token"] / 2
+    used = record["tokens_per_second"] * record["flops_per_token"] / 2
     assert speed["value"] == pytest.approx(used / speed["peak_flops"])
     assert 0 < speed["value"] < 1
+    assert record["mfu"] is None  # a CPU's data sheet says no such thing
     assert record["memory"]["peak"]["activations"] > 0
 
 
@@ -370,8 +414,40 @@ def test_run_too_short_to_measure():
     short = run(max_steps=2)
     assert short["memory"] is None
     assert short["tokens_per_second"] is None
-    speed = short["model_flops_utilisation"]
-    assert speed.pop("flops_per_token") and set(speed.values()) == {None}
+    assert short["flops_per_token"] > 0 and short["matmul_ceiling_fraction"] is short["mfu"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "peak"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "bf16", 312e12),
+        ("NVIDIA A100-SXM4-40GB", "fp32", 19.5e12),
+        ("NVIDIA GB300", "bf16", None),
+    ],
+)
+def test_mfu_is_a_share_of_the_data_sheets_peak(name, precision, peak, monkeypatch, world_of_one):
+    """And the other share one of what a matmul reaches, on any device."""
+    me = dataclasses.replace(world_of_one, device=torch.device("cuda"), world_size=4)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(meters, "ceiling", lambda dtype, me: {"peak_flops": 1e14, "peak_of": str(dtype)})
+    found = meters.utilisation(8e3, 1e10, precision, me)  # 2e13 operations per second on each of 4 ranks
+    assert found["matmul_ceiling_fraction"]["value"] == pytest.approx(0.2)
+    assert found["matmul_ceiling_fraction"]["peak_of"] == str(meters.DTYPES[precision])
+    if peak is None:
+        assert found["mfu"] is None
+    else:
+        assert found["mfu"]["value"] == pytest.approx(2e13 / peak) and found["mfu"]["peak_flops"] == peak
+
+
+@pytest.mark.parametrize("value", [0.4, None])
+def test_an_earlier_records_share_of_the_ceiling_is_read_by_its_new_name(value, tmp_path):
+    speed = {"peak_flops": 1e11, "peak_of": "measured matmul ceiling", "value": value}
+    path = launch.SOURCE / "results" / "reference" / "tiny-intel-xeon-2-cores" / "1-fsdp2.json"
+    record = json.loads(path.read_text()) | {"model_flops_utilisation": {"flops_per_token": 7} | speed}
+    records.write(tmp_path / "run.json", record)
+    loaded = records.load(tmp_path / "run.json")
+    assert (loaded["flops_per_token"], loaded["matmul_ceiling_fraction"]) == (7, speed if value else None)
+    assert "model_flops_utilisation" not in loaded
 
 
 def compiled_and_eager(me):

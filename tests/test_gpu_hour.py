@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 from importlib import import_module
+from types import SimpleNamespace
 
 import gpu_hour
 import pytest
@@ -102,6 +103,19 @@ def test_a_part_whose_time_is_up_says_what_is_left(monkeypatch, tmp_path, capsys
 )
 def test_a_row_holds_within_its_limit(found, holds):
     assert found["holds"] is holds
+
+
+def test_a_rehearsal_is_no_reference(monkeypatch, tmp_path):
+    """The folder of references is committed, and the planner reads it."""
+    monkeypatch.setattr(gpu_hour, "REFERENCE", tmp_path / "reference")
+    monkeypatch.setattr(launch, "RUNS", tmp_path / "runs")
+    step = SimpleNamespace(name="seen", do=lambda *_: [gpu_hour.row("ends well", holds=True)])
+    monkeypatch.setitem(gpu_hour.PARTS, "smoke", lambda config: [step])
+    assert gpu_hour.main(gpu_hour.Config(device="cpu", part="smoke")) == 0
+    assert not (tmp_path / "reference").exists()
+    assert len([*tmp_path.glob("runs/gpu-hour/*/rows/smoke.json")]) == 1
+    monkeypatch.setattr(launch.records, "hardware", lambda device: "NVIDIA H100 80GB HBM3")
+    assert gpu_hour.place(gpu_hour.Config()) == tmp_path / "reference" / "nvidia-h100-80gb-hbm3"
 
 
 def test_a_folder_that_cannot_be_is_refused_first(tmp_path):

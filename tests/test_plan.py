@@ -410,6 +410,7 @@ BAD = {
     "--config {own}/text.txt": "is not JSON",
     "--config {own}/list.json": "has no named values",
     "--config {own}/llama.json --model tiny": "--config and --model both name a model",
+    "--config {own}/llama.json --model llama3-8b": "--config and --model both name a model",  # the default, too
     "--config {own}/llama.json --simulate": "with the CPU's kernels: give --device cpu too",
     "--config {own}/llama.json --simulate --device cpu": "units of their own: give --units apart",
     "--config {own}/llama.json --simulate --device cpu --units apart --lora 4": "has no --lora: leave it out",

@@ -11,6 +11,7 @@ from collections import Counter
 from datetime import date
 
 import configurations
+import gpt_fsdp
 import pytest
 import torch
 import trial
@@ -81,6 +82,16 @@ def test_the_committed_draws_are_predicted():
         assert row["persistent equal"] and row["traffic equal"], row
     for one in record["refused"]:
         assert trial.refusal(one) == one["refused"]
+
+
+@pytest.mark.parametrize("script", ["gpt_jax.py", "hello.py", "my_lab.py"])
+def test_a_lab_that_the_planner_does_not_know_is_refused(script):
+    """Not planned as if it were gpt_fsdp.py, with which gpt_jax.py shares most options."""
+    config = dataclasses.asdict(gpt_fsdp.Config())
+    with pytest.raises(UserError, match=f"{script} has no plan: the planner knows mnist_fsdp.py, "):
+        predict.plan_of({"script": script, "config": config, "ranks": 2, "device": "cpu"})
+    with pytest.raises(UserError, match=f"{script} has no plan"):
+        Lab(device="cpu").plan(script)
 
 
 def test_a_seed_always_draws_the_same():

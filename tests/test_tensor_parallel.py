@@ -7,6 +7,7 @@ import dataclasses
 import re
 import shutil
 import tempfile
+from unittest import mock
 
 import gpt_fsdp
 import pytest
@@ -28,6 +29,7 @@ SMALL = {"width": 32, "hidden": 96, "layers": 2}
 FP64 = {"precision": "fp64"}
 CLIPPED = FP64 | {"clip": 0.4, "tied": True}  # below most of the norms that occur
 GRID, TENSOR, REPLICAS = ({"mesh": mesh} for mesh in ("shard=2,tensor=2", "tensor=2", "replicate=2,tensor=2"))
+SMALL_BLOCKS = 1000  # elements drawn at once: initial weights in blocks that no rank's rows begin or end with
 # Plain meshes are in the matrix (test_equivalence.py).
 TRAINED = {
     1: {"plain": FP64, "clipped": CLIPPED},
@@ -52,7 +54,8 @@ def train(me, **given):
 
 def whole_and_local(me):
     """{name: (placements, shape of this rank's part, the whole)} of each parameter on a mesh, as training starts."""
-    model, _ = gpt_fsdp.build(gpt_fsdp.Config(**GRID), me)
+    with mock.patch.object(models, "DRAWN_AT_ONCE", SMALL_BLOCKS):
+        model, _ = gpt_fsdp.build(gpt_fsdp.Config(**GRID), me)
     return {
         name: (str(parameter.placements), tuple(parameter.to_local().shape), parameter.full_tensor())
         for name, parameter in model.named_parameters()
@@ -104,7 +107,8 @@ NORM = "(Shard(dim=0), Replicate())"
 
 def test_every_parameter_lies_where_the_plan_says(found):
     whole = models.GPT(shapes.GPT_SHAPES["tiny"])
-    gpt_fsdp.initialise(whole, gpt_fsdp.Config().seed)
+    with mock.patch.object(models, "DRAWN_AT_ONCE", SMALL_BLOCKS):
+        gpt_fsdp.initialise(whole, gpt_fsdp.Config().seed)
     for rank in range(4):
         started = found[4][rank]["started"]
         assert started.keys() == dict(whole.named_parameters()).keys()

@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from types import ModuleType
 
 import psutil
 import pytest
 from conftest import SOURCE
+from labkit import UserError
 from labkit.running import launch, warm
 
 pytestmark = pytest.mark.skipif(not warm.possible(), reason="programs are not forked here (no Linux, or GPUs)")
@@ -59,6 +61,24 @@ def test_it_is_what_python_would_have_started(program, tmp_path):
     assert new.returncode == 3 and new.stdout.endswith("started\n")
     assert (forked.replace("forked", "started"), said) == (new.stdout, new.stderr)
     assert "forked" in forked
+
+
+@pytest.mark.parametrize(
+    "when", ["as Python starts", pytest.param("after it has imported torch", marks=pytest.mark.long)]
+)
+def test_a_warm_process_that_cannot_start_is_one_sentence(when, program, monkeypatch):
+    monkeypatch.delenv(warm.VARIABLE, raising=False)  # that of all tests
+    if when == "as Python starts":
+        monkeypatch.setattr(sys, "executable", "/bin/false")
+    else:
+        monkeypatch.setitem(sys.modules, "no_such_module", ModuleType("no_such_module"))
+        monkeypatch.setattr(warm, "IF_IMPORTED", ("no_such_module",))
+    warm.address.cache_clear()
+    try:
+        with pytest.raises(UserError, match="ended while it imported PyTorch: .* FSDP_LABS_WARM=0"):
+            program("print('never')")
+    finally:
+        warm.address.cache_clear()
 
 
 def test_what_is_edited_counts_at_once(program):

@@ -19,6 +19,7 @@ from planner import overlap
 from planner.flops import of_hardware, of_model
 from planner.pipeline import bubble
 from planner.predict import Plan
+from planner.sizes import FP32
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,12 @@ def ring_bytes(collective: dict, plan: Plan, node_size: int, backend: str = "rin
     if collective["kind"] in ("send", "receive"):  # by a stage of a pipeline; a link carries both directions at once
         sent = collective["bytes"] if collective["kind"] == "send" else 0
         return {"rank": sent, "node": sent * (plan.ranks > node_size), "steps": bool(sent)}
-    n = collective.get("ranks") or _members(collective, plan)
+    dimension = _dimension(collective, plan)
+    sizes = {"tensor": plan.tensor, "shard": plan.shards, "replicate": plan.replicas}
+    n = collective.get("ranks") or sizes.get(dimension, plan.ranks)
     passes = PASSES[backend][collective["kind"]]
     edge = passes * (n - 1) / n * collective["bytes"]
-    if collective.get("dimension") == "tensor":
-        apart = 1
-    else:
-        apart = plan.ranks // n if collective["kind"] == "all-reduce" else plan.tensor
+    apart = {"shard": plan.tensor, "replicate": plan.ranks // n}.get(dimension, 1)
     return {"rank": edge, "node": _leaving_edges(plan.ranks, n, apart, node_size) * edge, "steps": passes * (n - 1)}
 
 
@@ -74,12 +74,16 @@ def inter_node_bytes(traffic: list[dict], plan: Plan, node_size: int, backend: s
     return sum(c["count"] * ring_bytes(c, plan, node_size, backend)["node"] for c in traffic)
 
 
-def _members(collective: dict, plan: Plan) -> int:
-    if not plan.shards_parameters:
-        return plan.ranks
-    if collective.get("dimension") == "tensor":
-        return plan.tensor
-    return plan.replicas if collective["kind"] == "all-reduce" else plan.shards
+def _dimension(collective: dict, plan: Plan) -> str | None:
+    """Return the mesh dimension along which a collective's ranks lie; None: all ranks take part.
+
+    FSDP1's collectives and those of older records do not say it. Then an all-reduce is one of gradients, between the
+    replicas of a shard, unless it is of the one number that FSDP1 sums among the shards to clip.
+    """
+    if collective.get("dimension") or not plan.shards_parameters:
+        return collective.get("dimension")
+    norm = plan.flat and plan.clip and collective["bytes"] == FP32
+    return "replicate" if collective["kind"] == "all-reduce" and not norm else "shard"
 
 
 @cache

@@ -10,6 +10,7 @@ Imports no torch.
 """
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,24 +29,31 @@ RESERVE = (1.16, 1.22)
 
 @dataclass(frozen=True)
 class GPU:
-    """One model of GPU. memory: GiB. flops: {number format: operations per second}. link: a key of ``cost.LINKS``."""
+    """One model of GPU.
 
+    named: the words that are in its name as PyTorch reports it, whatever else is. memory: GiB. flops: {number format:
+    operations per second}. link: a key of ``cost.LINKS``.
+    """
+
+    named: str
     memory: float
     flops: dict[str, float]
     link: str = "nvlink"
 
 
 GPUS = {
-    "v100": GPU(31.7, {"fp32": 15.7e12, "fp64": 7.8e12}),
-    "a100-40": GPU(39.4, {"bf16": 312e12, "fp32": 19.5e12, "fp64": 19.5e12}),
-    "a100": GPU(79.2, {"bf16": 312e12, "fp32": 19.5e12, "fp64": 19.5e12}),
-    "h100": GPU(79.1, {"bf16": 989e12, "fp32": 67e12, "fp64": 67e12}),
-    "h200": GPU(139.7, {"bf16": 989e12, "fp32": 67e12, "fp64": 67e12}),
-    "b200": GPU(178.3, {"bf16": 2250e12, "fp32": 75e12, "fp64": 37e12}),
-    "l40s": GPU(44.4, {"bf16": 362e12, "fp32": 91.6e12}, "pcie"),
-    "l4": GPU(21.9, {"bf16": 121e12, "fp32": 30.3e12}, "pcie"),
-    "rtx4090": GPU(23.5, {"bf16": 165e12, "fp32": 82.6e12}, "pcie"),
+    "v100": GPU("v100 32gb", 31.7, {"fp32": 15.7e12, "fp64": 7.8e12}),
+    "a100-40": GPU("a100 40gb", 39.4, {"bf16": 312e12, "fp32": 19.5e12, "fp64": 19.5e12}),
+    "a100": GPU("a100 80gb", 79.2, {"bf16": 312e12, "fp32": 19.5e12, "fp64": 19.5e12}),
+    "h100": GPU("h100 80gb hbm3", 79.1, {"bf16": 989e12, "fp32": 67e12, "fp64": 67e12}),
+    "h200": GPU("h200", 139.7, {"bf16": 989e12, "fp32": 67e12, "fp64": 67e12}),
+    "b200": GPU("b200", 178.3, {"bf16": 2250e12, "fp32": 75e12, "fp64": 37e12}),
+    "l40s": GPU("l40s", 44.4, {"bf16": 362e12, "fp32": 91.6e12}, "pcie"),
+    "l4": GPU("l4", 21.9, {"bf16": 121e12, "fp32": 30.3e12}, "pcie"),
+    "rtx4090": GPU("rtx 4090", 23.5, {"bf16": 165e12, "fp32": 82.6e12}, "pcie"),
 }
+# In the names of others: a slice of a GPU, an H100 or H200 with other clocks, a laptop's, China's RTX 4090 D
+OTHERS = {"mig", "nvl", "laptop", "d"}
 RECORDS = Path(__file__).resolve().parents[1] / "results" / "reference"  # of gpu_hour.py, a folder for each GPU
 
 
@@ -54,10 +62,20 @@ def outside(ranks: int) -> float:
     return CONTEXT + (NCCL if ranks > 1 else 0.0)
 
 
+def known(name: str) -> str | None:
+    """Return the key in ``GPUS`` of the GPU with a name such as "NVIDIA H100 80GB HBM3"; None if it is not one of them.
+
+    Args:
+        name: of the GPU as PyTorch reports it, or of the folder that gpu_hour.py makes of that.
+    """
+    words = set(re.findall("[a-z0-9]+", name.lower()))
+    return next((key for key, gpu in GPUS.items() if set(gpu.named.split()) <= words and not words & OTHERS), None)
+
+
 def reserve(gpu: str, records: Path = RECORDS) -> tuple[float, str]:
     """(reserved over planned memory, where that is from) for a GPU model: measured by gpu_hour.py, else published."""
     for path in sorted(records.glob("*/rows/planner.json")):
-        if gpu.split("-")[0] in path.parts[-3].lower().split("-"):
+        if known(path.parts[-3]) == gpu:
             found = [row["measured"] for row in json.loads(path.read_text()) if row["what"] == "reserved over the plan"]
             if found:
                 return max(found), f"measured: {path.parts[-3]}"

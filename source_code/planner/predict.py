@@ -34,6 +34,9 @@ from planner.strategies import Unit
 ADDED_LATER = {"weights": "fp32", "recompute_every": 1, "loss_chunks": 1, "units": "blocks"}
 
 
+PLANNED = ("mnist_fsdp.py", "gpt_fsdp.py", "gpt_zero.py", "gpt_pipeline.py", "hf_fsdp.py", "rank_zero.py")
+
+
 def by_category(terms: dict) -> dict[str, int]:
     """{category: bytes} of named terms."""
     sums = Counter()
@@ -46,6 +49,12 @@ def total(terms: dict) -> int:
     return sum(terms.values())
 
 
+def check_planned(script: str):
+    """Raise UserError if the planner does not know a lab script, such as gpt_jax.py, whose memory XLA plans."""
+    if script not in PLANNED:
+        raise UserError(f"{script} has no plan: the planner knows {', '.join(PLANNED)}")
+
+
 def plan_of(record: dict, rank: int = 0) -> Plan:
     """The plan of a run of one of the labs, from its record (labkit/measuring/records.py).
 
@@ -55,6 +64,7 @@ def plan_of(record: dict, rank: int = 0) -> Plan:
     not reach.
     """
     script, config, ranks = record["script"], record["config"], record["ranks"]
+    check_planned(script)
     common = {"ranks": ranks, "workspaces": False}
     if "versions" in record:
         common["torch"] = tuple(map(int, record["versions"]["torch"].split(".")[:2]))
@@ -143,7 +153,7 @@ def units_of(wrap: str, min_num_params: int = 20000) -> list[list[str]]:
 
 
 def shard(strategy: str, layers, ranks: int) -> int:
-    """How many numbers of a unit's parameters one rank holds: see ``sharding.Unit``."""
+    """How many numbers of a unit's parameters one rank holds: see ``strategies.Unit``."""
     modules = [module for module in networks.mnist().modules if module.name in layers]
     return Unit(modules, {}, ranks, strategy == "fsdp1", itemsize=4).shard() if modules else 0
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from planner import gpus
 
 from labkit import UserError
 from labkit.measuring import machine
@@ -176,15 +177,36 @@ def free_memory_of_a_rank(me, device) -> float:
     return min(free if device.type == "cuda" else free / nodes.count(node) for node, free in every)
 
 
-def utilisation(tokens_per_second: float | None, flops_per_token: float, dtype: torch.dtype, me) -> dict:
-    """Which share of what a rank can do goes into the model: {"peak_flops", "peak_of", "value"}. Collective.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
-    Without a rate, of a run too short to be timed, there is nothing to compare with a peak: all three are None.
+
+def utilisation(tokens_per_second: float | None, flops_per_token: float, precision: str, me) -> dict:
+    """Compare the rate at which a rank computes for the model with two peaks. Collective.
+
+    Args:
+        tokens_per_second: of all ranks together; None of a run too short to be timed.
+        flops_per_token: operations of the model, without what is computed a second time.
+        precision: a key of ``DTYPES``, the number format of matmuls.
+        me: a ``ranks.Rank``.
+
+    Returns:
+        {"matmul_ceiling_fraction", "mfu"}, each {"peak_flops", "peak_of", "value"}: operations per second and rank, how
+        they are known, and the share of them. The ceiling is what a large matmul reaches here and now. MFU (model FLOPs
+        utilization) is of the data sheet's peak, and None where that is not known. Without a rate, both are None.
     """
     if not tokens_per_second:
-        return {"peak_flops": None, "peak_of": None, "value": None}
-    peak = ceiling(dtype, me)
-    return peak | {"value": tokens_per_second * flops_per_token / (me.world_size * peak["peak_flops"])}
+        return {"matmul_ceiling_fraction": None, "mfu": None}
+    rate = tokens_per_second * flops_per_token / me.world_size
+    peaks = {"matmul_ceiling_fraction": ceiling(DTYPES[precision], me), "mfu": data_sheet(precision, me.device)}
+    return {name: peak and peak | {"value": rate / peak["peak_flops"]} for name, peak in peaks.items()}
+
+
+def data_sheet(precision: str, device) -> dict | None:
+    """Return {"peak_flops", "peak_of"} of a GPU's data sheet; None for a device or a number format that it lacks."""
+    gpu = gpus.known(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if not gpu or not (peak := gpus.GPUS[gpu].flops.get(precision)):
+        return None
+    return {"peak_flops": peak, "peak_of": f"data sheet's peak of {peak / 1e12:g} TFLOP/s ({gpu}, {precision})"}
 
 
 def ceiling(dtype: torch.dtype, me) -> dict:

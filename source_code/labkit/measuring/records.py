@@ -22,9 +22,10 @@ A record is a dict with these keys (sizes in bytes, times in seconds):
   test_loss    mean loss on the test set (MNIST)
   validation_loss              mean loss on the text kept for it, in nats per token (GPT)
   tokens_per_second            of all ranks together (GPT)
-  model_flops_utilisation      {"flops_per_token", "peak_flops", "peak_of", "value"}: floating-point operations that
-               training on a token takes; those a second that a rank can do, and how that was found; the share (GPT;
-               all but the first None if no step was timed)
+  flops_per_token              floating-point operations that training on a token takes (GPT)
+  matmul_ceiling_fraction      {"peak_flops", "peak_of", "value"}: operations per second that a matmul reached on a rank in
+               this run, in words, and the share of them that goes into the model (GPT; None if no step was timed)
+  mfu          model FLOPs utilization, likewise: the share of the peak in the GPU's data sheet; None where it is not known
 
 Records, and whatever else runs write, go to ``RUNS``, which every node must see: to the folder that FSDP_LABS_RUNS
 names; without it to results/runs, or where that belongs to somebody else, as when a class shares one installation, to
@@ -126,9 +127,9 @@ def report(script: str, config, me, result: dict, elapsed: float):
         nodes = [None] * dist.get_world_size()
         dist.all_gather_object(nodes, me.node)
     result["time"]["elapsed"] = elapsed
-    speed, memory = result.get("model_flops_utilisation"), result["memory"]
-    if speed and speed["value"]:
-        me.say(f"{result['tokens_per_second']:,.0f} tokens/s, {speed['value']:.1%} of the {speed['peak_of']}")
+    memory, rate = result["memory"], result.get("tokens_per_second")
+    for speed in filter(None, (result.get("matmul_ceiling_fraction"), result.get("mfu"))):
+        me.say(f"{rate:,.0f} tokens/s, {speed['value']:.1%} of the {speed['peak_of']}")
     if memory and memory["peak"]:
         me.say(f"peak memory of rank 0: {sum(memory['peak'].values()) / 2**20:.2f} MiB of tensors")
     me.say(f"elapsed {elapsed:.1f} s")
@@ -252,6 +253,10 @@ def load(path: str | Path) -> dict:
             record[name] = [math.nan if loss is None else loss for loss in record[name]]
         elif name in record and record[name] is None:
             record[name] = math.nan
+    earlier = record.pop("model_flops_utilisation", None)  # the name that it had, though its peak is a measured one
+    if isinstance(earlier, dict):
+        record["flops_per_token"] = earlier.pop("flops_per_token", None)
+        record["matmul_ceiling_fraction"] = earlier if earlier.get("value") else None
     return record
 
 

@@ -87,7 +87,8 @@ class Lab(launch.Cluster):
         return launch.run(script, **settings | options)
 
     def plan(self, script: str, *, ranks: int | None = None, nodes: int = 1, **options) -> predict.Plan:
-        """What the planner says of the run that ``run`` starts with the same words."""
+        """Plan the run that ``run`` starts with the same words. UserError: the planner does not know the lab."""
+        predict.check_planned(script)
         ranks = ranks or (1 if options.get("strategy") == "single" else self.ranks)
         config = import_module(Path(script).stem).Config(**options)  # the defaults are the script's
         about = {"script": script, "config": asdict(config), "ranks": ranks, "device": self.device_of(ranks, nodes)}

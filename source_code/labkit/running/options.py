@@ -19,7 +19,7 @@ import sys
 import types
 import typing
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from labkit import UserError
 
@@ -43,6 +43,8 @@ def option(default, help: str, *, least=None, above=None, at_most=None, form=Non
 @dataclass(frozen=True)
 class Options:
     """The base of every command's options: checks each field by what is declared beside it. UserError."""
+
+    launched: ClassVar[bool] = False  # whether torchrun or srun may start this command as many ranks
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -69,6 +71,8 @@ class Start(Options):
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where to compute")
     backend: Literal["auto", "nccl", "gloo"] = option("auto", "how to communicate; gloo alone means on the CPU")
+
+    launched: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()
@@ -143,20 +147,27 @@ def _check_value(name: str, value, least, above, at_most, form):
         raise UserError(f"{name} is {form[1]}, not {value!r}")
 
 
-def leave(sentence: str):
-    """End a command after a user's error: the sentence, once whatever the number of ranks, and exit code 2.
+def leave(sentence: str, launched: bool = False):
+    """Exit with code 2 after a user's error, and print the sentence that says what is wrong.
 
-    For errors that every rank makes, such as a wrong option (``ranks.leave`` is for those that one alone may make).
+    Args:
+        sentence: to print on stderr, after the name of the command.
+        launched: whether this process may be one of several ranks, which all make the same error. Then rank 0 alone
+            prints it. (``ranks.leave`` is for errors that one rank alone may make.) A command that nobody launches
+            prints it in any case: a RANK in its environment is a leftover.
     """
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+    rank = os.environ.get("RANK" if "WORLD_SIZE" in os.environ else "SLURM_PROCID", "0")
+    if rank == "0" or not launched:
         print(f"{os.path.basename(sys.argv[0])}: {sentence}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 
 class Parser(argparse.ArgumentParser):
+    launched = False
+
     def error(self, message):
-        """One sentence instead of a page of usage."""
-        leave(f"{message} (see --help)")
+        """Exit with one sentence instead of a page of usage."""
+        leave(f"{message} (see --help)", self.launched)
 
 
 def _argument(field) -> dict:
@@ -174,6 +185,7 @@ def _argument(field) -> dict:
 def parse(options_class, description: str, argv: list[str] | None = None):
     """Read ``options_class`` from the command line. On bad input: one sentence and exit code 2."""
     parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.launched = options_class.launched
     own = options_class.__annotations__
     for field in sorted(dataclasses.fields(options_class), key=lambda field: field.name not in own):
         shown = "" if field.default is None else f" (default: {field.default})"
@@ -185,7 +197,7 @@ def parse(options_class, description: str, argv: list[str] | None = None):
     try:
         return options_class(**given)
     except UserError as error:
-        leave(str(error))
+        leave(str(error), options_class.launched)
 
 
 def arguments(options: dict) -> list[str]:

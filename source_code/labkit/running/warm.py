@@ -30,6 +30,8 @@ import sys
 import threading
 from pathlib import Path
 
+from labkit import UserError
+
 VARIABLE = "FSDP_LABS_WARM"
 MODULES = (
     "cloudpickle",
@@ -73,12 +75,22 @@ def possible(environ=os.environ) -> bool:
 
 
 def start(words: list[str], cwd, env: dict, stdout, stderr) -> "Process":
-    """Start ``python words[1:]``; words[0] is this Python. stdout, stderr: open files, which need a descriptor."""
-    connection = _connected()
+    """Start ``python words[1:]``; words[0] is this Python. stdout, stderr: open files, which need a descriptor.
+
+    Raises:
+        UserError: the warm process ended while it was starting. What it printed is on this process's stderr.
+    """
     request = pickle.dumps((words, str(cwd), dict(env)))
-    socket.send_fds(connection, [NUMBER.pack(len(request))], [stdout.fileno(), stderr.fileno()])
-    connection.sendall(request)
-    return Process(words, connection)
+    try:
+        connection = _connected()
+        socket.send_fds(connection, [NUMBER.pack(len(request))], [stdout.fileno(), stderr.fileno()])
+        connection.sendall(request)
+        return Process(words, connection)
+    except ConnectionError:
+        raise UserError(
+            "the process from which programs are forked ended while it imported PyTorch: see its error, or set "
+            f"{VARIABLE}=0, which starts every program by itself"
+        ) from None
 
 
 def _connected() -> socket.socket:

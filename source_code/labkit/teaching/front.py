@@ -35,7 +35,7 @@ def add_times(me, found: list[dict], runs: list, steps: list[dict]):
         record["time"] = {"step": step, "samples_per_second": sequences / step["median"]}
         record["tokens_per_second"] = sequences * run.config.seq_len / step["median"]
         share = record["tokens_per_second"] * run.flops / (me.world_size * peak["peak_flops"])
-        record["model_flops_utilisation"] = peak | {"flops_per_token": run.flops, "value": share}
+        record |= {"flops_per_token": run.flops, "matmul_ceiling_fraction": peak | {"value": share}}
 
 
 def _sequences(run, me) -> int:

@@ -1,6 +1,6 @@
 """The networks of the course. They are pure: nothing here knows that there is more than one rank."""
 
-import zlib
+import hashlib
 
 import torch
 import torch.nn.functional as F
@@ -165,7 +165,7 @@ class LoRALinear(nn.Linear):
 def add_lora(model: GPT, rank: int):
     """Freeze a GPT, and give the query and value projections of each block an adapter of that rank to train.
 
-    The frozen parameters keep their names. The adapters have no values yet: see ``first_values``.
+    The frozen parameters keep their names. The adapters have no values yet: see ``init_weights``.
     """
     model.requires_grad_(False)
     for block in model.blocks:
@@ -173,27 +173,55 @@ def add_lora(model: GPT, rank: int):
             setattr(block.attention, name, LoRALinear(getattr(block.attention, name), rank))
 
 
-def first_values(model: nn.Module, seed: int):
-    """Yield (parameter, its first value), the value whole, in fp32 and on the CPU, whatever holds the parameter.
+DRAWN_AT_ONCE = 2**16  # elements of a matrix that one generator draws, in whole rows: some hundreds of kilobytes
 
-    Each value is a function of the seed and the parameter's name alone: the same for every strategy, every
-    number of ranks and every device. Only one is in memory at a time, so that a model which does not fit whole
-    can be filled shard by shard.
+
+def whole_parameter(parameter):
+    """Return a parameter that no other rank shares, and its indices along each dimension: all of them."""
+    return parameter, [torch.arange(size) for size in parameter.shape]
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, seed: int, part_of=whole_parameter):
+    """Fill the parameters of a model, or this rank's parts of them, with their initial weights.
+
+    Each element is a function of the seed, the parameter's name and its position in the whole parameter: the same for
+    every strategy, every number of ranks and every device. A rank draws only the blocks of rows that it has a part in,
+    one at a time. So the time is that of its part, and a model that fits on no rank as a whole can be initialized.
+
+    Args:
+        model: contains only modules of this file. Parameters of any other kind are left as they are.
+        seed: any integer.
+        part_of: maps a parameter to the tensor to fill and, for each dimension, the indices that this tensor holds of
+            the whole parameter (a 1-D integer tensor on the CPU).
     """
-    given = set()
+    filled = set()
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter in given:  # tied
+            if parameter in filled:  # tied
                 continue
-            given.add(parameter)
-            shape = parameter.shape
+            filled.add(parameter)
+            part, indices = part_of(parameter)
             if isinstance(module, nn.RMSNorm):
-                yield parameter, torch.ones(shape)
+                part.fill_(1)
             elif isinstance(module, LoRALinear) and name == "up":
-                yield parameter, torch.zeros(shape)
+                part.fill_(0)
             elif isinstance(module, (nn.Linear, nn.Embedding)):
-                generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {module_name}.{name}".encode()))
-                yield parameter, torch.empty(shape).normal_(std=0.02, generator=generator)
+                _draw(part, *indices, parameter.shape, f"{seed} {module_name}.{name}")
+
+
+def _draw(part, rows, columns, shape, key: str):
+    """Fill ``part``, these rows and columns of a matrix of that shape, from N(0, 0.02²). key: names the matrix."""
+    per_block = max(1, DRAWN_AT_ONCE // shape[1])
+    blocks, counts = torch.unique_consecutive(rows // per_block, return_counts=True)
+    pieces = zip(blocks.tolist(), rows.split(counts.tolist()), part.split(counts.tolist()), strict=True)
+    for block, mine, piece in pieces:
+        first = block * per_block
+        # A hash, as the CPU's generator takes 32 bits of a seed, and and nearby numbers could meet those of another matrix.
+        mixed = hashlib.sha256(f"{key} {block}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(mixed[:4]))
+        values = torch.empty(min(per_block, shape[0] - first), shape[1]).normal_(std=0.02, generator=generator)
+        piece.copy_(values[mine - first].index_select(1, columns))
 
 
 def rotary(length: int, width: int, like) -> tuple[torch.Tensor, torch.Tensor]:
