@@ -209,6 +209,12 @@ def save(model, architecture, config):
 
 @contextlib.contextmanager
 def as_if_run():
-    """Around a simulation: the library makes whole attention masks where it believes to be traced, as on fake tensors."""
-    with mock.patch.object(transformers.masking_utils, "is_tracing", return_value=False):
-        yield
+    """Around a simulation: have the library choose attention masks as it does for real tensors.
+
+    It makes whole masks where it believes to be traced, as on fake tensors; and where sequences are packed into one,
+    which it reads from the positions' elements: the lab packs none.
+    """
+    masks = transformers.masking_utils
+    with mock.patch.object(masks, "is_tracing", return_value=False):
+        with mock.patch.object(masks, "find_packed_sequence_indices", return_value=None):
+            yield
