@@ -68,9 +68,7 @@ def configuration(path: str, option: str):
         method = quantized.get("quant_method", "of an unknown kind") if isinstance(quantized, dict) else quantized
         raise UserError(f"{option} {path}: its weights are quantized ({method}): take the model in bf16 or fp32")
     try:
-        return CONFIG_MAPPING[kind].from_pretrained(
-            file
-        )  # the library's own reading, as numbers such as inf are encoded
+        return CONFIG_MAPPING[kind].from_pretrained(file)  # it decodes numbers that JSON does not have, such as inf
     except Exception as error:  # each family checks its own
         raise UserError(f"{option} {path}: {str(error).strip().splitlines()[-1]}") from None
 
@@ -139,8 +137,9 @@ def first_values(pattern, seed: int, but: frozenset = frozenset()):
             continue
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            # The innermost model of the library around a module knows how to initialize it.
-            _initialise(owners[max((n for n in owners if f"{name}.".startswith(f"{n}." if n else "")), key=len)], part)
+            # The innermost of the library's models around a module knows how to initialize it.
+            around = (owner for owner in owners if not owner or f"{name}.".startswith(f"{owner}."))
+            _initialise(owners[max(around, key=len)], part)
         yield from wanted.items()
 
 
@@ -168,9 +167,11 @@ def _initialise(owner, part):
 
 
 def stored(model, every_name: bool = False) -> dict[str, torch.Tensor]:
-    """Return {name: tensor} of what a model's files hold: parameters and persistent buffers, without adapters.
+    """Return what a model's files hold, {name: tensor}: parameters and persistent buffers, without adapters.
 
-    every_name: whether a tensor that is shared has all its names, instead of the first alone.
+    Args:
+        model: Sharded or not, with memory or without.
+        every_name: Whether a tensor that is shared has all its names, instead of the first alone.
     """
     persistent = model.state_dict().keys()
     named = [*model.named_parameters(remove_duplicate=not every_name), *model.named_buffers()]
@@ -178,9 +179,17 @@ def stored(model, every_name: bool = False) -> dict[str, torch.Tensor]:
 
 
 def read(model, path: str) -> tuple[frozenset, int]:
-    """Fill what a model's files hold, on each rank its rows; return their names in the model, and the bytes read.
+    """Fill what a model's files hold, on each rank its rows.
 
-    UserError where the files have not exactly the model's tensors, except for those that the library leaves out, too.
+    Args:
+        model: Has memory on this rank for what it keeps.
+        path: The folder of the files.
+
+    Returns:
+        The names in the model of what was filled, and how many bytes this rank has read.
+
+    Raises:
+        UserError: The files do not have exactly the model's tensors, apart from those that the library leaves out, too.
     """
     tensors = stored(model, every_name=True)
     # Adapters put a ``base_layer`` between a layer and its weight.
