@@ -86,7 +86,7 @@ FAMILIES = {
     "phi3": _phi3,
     "gpt2": _gpt2,
 }
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "moe_intermediate_size")
 # What each field of a shape is called: in most configurations, and in GPT-2's.
 NAMES = {
     "layers": ("num_hidden_layers", "n_layer"),
