@@ -39,6 +39,7 @@ LOG_EVERY = 50  # steps
 
 def build(config, architecture, me):
     """The model of a configuration (``hf_models.configuration``), sharded before it has any memory, then filled."""
+    limits.refuse_if_too_big(config, me)
     model, pattern = (hf_models.on_meta(architecture, config.dtype, config.lora) for _ in range(2))
     parallelize(model, config, me)
     model.to_empty(device=me.device)
@@ -76,21 +77,26 @@ def shard(model, config, me):
 @torch.no_grad()
 def fill(model, pattern, config, me):
     """Give every parameter and buffer its value: from the model's files, else a first value; prove none was forgotten."""
-    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    for parameter in parameters.values():
-        local(parameter).fill_(math.nan)
-    read = {name: tensor for name, tensor in parameters.items() if config.model and "lora_" not in name}
-    if read:
-        size = hf_weights.Folder(config.model).read_into(hf_models.stored_names(read), model.base_model_prefix)
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    for tensor in tensors.values():
+        if tensor.is_floating_point():
+            local(tensor).fill_(math.nan)
+    read = frozenset()
+    if config.model:
+        read, size = hf_models.read(model, config.model)
         me.say(f"read {size / 2**20:,.1f} MiB of {Path(config.model).name} per rank")
-    for name, value in hf_models.first_values(pattern, config.seed, frozenset(read)):
-        tensor = parameters.get(name, buffers.get(name))
+    filled = set(read)
+    for name, value in hf_models.first_values(pattern, config.seed, read):
+        filled.add(name)
+        tensor = tensors.get(name)
         if isinstance(tensor, DTensor):  # every rank draws the whole value and keeps its part: nothing is sent
             value = local(distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None))
         if tensor is not None:  # the second name of a tensor that two share
             local(tensor).copy_(value)
-    if forgotten := [name for name, parameter in parameters.items() if local(parameter).isnan().any()]:
-        raise UserError(f"{config.model or config.config}: no value for {', '.join(forgotten[:3])}: is a file damaged?")
+    forgotten = [name for name, tensor in tensors.items() if name not in filled or local(tensor).isnan().any()]
+    if forgotten:
+        why = "is a file damaged?" if forgotten[0] in read else "its module does not initialize it, take another model"
+        raise UserError(f"{config.model or config.config}: no value for {', '.join(forgotten[:3])}: {why}")
 
 
 def make_optimizer(model, config):
@@ -153,6 +159,8 @@ def train(config, me):
         batches = training_batches(tokens, config, me, range(step, end))
         local_losses = []
         for inputs, targets in meter.watch(stop.unless_asked(batches)):
+            # Dropout as a function of step and rank: resumed on as many ranks, a run draws what it would have drawn.
+            torch.manual_seed(config.seed + 1000 * step + me.rank)
             local_losses += train_step(model, optimizer, inputs, targets, config)
             step += 1
         stop.leave_if_agreed(me, saver, step, config.max_steps)
@@ -221,7 +229,7 @@ class Config(options.Training):
     clip: float | None = option(None, "largest global norm of the gradient", above=0, resumed="print")
     lora: int | None = option(None, "freeze the model, and train peft's adapters of this width", least=1, resumed=True)
     lr: float = option(1e-4, "learning rate", above=0, resumed="print")
-    seed: int = option(1, "seed of first values and of the order of the text", resumed=True)
+    seed: int = option(1, "seed of first values, the order of the text and the dropout", resumed=True)
     checkpoint_every: int | None = option(None, "save after every so many steps too", least=1, needs="checkpoint")
 
     def __post_init__(self):

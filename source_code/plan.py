@@ -23,8 +23,9 @@ and not yet with a GPU. Times are bounds: the collectives' bytes over the links'
 
 Your own model: a function without arguments that returns (module, inputs, loss), where loss(module, *inputs) is the
 number to minimise, for the batch of one rank. Its units are the members of its ModuleLists; what these have inside,
-such as a block's experts, belongs to them. It trains with AdamW. Its peak is simulated, with the kernels of the CPU;
-what stays from step to step and what is sent is predicted.
+such as a block's experts, belongs to them. It trains with AdamW; in bf16 by FSDP's mixed precision, on a single rank by
+autocast around ``loss``. Its peak is simulated, with the kernels of the CPU, so its shapes and control flow must not
+depend on data; what stays from step to step and what is sent is predicted.
 """
 
 import dataclasses
@@ -340,7 +341,7 @@ def answer_on_own(options: Options) -> str:
     plan = plan_of(options, own_model.blueprint(options.model, build))
     # Its error is told as a sentence; PyTorch would log it too, with a page of where it came from.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-    with own_model.told(f"{options.model} cannot be trained"):
+    with own_model.told(f"{options.model} cannot be simulated"):
         keep = options.reshard_after_forward
         found = peak_of(own_model.step(build, options.ranks, options.strategy, options.precision, keep))
     return json.dumps(found, indent=1) if options.json else report.own_text(options, plan, found)

@@ -647,7 +647,7 @@ def test_refused_for_what_stays_where_the_peak_is_not_predicted(monkeypatch, wor
     me = dataclasses.replace(world_of_one, world_size=4)
     kept = 16 * sum(p.numel() for p in plain(gpt_fsdp.Config()).parameters())  # with two moments and DDP's buckets
     monkeypatch.setattr(meters, "free_memory_of_a_rank", lambda *_: kept - 1)
-    with pytest.raises(UserError, match="take a smaller preset or more ranks"):
+    with pytest.raises(UserError, match="take a smaller model or more ranks"):
         limits.refuse_if_too_big(gpt_fsdp.Config(strategy="ddp", precision="bf16"), me)
 
 

@@ -1,5 +1,6 @@
 """hf_fsdp.py: other people's models train under FSDP2 as in one process, are read part by part, and saved for everybody."""
 
+import dataclasses
 import json
 import re
 import sys
@@ -12,12 +13,12 @@ import torch
 import transformers
 from commands import script
 from labkit import UserError
-from labkit.measuring import meters
+from labkit.measuring import limits, meters, trace
 from labkit.running import cells, launch
 from labkit.training import checkpoints, dcp_reading, hf_models, hf_weights
 from peft import PeftModel
 from planner import predict
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 HERE = launch.Cluster(launcher="local")
@@ -313,6 +314,169 @@ def _rows(me):
         assert torch.equal(whole[begin:end], hf_weights.local(parameter).view(-1, 2))
 
 
+# Families in which more is stored, or otherwise, than in those above, and what each is here for
+GEMMA4 = NARROW | {"global_head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 320}
+GEMMA4 |= {
+    "num_kv_shared_layers": 0,
+    "sliding_window": 32,
+    "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+}
+GEMMA3N = NARROW | {"num_hidden_layers": 5, "intermediate_size": [96] * 5, "num_kv_shared_layers": 2}
+GEMMA3N |= {
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 320,
+    "laurel_rank": 8,
+    "sliding_window": 32,
+}
+GEMMA3N |= {"altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 5}
+GEMMA3N |= {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+}
+BERT = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 320}
+BERT |= {"max_position_embeddings": 130, "pad_token_id": 0, "is_decoder": True}
+MAMBA = {"hidden_size": 64, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 16, "vocab_size": 320, "state_size": 8}
+MAMBA |= {"n_groups": 1, "chunk_size": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+STORED = {
+    "apertus": COMMON,  # numbers of the activation, without dimensions, are persistent buffers
+    "gemma4_text": GEMMA4,  # a persistent buffer in each block
+    "gemma3n_text": GEMMA3N,  # initialized by the model inside the model
+    "camembert": BERT,  # the shared weight's first name is not the stored one
+    "mamba2": MAMBA,  # config.json has an infinity
+    "gpt2": GPT2,
+    "qwen2": FAMILIES["qwen2"],
+}
+
+
+def any_weights(family, shape, folder):
+    """A model of the library with no value that an initialization would have given it, saved."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape))
+    with torch.no_grad():
+        for tensor in {id(tensor): tensor for tensor in model.state_dict().values()}.values():
+            tensor.add_(0.02 * torch.randn_like(tensor) + 0.01)
+    model.save_pretrained(folder)
+
+
+def named_tensors(model):
+    """{name: whole tensor} of all parameters and buffers."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in named}
+
+
+@pytest.mark.parametrize("family", STORED)
+def test_a_model_is_loaded_and_saved_as_by_the_library(family, tmp_path, world_of_one):
+    """To the last bit: parameters, all buffers, and logits."""
+    any_weights(family, STORED[family], tmp_path / "given")
+    config = hf_fsdp.Config(
+        model=str(tmp_path / "given"), device="cpu", tokens="bytes", save=str(tmp_path / "saved"), seq_len=LENGTH
+    )
+    architecture = hf_models.configuration(config.model, "--model")
+    model = hf_fsdp.build(config, architecture, world_of_one).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
+    ours, wanted = named_tensors(model), named_tensors(theirs)
+    assert ours.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(ours[name], wanted[name])] == []
+    hf_models.save(model, architecture, config)
+    again, about = AutoModelForCausalLM.from_pretrained(config.save, dtype=torch.float32, output_loading_info=True)
+    assert not about["missing_keys"] and not about["unexpected_keys"]
+    with torch.no_grad():
+        logits = [each(INPUTS, use_cache=False).logits for each in (theirs, model, again)]
+    assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
+
+
+OLD = {
+    "llama": {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)},
+    "gpt2": {"h.0.attn.bias": torch.ones(1, 1, 128, 128)},
+    "qwen2": {"lm_head.weight": None},  # what it is tied to, once more
+}
+
+
+@pytest.mark.parametrize("family", OLD)
+def test_tensors_that_the_library_leaves_out_are_left_out(family, weights, tmp_path, world_of_one):
+    import shutil
+
+    copy = shutil.copytree(weights[family], tmp_path / "model")
+    theirs = AutoModelForCausalLM.from_pretrained(copy)
+    for name, value in OLD[family].items():
+        add_tensor(copy, name, theirs.get_input_embeddings().weight.detach() if value is None else value)
+    config = hf_fsdp.Config(model=str(copy), strategy="single", device="cpu", tokens="bytes")
+    model = hf_fsdp.build(config, hf_models.configuration(str(copy), "--model"), world_of_one)
+    assert [name for name, p in theirs.named_parameters() if not torch.equal(p, model.get_parameter(name))] == []
+
+
+def test_a_family_whose_modules_do_not_initialize_a_tensor_is_refused(tmp_path, world_of_one):
+    """Apertus has numbers that only its constructor knows, and they are in no file where there is none."""
+    AutoConfig.for_model("apertus", **COMMON).save_pretrained(tmp_path)
+    config = hf_fsdp.Config(config=str(tmp_path), strategy="single", device="cpu")
+    with pytest.raises(UserError, match="no value for model.layers.0.mlp.act_fn.*its module does not initialize it"):
+        hf_fsdp.build(config, hf_models.configuration(str(tmp_path), "--config"), world_of_one)
+
+
+# ---- dropout
+
+
+def _trained_with_dropout(me, folder, runs):
+    return [
+        hf_fsdp.train(hf_fsdp.Config(config=f"{folder}/config.json", **DROPPING, **run), me)["losses"] for run in runs
+    ]
+
+
+DROPPING = {"device": "cpu", "batch_size": 2, "seq_len": 16, "lr": 1e-2}
+
+
+def test_a_resumed_run_with_dropout_is_the_uninterrupted_one(tmp_path):
+    """To the last bit, on as many ranks."""
+    AutoConfig.for_model("gpt2", **GPT2 | {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}).save_pretrained(
+        tmp_path
+    )
+    kept = {"checkpoint": str(tmp_path / "c")}
+    runs = [{"max_steps": 4, "save": str(tmp_path / "uninterrupted")}, {"max_steps": 2} | kept]
+    runs.append({"max_steps": 4, "resume": True, "save": str(tmp_path / "resumed")} | kept)
+    whole, begun, resumed = cells.on_ranks(
+        _trained_with_dropout, str(tmp_path), runs, ranks=2, cluster=HERE, timeout=120
+    )[0]
+    assert begun + resumed == whole
+    models = [load_file(tmp_path / name / "model.safetensors") for name in ("uninterrupted", "resumed")]
+    assert [name for name, value in models[0].items() if not torch.equal(value, models[1][name])] == []
+
+
+# ---- what does not fit
+
+
+@pytest.mark.parametrize("given", [{"strategy": "single"}, {"strategy": "ddp"}, {}, {"lora": 4}], ids=str)
+def test_what_does_not_fit_is_refused_before_it_is_built(given, shapes, monkeypatch, world_of_one):
+    me = dataclasses.replace(world_of_one, world_size=1 if given.get("strategy") == "single" else 4)
+    config = hf_fsdp.Config(config=str(shapes["llama"]), device="cpu", **given)
+    run = {"script": "hf_fsdp.py", "config": asdict(config), "ranks": me.world_size, "device": "cpu"}
+    needed = predict.total(predict.plan_of(run, at_least=True).peak()[1])
+    monkeypatch.setattr(meters, "free_memory_of_a_rank", lambda *_: needed)
+    limits.refuse_if_too_big(config, me)
+    monkeypatch.setattr(meters, "free_memory_of_a_rank", lambda *_: needed - 1)
+    with pytest.raises(UserError, match=f"--config {shapes['llama']} with --strategy .* needs .*take a smaller model"):
+        hf_fsdp.build(config, None, me)
+
+
+def test_what_is_not_planned_is_not_refused(tmp_path, monkeypatch, world_of_one):
+    AutoConfig.for_model("olmo2", **COMMON).save_pretrained(tmp_path)
+    monkeypatch.setattr(meters, "free_memory_of_a_rank", lambda *_: 1)
+    limits.refuse_if_too_big(hf_fsdp.Config(config=str(tmp_path)), world_of_one)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_adapters_need_no_less_than_what_is_refused_by(recompute, shapes, world_of_one):
+    config = hf_fsdp.Config(config=str(shapes["llama"]), device="cpu", strategy="single", lora=4, recompute=recompute)
+    model = hf_fsdp.build(config, hf_models.configuration(config.config, "--config"), world_of_one)
+    optimizer, batch = hf_fsdp.make_optimizer(model, config), (torch.arange(256).view(1, 2, 128),) * 2
+    hf_fsdp.train_step(model, optimizer, *batch, config)
+    step = trace.StepTrace(model, optimizer, torch.device("cpu"))
+    step.batch = batch
+    with step:
+        hf_fsdp.train_step(model, optimizer, *batch, config)
+    run = {"script": "hf_fsdp.py", "config": asdict(config), "ranks": 1, "device": "cpu"}
+    least, measured = predict.total(predict.plan_of(run, at_least=True).peak()[1]), trace.peak(step.timeline())[1]
+    assert 0.7 * measured < least <= measured
+
+
 # ---- what a user can get wrong: a sentence, exit code 2
 
 
@@ -339,6 +503,14 @@ def broken(folder, what, tmp_path):
             (copy / "config.json").write_text(json.dumps({"model_type": "vit"}))
         case "experts":
             (copy / "config.json").write_text(json.dumps(about | {"num_local_experts": 8}))
+        case "several models":
+            parts = {"text_config": about, "vision_config": {}}
+            (copy / "config.json").write_text(json.dumps({"model_type": "gemma3"} | parts))
+        case "quantized":
+            how = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+            (copy / "config.json").write_text(json.dumps(about | {"quantization_config": how}))
+        case "scales":  # of weights in 8 bits, without a word in config.json
+            add_tensor(copy, "model.layers.0.mlp.up_proj.weight_scale_inv", torch.ones(2, 1))
         case "missing file":
             file.unlink()
         case "truncated file":
@@ -347,6 +519,15 @@ def broken(folder, what, tmp_path):
             (copy / "config.json").write_text(json.dumps(about | {"hidden_size": 128, "head_dim": 16}))
         case "more layers":
             (copy / "config.json").write_text(json.dumps(about | {"num_hidden_layers": 4}))
+        case "fewer layers":
+            (copy / "config.json").write_text(json.dumps(about | {"num_hidden_layers": 2}))
+        case "other names":
+            index = copy / "model.safetensors.index.json"
+            index.write_text(index.read_text().replace("lm_head.", "embed_out."))
+        case "two values of one weight":
+            (copy / "config.json").write_text(json.dumps(about | {"tie_word_embeddings": True}))
+        case "no value":
+            add_tensor(copy, "model.norm.weight", torch.full((64,), torch.nan))
         case "no weights":
             for each in copy.glob("model*"):
                 each.unlink()
@@ -359,6 +540,15 @@ def broken(folder, what, tmp_path):
     return copy
 
 
+def add_tensor(folder, name, value):
+    """Put a tensor into a file of its own in a model's folder, in the place of another of that name."""
+    index = folder / "model.safetensors.index.json"
+    about = json.loads(index.read_text())
+    about["weight_map"][name] = "more.safetensors"
+    index.write_text(json.dumps(about))
+    save_file({name: value}, folder / "more.safetensors")
+
+
 SENTENCES = {
     "no config": "cannot be read",
     "no json": "is not JSON",
@@ -366,10 +556,17 @@ SENTENCES = {
     "remote code": "code of its own, which is never run here",
     "no language model": "no causal language model",
     "experts": "mixture of experts",
+    "several models": "gemma3 is several models in one (text_config, vision_config): take a text-only model",
+    "quantized": "its weights are quantized (fp8): take the model in bf16 or fp32",
+    "scales": "does not have, such as model.layers.0.mlp.up_proj.weight_scale_inv: its config.json",
     "missing file": "model-00002-of-00004.safetensors is missing",
     "truncated file": "is not whole",
     "another model": "has the shape",
     "more layers": "has no tensor model.layers.3",
+    "fewer layers": "does not have, such as model.layers.2",
+    "other names": "has no tensor lm_head.weight, but has embed_out.weight",
+    "two values of one weight": "differ, and its config.json makes them one weight",
+    "no value": "no value for model.norm.weight: is a file damaged?",
     "no weights": "there is no model.safetensors in",
     "damaged index": "index.json cannot be read",
     "small vocabulary": "vocabulary ends at 99",

@@ -290,6 +290,39 @@ def test_each_can_be_planned_under_fsdp(name):
         assert predict.total(planned.peak()[1]) > kept
 
 
+@pytest.mark.parametrize("family", huggingface.FAMILIES)
+def test_dropout_is_seen_by_whatever_name_the_family_has_for_it(family):
+    """Each probability of the library's configuration alone, except those of GPT-2's other heads."""
+    theirs = transformers.AutoConfig.for_model(family).to_dict()
+    names = [name for name in theirs if "drop" in name and not name.startswith("summary_")]
+    assert names
+    without = theirs | dict.fromkeys(names, 0.0)
+    assert not huggingface.shape_of(without).dropout
+    for name in names:
+        assert huggingface.shape_of(without | {name: 0.1}).dropout, name
+    left_to_the_default = {name: value for name, value in theirs.items() if name not in names}
+    assert huggingface.shape_of(left_to_the_default).dropout == any(theirs[name] for name in names)
+
+
+def test_an_answer_without_dropout_says_so(tmp_path):
+    import json
+
+    def answers(**options):
+        given = {"config": str(tmp_path), "ranks": 2, "seq": 512, "gpu": "rtx4090"} | options
+        return plan.answer(plan.Options(**given))
+
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["gpt2"]))
+    for options in ({}, {"find": "batch"}):
+        assert "fits without its dropout in 23.5 GiB" in answers(**options)
+        assert ", this model's dropout" in answers(**options)
+    assert ", this model's dropout" in answers(sweep=True)
+    assert json.loads(answers(json=True))["not_modelled"] == ["dropout"]
+    none = PUBLISHED["gpt2"] | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    (tmp_path / "config.json").write_text(json.dumps(none))
+    assert "its dropout" not in answers() and "model's dropout" not in answers()
+    assert json.loads(answers(json=True))["not_modelled"] == []
+
+
 def test_a_family_that_is_not_known_is_refused():
     with pytest.raises(UserError, match="model_type 'rwkv' is not planned"):
         huggingface.shape_of(GROUPED | {"model_type": "rwkv"})

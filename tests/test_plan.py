@@ -331,10 +331,10 @@ def test_units_are_the_members_of_the_outermost_lists():
     assert units_of(layers[0]) == []
 
 
-def test_a_model_that_cannot_be_trained_is_one_sentence(own):
+def test_a_model_that_cannot_be_simulated_is_one_sentence(own):
     run = script("plan.py", "--model", f"{own}/own.py:broken", "--precision", "fp32")
     assert run.returncode == 2 and run.stdout == ""
-    assert "own.py:broken cannot be trained: RuntimeError: " in run.stderr
+    assert "own.py:broken cannot be simulated: RuntimeError: " in run.stderr
     assert len(run.stderr.splitlines()) == 1
 
 

@@ -52,3 +52,107 @@ def test_simulated_peak_is_the_predicted_one(strategy, wrap, ranks, batch):
     gathered = 4 * ranks * sum(predict.shard(strategy, unit, ranks) for unit in predict.units_of(wrap))
     reduced = [entry for entry in simulated["traffic"] if entry["kind"] == "reduce-scatter"]
     assert sum(entry["count"] * entry["bytes"] for entry in reduced) == gathered
+
+
+def simulated_alone(layers, lengths_of, precision="fp32"):
+    """The peak by category of an own model that reads its batch as ``lengths_of(x, lengths)`` does, or the error's words."""
+    import torch
+    from labkit import UserError
+    from labkit.measuring import own_model
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers))
+
+        def forward(self, x, lengths):
+            x = lengths_of(x, lengths)
+            for layer in self.layers:
+                x = layer(x).relu()
+            return x
+
+    def build():
+        return Net(), (torch.ones(256, 16), torch.full((256,), 9)), lambda module, *batch: module(*batch).float().mean()
+
+    try:
+        return own_model.step(build, 1, "single", precision)["peak"]
+    except UserError as error:
+        return str(error)
+
+
+def routed(x, lengths):
+    """A mixture of experts sends each expert its tokens."""
+    import torch
+
+    tokens_per_expert = torch.bincount(lengths % 4, minlength=4)
+    return torch.cat([part * 2 for part in x.split(tokens_per_expert.tolist())])
+
+
+def read_in_backward(x, _):
+    import torch
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return x * x
+
+        @staticmethod
+        def backward(context, gradient):
+            return gradient * gradient.sum().item()
+
+    return Square.apply(x.requires_grad_())
+
+
+DATA_DEPENDENT = {
+    "item": lambda x, lengths: x[: int(lengths.max().item())],
+    "int": lambda x, lengths: x[: int(lengths[0])],
+    "float": lambda x, lengths: x * float(lengths[0]),
+    "bool": lambda x, lengths: x if bool(lengths[0] > 3) else 2 * x,
+    "if any": lambda x, lengths: 2 * x if (lengths > 3).any() else x,
+    "tolist": lambda x, lengths: x[: int(lengths.tolist()[0])],
+    "torch.equal": lambda x, lengths: x if lengths.equal(2 * lengths) else 2 * x,
+    "nonzero": lambda x, lengths: x[(lengths > 3).nonzero()[:, 0]],
+    "boolean index": lambda x, lengths: x[lengths > 3],
+    "unique": lambda x, lengths: x + lengths.unique().sum(),
+    "repeat": lambda x, lengths: x.repeat_interleave(lengths, 0),
+    "routing": routed,
+    "in backward": read_in_backward,
+}
+
+
+def simulated_each(readers):
+    return {name: simulated_alone(2, reader) for name, reader in readers.items()}
+
+
+def test_a_model_that_reads_its_data_is_refused():
+    """Whatever it reads, with the line that reads it; constants, and the optimizer's own counters, are no data."""
+    found = forked(simulated_each, DATA_DEPENDENT)
+    for name, words in found.items():
+        assert "shapes or control flow that depend on data cannot be planned" in words, (name, words)
+        assert "test_simulate.py, line " in words, (name, words)
+
+
+def test_what_is_known_without_data_is_simulated():
+    import torch
+
+    known = {
+        "nothing": lambda x, _: x,
+        "a constant": lambda x, _: x * torch.tensor(3.0).item(),
+        "a mask": lambda x, lengths: x.masked_fill((lengths > 3)[:, None], 0.0),
+    }
+    found = forked(simulated_each, known)
+    assert all(peak["optimizer state"] > 0 for peak in found.values())
+
+
+def test_bf16_on_a_single_rank_is_autocast_as_in_the_labs():
+    layers = 8
+
+    def both():
+        return [simulated_alone(layers, lambda x, _: x, precision) for precision in ("fp32", "bf16")]
+
+    fp32, bf16 = forked(both)
+    rows = 256 * 16  # a layer keeps its input, and ReLU its result, which is the next one's input
+    assert fp32["activations"] >= 4 * rows * layers
+    assert bf16["activations"] < 0.75 * fp32["activations"]
+    assert bf16["parameters"] == fp32["parameters"]

@@ -136,6 +136,7 @@ def describe(options, plan: predict.Plan) -> dict:
         **throughput,
         "flops_utilisation": cost.utilisation(plan, times["overlapped"], options.peak_flops),
         "memory": gpus.verdict(peak, options.memory, options.gpu, options.ranks),
+        "not_modelled": ["dropout"] if options.shape.dropout else [],  # of what this model has
         "booking": booking(options, tokens_of_a_step(options, plan), times) if options.tokens else None,
     }
 

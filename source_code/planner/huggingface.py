@@ -5,7 +5,7 @@ library's modules. Operators are the course's (planner/networks.py), as if the m
 its own modules may compute the same in more steps, and keep more. Compared with them, on the CPU: Llama, Qwen and Gemma
 agree; a window shorter than the sequence, soft caps, GPT-2 and Phi keep more without recomputation (plan.py --simulate).
 
-Not in it: soft-capping inside attention (Gemma 2), which no fused kernel does; rotary positions of a part of each head
+Not in it: dropout; soft-capping inside attention (Gemma 2), which no fused kernel does; rotary positions of a part of each head
 (Phi) are counted as if of the whole.
 """
 
@@ -86,7 +86,7 @@ FAMILIES = {
     "phi3": _phi3,
     "gpt2": _gpt2,
 }
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "moe_intermediate_size")
 # What each field of a shape is called: in most configurations, and in GPT-2's.
 NAMES = {
     "layers": ("num_hidden_layers", "n_layer"),
@@ -129,7 +129,15 @@ def shape_of(config: dict) -> GPTShape:
     heads = config.get("num_key_value_heads")
     numbers["kv_heads"] = numbers["heads"] if heads is None else _number(config, "num_key_value_heads", family)
     common = {"tied": bool(config.get("tie_word_embeddings", False)), "head_width": config.get("head_dim")}
+    common["dropout"] = _drops(config, family)
     return GPTShape(**numbers | common | FAMILIES[family](config))
+
+
+def _drops(config: dict, family: str) -> bool:
+    """Return whether a model drops elements in training; GPT-2 does where its configuration does not say."""
+    given = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.1) if family == "gpt2" else {}
+    given |= {name: value for name, value in config.items() if "drop" in name}
+    return any(value for name, value in given.items() if not name.startswith("summary_"))  # of GPT-2's other heads
 
 
 def _number(config: dict, name: str, family: str) -> int:

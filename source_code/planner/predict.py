@@ -55,13 +55,13 @@ def check_planned(script: str):
         raise UserError(f"{script} has no plan: the planner knows {', '.join(PLANNED)}")
 
 
-def plan_of(record: dict, rank: int = 0) -> Plan:
+def plan_of(record: dict, rank: int = 0, at_least: bool = False) -> Plan:
     """The plan of a run of one of the labs, from its record (labkit/measuring/records.py).
 
     Of the record it takes "script", "config" (every option), "ranks", "device", and "batch_size" of mnist_fsdp.py; the
     version of PyTorch, if it says one. What a GPU's operators allocate inside them is left out, as the meters cannot see
-    it. rank: whose plan, where ranks differ: of a pipeline, and see ``Plan.rank``. UserError where the arithmetic does
-    not reach.
+    it. rank: whose plan, where ranks differ: of a pipeline, and see ``Plan.rank``. at_least: whether a plan will do that
+    needs less than the run, where the run itself cannot be planned. UserError where the arithmetic does not reach.
     """
     script, config, ranks = record["script"], record["config"], record["ranks"]
     check_planned(script)
@@ -75,7 +75,7 @@ def plan_of(record: dict, rank: int = 0) -> Plan:
         shape, stage = GPT_SHAPES[config["preset"]], Stage(ranks, rank, config["schedule"])
         return of_stage(shape, *sizes, stage, on_gpu=record["device"] == "cuda", **trained, **common)
     if script == "hf_fsdp.py":
-        return of_hugging_face(config, on_gpu=record["device"] == "cuda", **common)
+        return of_hugging_face(config, on_gpu=record["device"] == "cuda", at_least=at_least, **common)
     if script == "gpt_zero.py":
         config = zero.as_gpt_fsdp(config)
     common |= {name: config[name] for name in ("strategy", "precision")}
@@ -106,15 +106,16 @@ def plan_of(record: dict, rank: int = 0) -> Plan:
     )
 
 
-def of_hugging_face(config: dict, on_gpu: bool, **common) -> Plan:
+def of_hugging_face(config: dict, on_gpu: bool, at_least: bool = False, **common) -> Plan:
     """The plan of a run of hf_fsdp.py with these options, as far as the course's operators are the model's own.
 
-    UserError: adapters, which are peft's, or a family that is not known.
+    at_least: plan the course's adapters in the place of peft's, which are on more layers, and need more. UserError:
+    peft's adapters otherwise, or a family that is not known.
     """
-    if config["lora"]:
-        raise UserError("peft's adapters, on every product, are not planned: simulate the run (imagine.hf)")
+    if config["lora"] and not at_least:
+        raise UserError("peft's adapters, on every product, are not planned: train a few steps with --record")
     shape = huggingface.load(config["model"] or config["config"])
-    sizes = (config[name] for name in ("batch_size", "seq_len", "recompute"))
+    sizes = (config[name] for name in ("batch_size", "seq_len", "recompute", "lora"))
     common |= {name: config[name] for name in ("strategy", "precision")}
     common |= {"micro_batches": config["accumulate"], "clip": config["clip"] is not None}
     return Plan(networks.gpt(shape, *sizes, apart=not shape.tied), optimizer="adamw", on_gpu=on_gpu, **common)

@@ -16,6 +16,16 @@ BESIDES += ("frozen", "prefetch", "cpu_offload")
 SMALL = 1e-3  # terms below this share of the peak are explained together
 
 
+def not_modelled(asked) -> str:
+    """Return the line that says what is in none of the figures."""
+    return NOT_MODELLED + (", this model's dropout" if without(asked) else "")
+
+
+def without(asked) -> str:
+    """Return what must be added to "fits", as it is not counted."""
+    return " without its dropout" if asked.shape and asked.shape.dropout else ""
+
+
 def gib(size: float) -> str:
     return f"{size / GIB:,.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.2f} MiB"
 
@@ -44,7 +54,7 @@ def as_text(asked, found: dict) -> str:
     stages = [f"peaks of the stages  {', '.join(map(gib, found['stages']))}"] if asked.stages > 1 else []
     lines = [
         f"{title(asked)}; {KERNELS[asked.device]}",
-        f"{found['parameters']:,} parameters; {NOT_MODELLED}",
+        f"{found['parameters']:,} parameters; {not_modelled(asked)}",
         "",
         verdict(asked, found["memory"]),
         "",
@@ -113,7 +123,7 @@ def verdict(asked, memory: dict) -> str:
     }[answer]
     which = f" of {asked.gpu}" if asked.gpu_memory is None else ""
     return (
-        f"{answer} in {asked.memory:g} GiB{which}: {rest}\n"
+        f"{answer}{without(asked) if answer != 'does not fit' else ''} in {asked.memory:g} GiB{which}: {rest}\n"
         f"  {memory['least']:,.2f} GiB planned, of which {memory['outside']:g} are context and NCCL; {memory['needs']:,.2f} with what "
         f"the allocator reserves (× {memory['reserve']:.3g}; {memory['source']})"
     )
@@ -138,7 +148,7 @@ def sweep_text(asked, rows: list[dict]) -> str:
             f"{asked.named} on {asked.ranks} ranks, {asked.memory:g} GiB each, {asked.batch} × {asked.seq:,} tokens, {asked.precision}; "
             f"predicted, at {asked.efficiency:.0%} of {asked.peak_flops / 1e12:g} TFLOP/s"
         ),
-        f"{NOT_MODELLED}; equal places: less than 2 % apart",
+        f"{not_modelled(asked)}; equal places: less than 2 % apart",
         "left out: of each strategy, recomputation that keeps more than the row that does not fit",
         "",
         f"{'':4}{'strategy':30}{'recompute':11}{'planned':>13}{'reserved':>13}  {'tokens/s':18}",
@@ -170,10 +180,10 @@ def find_text(asked, found: dict) -> str:
         head = f"no number of --{what} fits in {asked.memory:g} GiB"
         head += f"; {found['tight']:,}{tokens} would be tight" if found["tight"] else ""
     else:
-        head = f"{'the least' if what == 'ranks' else 'the most'} --{what} that fits in {asked.memory:g} GiB: {number:,}{tokens}"
+        head = f"{'the least' if what == 'ranks' else 'the most'} --{what} that fits{without(asked)} in {asked.memory:g} GiB: {number:,}{tokens}"
         if found["tight"] != number:
             head += f"; {found['tight']:,} would be tight"
-    lines = [head, reason(asked, found), f"{title(asked)}", NOT_MODELLED, ""]
+    lines = [head, reason(asked, found), f"{title(asked)}", not_modelled(asked), ""]
     lines.append(f"{'--' + what:>12}{'planned':>13}{'reserved':>13}  {'tokens/s':18}")
     for row in found["rows"]:
         lines.append(f"{row[what]:>12,}{short(asked, row)}")

@@ -33,6 +33,7 @@ class GPTShape:
     window: int | None = None  # tokens that a token sees, in ``windowed`` of the layers
     windowed: float = 1.0
     softcap: bool = False  # logits are squashed by a tanh
+    dropout: bool = False  # training drops elements, whose masks are not planned
 
     def __post_init__(self):
         if self.head_width is None and self.width % self.heads:

@@ -38,11 +38,16 @@ def _check_compiler(on_cpu: bool):
 
 
 def refuse_if_too_big(config, me):
-    """UserError, on every rank, if the planner's peak of a run is more than the memory there is."""
+    """Refuse a run that needs more memory than there is, by the planner's peak; do nothing where it knows none.
+
+    Raises:
+        UserError: On every rank.
+    """
     run = {"script": config.script, "ranks": me.world_size, "device": me.device.type}
     run["config"] = dataclasses.asdict(config)
+    stages = config.arranged(me.world_size).pipeline if hasattr(config, "arranged") else 1
     try:
-        plans = [predict.plan_of(run, stage) for stage in range(config.arranged(me.world_size).pipeline)]
+        plans = [predict.plan_of(run, stage, at_least=True) for stage in range(stages)]
     except UserError:  # not predicted: nothing to go by
         return
     # With offload, what persists lies in the CPU's memory.
@@ -53,9 +58,11 @@ def refuse_if_too_big(config, me):
     if needed > free:
         how = f"--stage {config.stage}" if config.script == "gpt_zero.py" else f"--strategy {config.strategy}"
         how = f"{len(plans)} stages" if len(plans) > 1 else how
+        named = ((name, getattr(config, name, None)) for name in ("preset", "model", "config"))
+        model = next(f"--{name} {value}" for name, value in named if value)
         raise UserError(
-            f"--preset {config.preset} with {how} needs {needed / 2**30:.1f} GiB on each of "
-            f"{me.world_size} ranks, and {free / 2**30:.1f} GiB are free: take a smaller preset or more ranks "
+            f"{model} with {how} needs {needed / 2**30:.1f} GiB on each of "
+            f"{me.world_size} ranks, and {free / 2**30:.1f} GiB are free: take a smaller model or more ranks "
             "(plan.py says what takes them)"
         )
 

@@ -43,7 +43,11 @@ def step(build, ranks: int, strategy: str, precision: str = "fp32", reshard: str
         optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], foreach=True)
 
         def train(*inputs):
-            loss_of(module, *inputs).backward()
+            by_autocast = precision == "bf16" and strategy == "single"  # FSDP casts by its own policy
+            with torch.autocast("cpu", torch.bfloat16) if by_autocast else contextlib.nullcontext():
+                loss = loss_of(module, *inputs)
+            loss.backward()
+            del loss
             optimizer.step()
             optimizer.zero_grad()
 

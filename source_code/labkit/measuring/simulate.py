@@ -13,18 +13,27 @@ how FSDP2 cuts a parameter, how DTensor decides whether to use its cache, and ``
 """
 
 import contextlib
+import os
+import traceback
 import warnings
+from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import _dispatch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from labkit import UserError
 from labkit.measuring.gpu_operators import GpuOperators, GpuTrace
 from labkit.measuring.trace import CATEGORIES, StepTrace, listed, peak
 
@@ -48,8 +57,9 @@ def step(setup, gpu: GpuOperators | None = None, workspaces: bool = True) -> dic
     Returns what a record has under "memory" and "traffic": {"peak": {category: bytes}, "peak_phase",
     "peak_operator", "start", "timeline", "traffic": [{"kind", "count", "bytes", "dimension"}, …]}.
     """
-    with _without_memory():
+    with _without_memory() as counters:
         model, optimizer, batch, train = setup()
+        counters.optimizer = optimizer
         about = model, optimizer, torch.device("meta")  # where fake tensors have their storage
         trace = GpuTrace(gpu, workspaces, *about) if gpu else StepTrace(*about)
         with gpu or contextlib.nullcontext():
@@ -71,8 +81,9 @@ def step(setup, gpu: GpuOperators | None = None, workspaces: bool = True) -> dic
 
 def tracked_peak(setup) -> int:
     """Bytes alive at the peak of two steps, by PyTorch's own tracker for ``fully_shard``; setup: as ``step`` takes it."""
-    with _without_memory():
+    with _without_memory() as counters:
         model, optimizer, batch, train = setup()
+        counters.optimizer = optimizer
         tracker = FSDPMemTracker(model, optimizer)
         tracker.track_inputs(batch)
         with tracker:
@@ -87,9 +98,22 @@ def _without_memory():
     # The first step fills DTensor's cache of what its operators return, as it does in a real run. On tensors without
     # memory DTensor would think that it is being compiled, and work it out each time, on whole parameters.
     cached = mock.patch.object(_dispatch, "_are_we_tracing", return_value=False)
-    with FakeTensorMode(allow_non_fake_inputs=True), _Counters(), cached, warnings.catch_warnings():
+    with FakeTensorMode(allow_non_fake_inputs=True), _Counters() as counters, cached, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # FSDP1 asks whether there is one
-        yield
+        try:
+            yield counters
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise UserError(
+                f"{_innermost_line(error)} reads a tensor's elements, and simulated tensors have none: "
+                "shapes or control flow that depend on data cannot be planned"
+            ) from error
+
+
+def _innermost_line(error: Exception) -> str:
+    """Return "FILE, line N" of the innermost code outside PyTorch and labkit that an error came through."""
+    libraries = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(libraries)]
+    return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "PyTorch"
 
 
 @contextlib.contextmanager
@@ -118,9 +142,15 @@ class _Parts:
 
 
 class _Counters(TorchDispatchMode):
-    """Answers 1 where an optimizer asks a step counter, which has no memory either, for its number."""
+    """Return 1 where the optimizer reads one of its step counters, which have no memory either.
+
+    Every other read of a tensor's element reaches ``FakeTensorMode``, which refuses it unless the element is known.
+    """
+
+    optimizer = None  # the one that is simulated, once there is one
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if operator._schema.name == "aten::_local_scalar_dense":
-            return 1.0
+        if operator._schema.name == "aten::_local_scalar_dense" and self.optimizer:
+            if any(state.get("step") is args[0] for state in self.optimizer.state.values()):
+                return 1.0
         return operator(*args, **(kwargs or {}))

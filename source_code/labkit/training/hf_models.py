@@ -8,6 +8,7 @@ import contextlib
 import copy
 import io
 import json
+import math
 import zlib
 from pathlib import Path
 from unittest import mock
@@ -24,18 +25,20 @@ try:
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed, where there is one, is imported too, and prints
         import transformers.modeling_utils
     import transformers.masking_utils
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, PreTrainedModel
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 except ImportError:  # said by ``configuration``
     transformers = None
 ADAPTER = "default"  # peft's name for the only adapter there is
+NOT_MODELS = {"attn_config", "ffn_config"}  # parts of a configuration that are of the same model
 
 
 def configuration(path: str, option: str):
     """The configuration in a config.json, or in the folder it lies in. option: what named it.
 
-    UserError: there is none, or it is of no dense causal language model that transformers knows by itself.
+    UserError: there is none, or it is of no dense, text-only, unquantized causal language model that transformers knows
+    by itself.
     """
     if transformers is None:
         raise UserError("transformers is not installed here: python -m pip install 'transformers>=5' safetensors")
@@ -55,10 +58,17 @@ def configuration(path: str, option: str):
         raise UserError(f"{option} {path}: model_type {kind!r} {its} (transformers {transformers.__version__})")
     if CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"{option} {path}: {kind} is no causal language model, which is what this lab trains")
+    if parts := sorted(CONFIG_MAPPING[kind].sub_configs.keys() - NOT_MODELS):
+        raise UserError(
+            f"{option} {path}: {kind} is several models in one ({', '.join(parts)}): take a text-only model"
+        )
     if experts := next((name for name in EXPERTS if given.get(name)), None):
         raise UserError(f"{option} {path}: {kind} is a mixture of experts ({experts}): take a dense model")
+    if quantized := given.get("quantization_config") or given.get("compression_config"):
+        method = quantized.get("quant_method", "of an unknown kind") if isinstance(quantized, dict) else quantized
+        raise UserError(f"{option} {path}: its weights are quantized ({method}): take the model in bf16 or fp32")
     try:
-        return CONFIG_MAPPING[kind].from_dict(given)
+        return CONFIG_MAPPING[kind].from_pretrained(file)  # it decodes numbers that JSON does not have, such as inf
     except Exception as error:  # each family checks its own
         raise UserError(f"{option} {path}: {str(error).strip().splitlines()[-1]}") from None
 
@@ -110,6 +120,7 @@ def first_values(pattern, seed: int, but: frozenset = frozenset()):
     pattern: a model on the meta device that nobody shards. A block is filled at a time, or what lies outside of blocks
     module by module, from a seed of its own: who holds which part of it has no say in the values.
     """
+    owners = {name: module for name, module in pattern.named_modules() if isinstance(module, PreTrainedModel)}
     inside = {module for block in blocks(pattern) for module in block.modules()}
     whole = {id(block) for block in blocks(pattern)}
     for name, module in pattern.named_modules():
@@ -126,7 +137,9 @@ def first_values(pattern, seed: int, but: frozenset = frozenset()):
             continue
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            _initialise(pattern, part)
+            # The innermost of the library's models around a module knows how to initialize it.
+            around = (owner for owner in owners if not owner or f"{name}.".startswith(f"{owner}."))
+            _initialise(owners[max(around, key=len)], part)
         yield from wanted.items()
 
 
@@ -139,21 +152,58 @@ def _with_memory(part, prefix: str, but) -> dict:
                 name = prefix + (f"{path}.{own}" if path else own)
                 if tensor is None or name in but:
                     continue
-                tensors[own] = wanted[name] = torch.empty_like(tensor, device="cpu")
+                # What the library leaves as it is, is NaN then, and does not pass for a value.
+                fill = math.nan if tensor.is_floating_point() else 0
+                tensors[own] = wanted[name] = torch.full_like(tensor, fill, device="cpu")
     return wanted
 
 
-def _initialise(pattern, part):
+def _initialise(owner, part):
     for module in reversed(list(part.modules())):  # children before what they are in, as the library does
-        pattern._init_weights(module)
+        owner._init_weights(module)
     for module in part.modules():
         if hasattr(module, "reset_lora_parameters"):
             module.reset_lora_parameters(ADAPTER, init_lora_weights=True)
 
 
-def stored_names(tensors: dict) -> dict:
-    """{name in the model's files: tensor}: adapters put a ``base_layer`` between a layer and its weight."""
-    return {name.replace(".base_layer.", "."): tensor for name, tensor in tensors.items()}
+def stored(model, every_name: bool = False) -> dict[str, torch.Tensor]:
+    """Return what a model's files hold, {name: tensor}: parameters and persistent buffers, without adapters.
+
+    Args:
+        model: Sharded or not, with memory or without.
+        every_name: Whether a tensor that is shared has all its names, instead of the first alone.
+    """
+    persistent = model.state_dict().keys()
+    named = [*model.named_parameters(remove_duplicate=not every_name), *model.named_buffers()]
+    return {name: tensor for name, tensor in named if name in persistent and "lora_" not in name}
+
+
+def read(model, path: str) -> tuple[frozenset, int]:
+    """Fill what a model's files hold, on each rank its rows.
+
+    Args:
+        model: Has memory on this rank for what it keeps.
+        path: The folder of the files.
+
+    Returns:
+        The names in the model of what was filled, and how many bytes this rank has read.
+
+    Raises:
+        UserError: The files do not have exactly the model's tensors, apart from those that the library leaves out, too.
+    """
+    tensors = stored(model, every_name=True)
+    # Adapters put a ``base_layer`` between a layer and its weight.
+    named = {name.replace(".base_layer.", "."): tensor for name, tensor in tensors.items()}
+    size = hf_weights.Folder(path).read_into(named, model.base_model_prefix, _left_out(model))
+    return frozenset(tensors), size
+
+
+def _left_out(model) -> list[str]:
+    """Return regular expressions of old files' tensors that the library leaves out: it does not share its own list."""
+    buffers = [name.rpartition(".")[2] for name, _ in model.named_buffers()]
+    once_stored = {"inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
+    patterns = [pattern for name, pattern in once_stored.items() if name in buffers]
+    return [*(model._keys_to_ignore_on_load_unexpected or ()), *patterns]
 
 
 def tokens_for(config, architecture, device) -> tuple[str, torch.Tensor]:
@@ -171,7 +221,7 @@ def tokens_for(config, architecture, device) -> tuple[str, torch.Tensor]:
             "take the tokenizer that belongs to it"
         )
     longest = getattr(architecture, "max_position_embeddings", None)
-    if longest and config.seq_len > longest:
+    if longest and 0 < longest < config.seq_len:  # XLNet's -1 is no limit
         raise UserError(f"--seq-len {config.seq_len} is more than the {longest} positions that the model knows")
     return name, tokens.to(device)
 
@@ -191,11 +241,11 @@ def _encoded(raw: bytes, file: Path) -> torch.Tensor:
 
 def save(model, architecture, config):
     """Write what was trained to --save, in the library's form: the model, or the adapters in peft's. Collective."""
-    named, about = dict(model.named_parameters()), architecture
+    named, about = stored(model), architecture
     if config.lora:
         named = {
             f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": parameter
-            for name, parameter in named.items()
+            for name, parameter in model.named_parameters()
             if parameter.requires_grad
         }
         about = lora_settings(config.lora)
@@ -209,6 +259,12 @@ def save(model, architecture, config):
 
 @contextlib.contextmanager
 def as_if_run():
-    """Around a simulation: the library makes whole attention masks where it believes to be traced, as on fake tensors."""
-    with mock.patch.object(transformers.masking_utils, "is_tracing", return_value=False):
-        yield
+    """Around a simulation: have the library choose attention masks as it does for real tensors.
+
+    It makes whole masks where it believes to be traced, as on fake tensors; and where sequences are packed into one,
+    which it reads from the positions' elements: the lab packs none.
+    """
+    masks = transformers.masking_utils
+    with mock.patch.object(masks, "is_tracing", return_value=False):
+        with mock.patch.object(masks, "find_packed_sequence_indices", return_value=None):
+            yield

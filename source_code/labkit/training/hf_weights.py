@@ -6,6 +6,7 @@ Layout: https://huggingface.co/docs/safetensors and, where there are several fil
 
 import functools
 import json
+import re
 import shutil
 import tempfile
 from contextlib import contextmanager
@@ -59,32 +60,66 @@ class Folder:
             why = str(error).splitlines()[0]
             raise UserError(f"{file} is not whole ({why}): fetch it again") from None
 
-    def _stored(self, name: str, prefix: str) -> str:
-        """The name in the files of a tensor: a file of the base model alone has its names without the prefix."""
-        for stored in (name, name.removeprefix(f"{prefix}.")):
-            if stored in self.files:
-                return stored
-        raise UserError(f"{self.path} has no tensor {name}: its config.json is of another model")
+    def _matched(self, tensors: dict, prefix: str, left_out) -> list[tuple[torch.Tensor, list[str]]]:
+        """Return [(tensor, its names in the files)]. UserError where the model and the files have other tensors."""
+        shared = {}  # by the tensor's identity: a tensor may have several names
+        for name, tensor in tensors.items():
+            # A file of the base model alone has its names without the prefix.
+            for stored in dict.fromkeys((name, name.removeprefix(f"{prefix}."))):
+                shared.setdefault(id(tensor), (tensor, []))[1].append(stored)
+        known = {name for _, names in shared.values() for name in names}
+        more = [name for name in self.files if name not in known and not any(re.search(p, name) for p in left_out)]
+        missing = next((names[0] for _, names in shared.values() if self.files.keys().isdisjoint(names)), None)
+        if missing and more:
+            raise UserError(
+                f"{self.path} has no tensor {missing}, but has {more[0]}: its config.json is of another model, or "
+                "transformers renames this family's tensors on loading, which this lab does not"
+            )
+        if missing:
+            raise UserError(f"{self.path} has no tensor {missing}: its config.json is of another model")
+        if more:
+            raise UserError(
+                f"{self.path} has tensors that the model of its config.json does not have, such as {more[0]}: "
+                "its config.json is of another model"
+            )
+        return [(tensor, [name for name in names if name in self.files]) for tensor, names in shared.values()]
 
     @torch.no_grad()
-    def read_into(self, tensors: dict[str, torch.Tensor], prefix: str) -> int:
+    def read_into(self, tensors: dict[str, torch.Tensor], prefix: str, left_out=()) -> int:
         """Fill {name: tensor}, which have memory, of a DTensor this rank's rows; return how many bytes were read.
 
-        prefix: of the base model's names. A file is open for one tensor at a time: what has been read of it counts as
-        this process's memory while it is.
-        """
-        return sum(self._fill(self._stored(name, prefix), tensor) for name, tensor in tensors.items())
+        A file is open for one tensor at a time: what has been read of it counts as this process's memory while it is.
 
-    def _fill(self, name: str, tensor) -> int:
+        Args:
+            tensors: All that the model wants of the files. A tensor may have several names.
+            prefix: Of the base model's names.
+            left_out: Regular expressions of tensors that the files may have besides.
+
+        Raises:
+            UserError: The files have other tensors than these, or other shapes, or two values for one tensor.
+        """
+        size = 0
+        for tensor, (name, *others) in self._matched(tensors, prefix, left_out):
+            part = self._part(name, tensor)
+            local(tensor).copy_(part)
+            size += part.nbytes
+            for other in others:
+                if not torch.equal(self._part(other, tensor), part):
+                    raise UserError(
+                        f"{self.path}: {name} and {other} differ, and its config.json makes them one weight: "
+                        "set tie_word_embeddings to false there"
+                    )
+        return size
+
+    def _part(self, name: str, tensor) -> torch.Tensor:
+        """Return the rows of a stored tensor that this rank keeps, in the file's number format."""
         begin, end = rows(tensor)
         with self._opened(self.files[name]) as opened:
             kept = opened.get_slice(name)
             if kept.get_shape() != list(tensor.shape):
                 there = f"{name} has the shape {kept.get_shape()}"
                 raise UserError(f"{self.path}: {there}, and by its config.json {list(tensor.shape)}")
-            part = kept[begin:end]
-            local(tensor).copy_(part)
-        return part.nbytes
+            return kept[begin:end] if tensor.dim() else opened.get_tensor(name)
 
 
 def rows(tensor) -> tuple[int, int]:
