@@ -315,13 +315,18 @@ class Lab_(Training):
     gamma: float = option(0.5, "its factor", resumed="print")
 
 
-def test_what_changes_is_printed(tmp_path, world_of_one, capsys):
+def test_what_changes_is_printed(tmp_path, world_of_one, capsys, monkeypatch):
     first = saving.Saver(Lab_(checkpoint=str(tmp_path)), *training(), RUN)
     first.save(1)
     first.finish()
     again = saving.Saver(Lab_(checkpoint=str(tmp_path), resume=True, lr=0.1), *training(), RUN)
     assert again.resume(9) == 1
+    again.folder.close()
     printed = capsys.readouterr().out
+    assert "torch" not in printed
+    monkeypatch.setattr(torch, "__version__", "2.99")
+    saving.Saver(Lab_(checkpoint=str(tmp_path), resume=True), *training(), RUN).resume(9)
+    assert "step-000001 was saved with torch " in capsys.readouterr().out
     assert "--lr was 1 up to step-000001, and is 0.1 from here on" in printed and "--gamma" not in printed
 
 

@@ -363,8 +363,21 @@ def fails(monkeypatch, number: int, times: int):
     return attempts
 
 
-def test_what_passes_is_tried_again(tmp_path, world_of_one, monkeypatch):
-    fails(monkeypatch, errno.EIO, times=2)
+@pytest.mark.parametrize("at", ["a rank's file", "the manifest"])
+def test_what_passes_is_tried_again(at, tmp_path, world_of_one, monkeypatch):
+    if at == "a rank's file":
+        fails(monkeypatch, errno.EIO, times=2)
+    else:
+        write, left = manifest.write, [2]
+
+        def sometimes(*given, **about):
+            if left[0]:
+                left[0] -= 1
+                raise OSError(errno.EIO, "Input/output error")
+            write(*given, **about)
+
+        monkeypatch.setattr(manifest, "write", sometimes)
+        monkeypatch.setattr(saving, "WAITS", (0, 0))
     saving.save(tmp_path, 1, *training(), RUN)
     assert names(tmp_path) == ["step-000001"]
     assert saver(tmp_path, *training(), resume=True).resume(9) == 1

@@ -5,6 +5,7 @@ What differs from its manifest is never loaded.
 
 import dataclasses
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -85,8 +86,10 @@ def _go_on_from(folder: CheckpointFolder, path: Path, config):
     """Note that a checkpoint was read and is whole; print which options have changed since it was written. On rank 0."""
     folder.whole.add(path.name)
     folder.clear_leftovers()
-    now = changeable(config)
-    for name, before in manifest.read(path).get("options", {}).items():
+    now, found = changeable(config), manifest.read(path)
+    if (before := found.get("versions", {}).get("torch", torch.__version__)) != torch.__version__:
+        print(f"{path.name} was saved with torch {before}, and is read with {torch.__version__}", flush=True)
+    for name, before in found.get("options", {}).items():
         if name in now and now[name] != before:
             print(f"{name} was {_shown(before)} up to {path.name}, and is {_shown(now[name])} from here on", flush=True)
 

@@ -40,7 +40,14 @@ WAITS = (1.0, 10.0)  # seconds before each further attempt to write
 
 
 class SaveFailed(UserError):
-    """A checkpoint could not be written; those before it are as they were."""
+    """A checkpoint could not be written; those before it are as they were. errno: the system's number for the cause."""
+
+    def __init__(self, sentence: str, errno: int | None = None):
+        super().__init__(sentence, errno)
+        self.sentence, self.errno = sentence, errno
+
+    def __str__(self):
+        return self.sentence
 
 
 class Saver:
@@ -264,12 +271,12 @@ def write(folder: CheckpointFolder, step: int, state: dict, run: dict, options: 
     """
     for wait in (*WAITS, None):
         every = _written(folder.partial(step), state, group)
-        errors = [each for each in every if isinstance(each, tuple)]
-        passes = any(number in PASSING for number, _ in errors) and not any(n and n not in PASSING for n, _ in errors)
-        if not errors or wait is None or not passes:
-            break
+        try:
+            return on_one(partial(_complete, folder, folder.partial(step), every, run, options or {}), group)
+        except SaveFailed as error:
+            if wait is None or error.errno not in PASSING:
+                raise
         time.sleep(wait)
-    on_one(partial(_complete, folder, folder.partial(step), every, run, options or {}), group)
 
 
 def _written(partial: Path, state: dict, group) -> list:
@@ -304,7 +311,8 @@ def _complete(folder: CheckpointFolder, partial: Path, every: list, run: dict, o
     """Make a checkpoint of what the ranks have written. every: see ``_written``. On rank 0."""
     try:
         if errors := [each for each in every if isinstance(each, tuple)]:
-            number, reason = next((each for each in errors if each[0]), errors[0])
+            # The one to put right: what does not pass, before what does, before what PyTorch does not tell.
+            number, reason = min(errors, key=lambda each: (each[0] is None, each[0] in PASSING))
             raise OSError(number or 0, reason)
         files = {name: digest for each in every for name, digest in each["files"].items()}
         if unseen := next((name for name in files if not checkpoint_folder.appears(partial / name)), None):
@@ -322,7 +330,8 @@ def _complete(folder: CheckpointFolder, partial: Path, every: list, run: dict, o
         clear(partial)
         raise SaveFailed(
             f"{name_of_partial(partial)} could not be saved to {partial.parent} ({error.strerror}), where older "
-            "checkpoints are as they were: make room, or name another --checkpoint"
+            "checkpoints are as they were: make room, or name another --checkpoint",
+            error.errno,
         ) from None
 
 
