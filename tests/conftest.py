@@ -44,12 +44,28 @@ LONGEST += (
 LONGEST = [f"test_{name}" for name in LONGEST]
 
 
+MARKERS = {"slurm_installed": "slurm", "seed": "drawn"}  # what uses the fixture has the marker
+
+
 def pytest_collection_modifyitems(items):
-    """The order of files; and what starts a Slurm is marked so: it takes long, and ``make test`` leaves it to CI."""
+    """Order the files, and mark tests by their fixtures: ``make test`` leaves a Slurm to CI, ``make nightly`` takes seeds."""
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
     for item in items:
-        if "slurm_installed" in getattr(item, "fixturenames", ()):
-            item.add_marker("slurm")
+        for fixture in set(MARKERS) & set(getattr(item, "fixturenames", ())):
+            item.add_marker(MARKERS[fixture])
+
+
+def pytest_report_header() -> str | None:
+    """Show a seed that is not the fixed one, with the command that repeats these tests."""
+    if seed := os.environ.get("FSDP_LABS_SEED"):
+        return f"FSDP_LABS_SEED={seed}; to repeat: make nightly SEED={seed}"
+    return None
+
+
+@pytest.fixture(scope="session")
+def seed() -> int:
+    """Return the seed of whatever a test draws at random: a fixed one, except in ``make nightly``."""
+    return int(os.environ.get("FSDP_LABS_SEED", "1"))
 
 
 @pytest.fixture(autouse=True)
