@@ -1,6 +1,8 @@
 """Run commands in tests: always with a time-out, never leaving a process behind."""
 
+import importlib
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -9,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from labkit.running import launch, warm
+
+PARSED = re.compile(r"\bparse\(([\w.]+), __doc__\)")
 
 
 def call(*command, env=None, cwd=None, timeout=60) -> subprocess.CompletedProcess:
@@ -60,6 +64,17 @@ def script(*words, env=os.environ, timeout=60) -> subprocess.CompletedProcess:
     if timed_out:
         pytest.fail(f"not finished after {timeout} s: {command}\n{done.stdout}\n{done.stderr}")
     return done
+
+
+def options_class(command: str) -> type:
+    """Return the class of a command's options: what its file hands to ``options.parse``."""
+    module = importlib.import_module(command.removesuffix(".py"))
+    return eval(PARSED.search((launch.SOURCE / command).read_text())[1], vars(module))
+
+
+def commands() -> list[str]:
+    """Return the files of all commands that parse their options by ``labkit.running.options``."""
+    return sorted(path.name for path in launch.SOURCE.glob("*.py") if PARSED.search(path.read_text()))
 
 
 def ways(names) -> list:

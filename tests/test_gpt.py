@@ -483,71 +483,7 @@ def test_every_way_computes_the_same(way, losses_of_four, tmp_path, request):
     assert records.load(path)["losses"] == pytest.approx(losses_of_four, rel=1e-10)
 
 
-# What a user gets wrong
-
-BAD = {
-    "--strategy zero": "argument --strategy: invalid choice: 'zero'",
-    "--preset huge": "argument --preset: invalid choice: 'huge'",
-    "--strategy ddp --mesh 1x2": "--mesh goes with --strategy fsdp1 or fsdp2; with ddp leave it out",
-    "--strategy single --cpu-offload": "--cpu-offload goes with --strategy fsdp1 or fsdp2",
-    "--strategy ddp --reshard-after-forward true": "--reshard-after-forward goes with --strategy fsdp1 or fsdp2",
-    "--strategy fsdp1 --prefetch 2": "--prefetch goes with --strategy fsdp2",
-    "--strategy fsdp1 --reshard-after-forward 2": "--reshard-after-forward N is FSDP2's",
-    "--strategy fsdp1 --mesh 1x2 --reshard-after-forward false": "FSDP1 on a --mesh frees parameters after forward",
-    "--reshard-after-forward maybe": "--reshard-after-forward is true, false or a number from 2 on, not 'maybe'",
-    "--reshard-after-forward 1": "a number from 2 on, not '1'",
-    "--strategy fsdp1 --clip 1 --precision fp64": "FSDP1 computes the norm that --clip needs in fp32",
-    "--mesh 2by4": "--mesh is REPLICASxSHARDS, such as 2x4, or NAME=SIZE,NAME=SIZE, not '2by4'",
-    "--mesh 0x4": "not '0x4'",
-    "--strategy single --ranks 2": "--strategy single is one rank",
-    "--resume": "--resume needs --checkpoint",
-    "--checkpoint-every 5": "--checkpoint-every needs --checkpoint",
-    "--accumulate 0": "--accumulate must be at least 1, but is 0",
-    "--lora 0": "--lora must be at least 1, but is 0",
-    "--strategy fsdp1 --mesh 2x1": "FSDP1 on --mesh 2x1 has nothing to shard",
-    "--strategy fsdp1 --cpu-offload --accumulate 2": "forgets all but the last micro-batch: use --sync last",
-    "--prefetch -1": "--prefetch must be at least 0, but is -1",
-    "--recompute-every 2": "--recompute-every needs --recompute full, selective or alternate",
-    "--recompute full --recompute-every 0": "--recompute-every must be at least 1",
-    "--weights bf16": "--weights bf16 computes in bf16, too: give --precision bf16",
-    "--loss-chunks 0": "--loss-chunks must be at least 1",
-    "--units apart --tied": "--units apart cannot part embedding and head where they share one weight",
-    "--units apart --strategy ddp": "--units apart goes with --strategy fsdp1 or fsdp2; with ddp leave it out",
-    "--clip 0": "--clip must be above 0, but is 0.0",
-    "--lr nan": "--lr must be a finite number, but is nan",
-}
-
-
-@pytest.mark.parametrize("words", BAD)
-def test_one_sentence_before_anything_starts(words, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["gpt_fsdp.py"])
-    with pytest.raises(SystemExit) as exit_:
-        options.parse(gpt_fsdp.Config, "", words.split())
-    assert exit_.value.code == 2
-    printed = capsys.readouterr()
-    assert BAD[words] in printed.err
-    assert printed.err.startswith("gpt_fsdp.py: ")
-    assert len(printed.err.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("--mesh 2x4", "--mesh 2x4 is for 8 ranks, but there are 2"),
-        ("--ranks 3 --reshard-after-forward 2", "--reshard-after-forward 2 does not divide the 3 ranks of a model"),
-        ("--ranks 4 --mesh 2x2 --reshard-after-forward 4", "does not divide the 2 ranks of a model"),
-        ("--strategy fsdp1 --cpu-offload", "FSDP1's --cpu-offload needs a GPU"),
-        ("--strategy single --seq-len 100000", "--seq-len must be less than the"),
-        ("--strategy single --record {tmp}", "the record cannot be written to"),
-        ("--preset llama3-405b --lora 8", "--preset llama3-405b with --strategy fsdp2 needs"),
-    ],
-)
-def test_one_sentence_from_the_ranks(words, sentence, tmp_path):
-    done = script("gpt_fsdp.py", *words.format(tmp=tmp_path).split())
-    assert done.returncode == 2
-    assert sentence in done.stderr
-    assert done.stderr.startswith("gpt_fsdp.py: ")
-    assert len(done.stderr.strip().splitlines()) == 1
+# What a user gets wrong (and bad_input.py)
 
 
 @pytest.mark.parametrize(

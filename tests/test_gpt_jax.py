@@ -19,7 +19,7 @@ import pytest
 from commands import script
 from labkit import UserError, holds
 from labkit.measuring import meters
-from labkit.running import cells, launch, options
+from labkit.running import cells, launch
 from labkit.running.lab import Lab
 from labkit.training import jax_world
 from planner import jax_sharding
@@ -159,30 +159,7 @@ def test_left_to_the_compiler_gradients_are_all_reduced_on_the_cpu(runs):
     assert counted["all-reduce", "fsdp"] == explicit["all-reduce", "fsdp"] + explicit["reduce-scatter", "fsdp"]
 
 
-# What a user gets wrong
-
-BAD = {
-    "--strategy ddp": "argument --strategy: invalid choice: 'ddp'",
-    "--precision bf16": "argument --precision: invalid choice: 'bf16'",
-    "--ranks 4": "unrecognized arguments: --ranks 4",
-    "--devices 0": "--devices must be at least 1, but is 0",
-    "--mesh 4x2": "--mesh is fsdp=SIZE,tensor=SIZE, not '4x2'",
-    "--strategy fsdp-explicit --mesh fsdp=8": "--mesh goes with --strategy fsdp; with fsdp-explicit leave it out",
-    "--strategy replicated --min-size 0": "--min-size goes with --strategy fsdp or fsdp-explicit; with replicated",
-    "--resume": "--resume needs --checkpoint",
-    "--lr nan": "--lr must be a finite number, but is nan",
-}
-
-
-@pytest.mark.parametrize("words", BAD)
-def test_one_sentence_before_anything_starts(words, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["gpt_jax.py"])
-    with pytest.raises(SystemExit) as exit_:
-        options.parse(gpt_jax.Config, "", words.split())
-    assert exit_.value.code == 2
-    printed = capsys.readouterr().err
-    assert BAD[words] in printed and printed.startswith("gpt_jax.py: ") and len(printed.splitlines()) == 1
-
+# What a user gets wrong (and bad_input.py)
 
 OTHER_SHAPES = "one of other shapes"
 REFUSED = {

@@ -8,7 +8,7 @@ import pytest
 from labkit import UserError
 from labkit.measuring import records
 from labkit.measuring.trace import CATEGORIES
-from labkit.running import launch, options
+from labkit.running import launch
 from labkit.teaching import plots
 from planner import gpus
 
@@ -109,21 +109,6 @@ def test_every_category_has_a_colour_of_its_own():
     assert len(set(plots.COLOURS.values())) == len(CATEGORIES)
     strategies = set(plots.STRATEGY_COLOURS.values())
     assert len(strategies) == len(plots.STRATEGY_COLOURS) and not strategies & set(plots.COLOURS.values())
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("--data cifar", "invalid choice: 'cifar'"),
-        ("--epochs 0", "--epochs must be at least 1"),
-        ("--ranks x", "invalid int"),
-    ],
-)
-def test_bad_settings_are_one_sentence(words, sentence, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        options.parse(ladder.Climb, "", words.split())
-    assert exit_.value.code == 2
-    assert sentence in capsys.readouterr().err
 
 
 @pytest.mark.long
