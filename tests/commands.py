@@ -1,5 +1,6 @@
 """Run commands in tests: always with a time-out, never leaving a process behind."""
 
+import contextlib
 import importlib
 import os
 import re
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from labkit import UserError
 from labkit.running import launch, warm
 
 PARSED = re.compile(r"\bparse\(([\w.]+), __doc__\)")
@@ -64,6 +66,21 @@ def script(*words, env=os.environ, timeout=60) -> subprocess.CompletedProcess:
     if timed_out:
         pytest.fail(f"not finished after {timeout} s: {command}\n{done.stdout}\n{done.stderr}")
     return done
+
+
+@contextlib.contextmanager
+def refused(*words: str):
+    """Expect a UserError: one sentence that is about all of these words. Yields what ``pytest.raises`` does."""
+    with pytest.raises(UserError) as caught:
+        yield caught
+    assert len(str(caught.value).splitlines()) == 1, caught.value
+    assert_about(str(caught.value), *words)
+
+
+def assert_about(sentence: str, *words: str):
+    """Words: options, values, names, files. How a sentence is put is not a test's business; see messages.txt."""
+    for word in words:
+        assert re.search(rf"(?<![\w-]){re.escape(str(word))}", sentence), (word, sentence)
 
 
 def options_class(command: str) -> type:

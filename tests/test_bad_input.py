@@ -3,15 +3,13 @@
 Bad command lines are in bad_input.py.
 """
 
-import re
 import types
 
 import bad_input
 import mnist_fsdp
 import pytest
 import torch
-from commands import script
-from labkit import UserError
+from commands import assert_about, refused, script
 from labkit.measuring import records
 from labkit.running import options, ranks
 from labkit.training import checkpoints
@@ -28,8 +26,7 @@ def folder(tmp_path_factory):
 def test_a_bad_command_line_is_refused_in_one_sentence(command, words, said, folder):
     """Its words are those that the sentence is about; for the rest of it see the next test."""
     sentence = bad_input.refusal(command, words, folder)
-    for word in bad_input.in_place(said, folder):
-        assert re.search(rf"(?<![\w-]){re.escape(word)}", sentence), (word, sentence)
+    assert_about(sentence, *bad_input.in_place(said, folder))
 
 
 def test_the_sentences_are_those_that_were_reviewed(folder):
@@ -43,8 +40,8 @@ def lab(words: str, tmp_path):
 
 
 OTHER_RUNS = {
-    "--global-batch-size 16": "was made with a global batch of 8, and this run has 16",
-    "--global-batch-size 8 --seed 2": "was made with --seed 1, and this run has 2",
+    "--global-batch-size 16": ("global batch", "8", "16"),
+    "--global-batch-size 8 --seed 2": ("--seed 1", "2"),
 }
 
 
@@ -55,17 +52,19 @@ def test_a_checkpoint_belongs_to_its_run(tmp_path):
     assert lab(first, tmp_path).returncode == 0
     again = lab(first, tmp_path)
     assert again.returncode == 2
-    assert f"{tmp_path} holds the checkpoint step-000002: give --resume to go on from it" in again.stderr
-    for words, sentence in OTHER_RUNS.items():
+    assert_about(again.stderr, tmp_path, "step-000002", "--resume")
+    for words, said in OTHER_RUNS.items():
         other = lab("--strategy single --resume --max-steps 4 --checkpoint {tmp} " + words, tmp_path)
-        assert other.returncode == 2 and sentence in other.stderr, other.stderr
+        assert other.returncode == 2, other.stderr
+        assert_about(other.stderr, *said)
         assert len(other.stderr.strip().splitlines()) == 1
     resumed = lab("--ranks 2 --strategy ddp --global-batch-size 8 --max-steps 4 --resume --checkpoint {tmp}", tmp_path)
     assert resumed.returncode == 0 and "resumed at step 2 of 4" in resumed.stdout
     (checkpoints.latest(tmp_path) / "manifest.json").write_text("{")
     again = "--strategy single --global-batch-size 8 --max-steps 6 --resume --checkpoint {tmp}"
     damaged = lab(again, tmp_path)
-    assert damaged.returncode == 2 and "is damaged (manifest.json is not what this course writes)" in damaged.stderr
+    assert damaged.returncode == 2
+    assert_about(damaged.stderr, "damaged", "manifest.json")
     before = lab(again + " --fall-back --keep 1", tmp_path)
     assert "trying the one before" in before.stdout and "resumed at step 2 of 6" in before.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["step-000006"]
@@ -78,7 +77,7 @@ def test_an_error_without_words_is_told_by_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "get_state_dict", lambda *_: ({}, {"param_groups": []}))
     monkeypatch.setattr(checkpoints, "checked", lambda *_: {"shapes": {}})
     monkeypatch.setattr(checkpoints.dcp_reading.Reader, "read_metadata", broken)
-    with pytest.raises(UserError, match=r"cannot be read \(KeyError\)"):
+    with refused("(KeyError)"):
         checkpoints.load(tmp_path, None, None)
 
 
@@ -104,7 +103,7 @@ def test_damaged_checkpoint_is_named(tmp_path):
         part.write_bytes(part.read_bytes()[:100])
     run = lab(f"--strategy single --resume --epochs 1 --checkpoint {tmp_path}", tmp_path)
     assert run.returncode == 2
-    assert f"the checkpoint {saved} is damaged (__0_0.distcp has 100 bytes instead of" in run.stderr
+    assert_about(run.stderr, saved, "damaged", "__0_0.distcp", "100 bytes")
 
 
 def test_checkpoint_being_written_is_never_the_latest(tmp_path):
@@ -115,21 +114,21 @@ def test_checkpoint_being_written_is_never_the_latest(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
-    [(None, "no record at"), ("{", "is not a record"), ("[1]", "is not a record"), ('{"schema": 0}', "has layout 0")],
+    ("text", "words"),
+    [(None, ["no record"]), ("{", ["not a record"]), ("[1]", ["not a record"]), ('{"schema": 0}', ["layout", "0"])],
 )
-def test_records_say_what_is_wrong(text, sentence, tmp_path):
+def test_records_say_what_is_wrong(text, words, tmp_path):
     path = tmp_path / "run.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(UserError, match=sentence):
+    with refused(path, *words):
         records.load(path)
 
 
 def test_more_ranks_than_gpus(monkeypatch):
     monkeypatch.setattr(ranks.torch.cuda, "device_count", lambda: 2)
     config = mnist_fsdp.Config(ranks=4)
-    with pytest.raises(UserError, match="--ranks 4, but 2 GPUs are visible"):
+    with refused("--ranks 4", "2 GPUs"):
         ranks.ranks_to_start(config, "cuda", {})
     assert ranks.ranks_to_start(mnist_fsdp.Config(), "cuda", {}) == 2
 

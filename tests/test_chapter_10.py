@@ -6,9 +6,8 @@ import sys
 
 import links
 import pytest
-from commands import call
+from commands import call, refused
 from forked import forked
-from labkit import UserError
 from labkit.measuring import practice_link, records
 from labkit.running.lab import Lab
 from labkit.teaching.exercises import chapter_10, check
@@ -83,7 +82,7 @@ def test_a_sweep_writes_over_the_courses_records_only_where_told_to(named, monke
 def test_a_sweep_into_a_folder_that_cannot_be_is_refused_before_it_begins(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setattr(links, "sweep", lambda rates, steps: pytest.fail("it began"))
-    with pytest.raises(UserError, match="name another --folder"):
+    with refused("--folder"):
         links.main(links.Config(folder=str(tmp_path / "file" / "folder")))
 
 
@@ -216,4 +215,4 @@ def test_the_notebook_measures_on_two_hosts(live):
 def test_a_sweep_where_there_is_no_link():
     env = {name: value for name, value in os.environ.items() if name != practice_link.VARIABLE}
     run = call(sys.executable, "links.py", env=env, cwd=SOURCE)
-    assert run.returncode == 2 and run.stderr.count("\n") == 1 and "there is no link to change" in run.stderr
+    assert run.returncode == 2 and run.stderr.count("\n") == 1 and "make slurm" in run.stderr

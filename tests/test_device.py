@@ -5,8 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import call
-from labkit import UserError
+from commands import call, refused
 from labkit.measuring import machine
 from labkit.running import launch
 from labkit.running.lab import Lab
@@ -116,7 +115,7 @@ def test_a_device_that_was_named_is_taken(device, monkeypatch):
 
 def test_an_unknown_device_is_a_sentence(monkeypatch):
     monkeypatch.setenv("FSDP_LABS_DEVICE", "gpu")
-    with pytest.raises(UserError, match="'gpu': use cpu, cuda or auto"):
+    with refused("'gpu'", "cpu", "cuda", "auto"):
         Lab()
 
 

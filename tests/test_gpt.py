@@ -11,8 +11,7 @@ import cloudpickle
 import gpt_fsdp
 import pytest
 import torch
-from commands import call, script, ways
-from labkit import UserError
+from commands import assert_about, call, refused, script, ways
 from labkit.measuring import limits, meters, records
 from labkit.measuring.trace import local
 from labkit.running import cells, launch, options, ranks
@@ -499,7 +498,7 @@ def test_refused_with_the_planners_figure(given, monkeypatch, world_of_one):
     monkeypatch.setattr(meters, "free_memory_of_a_rank", lambda *_: needed)
     limits.refuse_if_too_big(config, me)
     monkeypatch.setattr(meters, "free_memory_of_a_rank", lambda *_: needed - 1)
-    with pytest.raises(UserError, match=f"needs {needed / 2**30:.1f} GiB on each of {me.world_size} ranks"):
+    with refused(f"{needed / 2**30:.1f} GiB", f"{me.world_size} ranks"):
         limits.refuse_if_too_big(config, me)
 
 
@@ -507,7 +506,7 @@ def test_refused_for_what_stays_where_the_peak_is_not_predicted(monkeypatch, wor
     me = dataclasses.replace(world_of_one, world_size=4)
     kept = 16 * sum(p.numel() for p in plain(gpt_fsdp.Config()).parameters())  # with two moments and DDP's buckets
     monkeypatch.setattr(meters, "free_memory_of_a_rank", lambda *_: kept - 1)
-    with pytest.raises(UserError, match="take a smaller preset or more ranks"):
+    with refused("--preset tiny", "--strategy ddp", "4 ranks"):
         limits.refuse_if_too_big(gpt_fsdp.Config(strategy="ddp", precision="bf16"), me)
 
 
@@ -523,20 +522,20 @@ def test_device_without_bf16(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla T4")
     me = ranks.Rank(0, 0, 1, "here", torch.device("cuda", 0), "nccl")
-    with pytest.raises(UserError, match="Tesla T4 does not compute in bf16: use --precision fp32"):
+    with refused("Tesla T4", "bf16", "--precision fp32"):
         limits.check(gpt_fsdp.Config(precision="bf16"), me)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "sentence"),
+    ("sizes", "said"),
     [
-        ({"width": 100, "heads": 8}, "a width of 100 cannot be shared evenly by 8 heads"),
-        ({"width": 24, "heads": 8, "kv_heads": 8}, "a head of 3 numbers is odd"),
-        ({"kv_heads": 3}, "4 heads of queries cannot share 3 of keys and values evenly"),
+        ({"width": 100, "heads": 8}, ("100", "8 heads")),
+        ({"width": 24, "heads": 8, "kv_heads": 8}, ("3", "odd")),
+        ({"kv_heads": 3}, ("4 heads", "3")),
     ],
 )
-def test_shapes_that_cannot_be(sizes, sentence):
-    with pytest.raises(UserError, match=sentence):
+def test_shapes_that_cannot_be(sizes, said):
+    with refused(*said):
         dataclasses.replace(GPT_SHAPES["tiny"], **sizes)
 
 
@@ -545,13 +544,13 @@ def test_nothing_left_to_train_and_a_damaged_checkpoint(tmp_path):
     assert script(*lab).returncode == 0
     again = script(*lab, "--resume")
     assert again.returncode == 2
-    assert "nothing left to train: the checkpoint is at step 2 of 2" in again.stderr
+    assert_about(again.stderr, "step 2 of 2")
     saved = checkpoints.latest(tmp_path)
     for part in saved.glob("*.distcp"):
         part.write_bytes(part.read_bytes()[:100])
     damaged = script(*lab, "--resume")
     assert damaged.returncode == 2
-    assert f"the checkpoint {saved} is damaged (__0_0.distcp has 100 bytes instead of" in damaged.stderr
+    assert_about(damaged.stderr, saved, "damaged", "__0_0.distcp", "100 bytes")
 
 
 def test_help_is_a_page_a_learner_can_read(capsys):

@@ -7,8 +7,7 @@ from importlib import import_module
 
 import gpu_hour
 import pytest
-from commands import call, script
-from labkit import UserError
+from commands import call, refused, script
 from labkit.running import launch, options
 
 LABS = ("mnist_fsdp.py", "gpt_fsdp.py", "hf_fsdp.py", "rank_zero.py")
@@ -106,5 +105,5 @@ def test_a_row_holds_within_its_limit(found, holds):
 
 def test_a_folder_that_cannot_be_is_refused_first(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="name another --folder"):
+    with refused("--folder"):
         gpu_hour.main(gpu_hour.Config(device="cpu", folder=str(tmp_path / "file" / "folder")))

@@ -18,6 +18,7 @@ import gpu_hour
 import ladder
 import plan
 import pytest
+from commands import refused
 from labkit import UserError
 from labkit.measuring import records
 from labkit.running import options
@@ -146,7 +147,7 @@ NO_FOLDERS = (to_a_file, under_a_file, to_nowhere, in_circles, with_too_long_a_n
 def test_what_is_no_folder_is_told_before_training(where, tmp_path):
     path = where(tmp_path)
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(UserError, match="checkpoints cannot be written to .*: name another --checkpoint"):
+    with refused("--checkpoint", path):
         checkpoints.to_resume(SimpleNamespace(checkpoint=str(path), resume=False))
     assert sorted(tmp_path.iterdir()) == before
 
@@ -167,9 +168,9 @@ def read_only(tmp_path):
 
 def test_a_folder_that_may_only_be_read(read_only):
     config = SimpleNamespace(checkpoint=str(read_only), resume=True)
-    with pytest.raises(UserError, match=r"cannot be written to .* \(Permission denied\): name another --checkpoint"):
+    with refused(read_only, "(Permission denied)", "--checkpoint"):
         checkpoints.to_resume(config)
-    with pytest.raises(UserError, match=r"cannot be written to .* \(Permission denied\): name another --record"):
+    with refused(read_only, "(Permission denied)", "--record"):
         records.check_writable(read_only / "run.json")
 
 
@@ -268,9 +269,8 @@ def test_a_manifest_that_says_nonsense_is_told(key, value, tmp_path, world_of_on
     path, before = tmp_path / "step-000001", values(model)
     found = manifest.read(path) | {key: value}
     manifest.write(path, found.pop("files"), **{name: each for name, each in found.items() if name != "sha256"})
-    with pytest.raises(UserError, match="step-000001") as refused:
+    with refused("step-000001"):
         checkpoints.load(path, model, optimizer, RUN)
-    assert len(str(refused.value).splitlines()) == 1
     assert values(model) == before
 
 
@@ -304,22 +304,21 @@ NO_RECORDS = {
 def test_what_is_no_record_is_told(what, tmp_path):
     path = tmp_path / "run.json"
     path.write_bytes(NO_RECORDS[what])
-    with pytest.raises(UserError, match="is not a record of a run|has layout") as refused:
+    with refused(path):
         records.load(path)
-    assert len(str(refused.value).splitlines()) == 1
     assert path.read_bytes() == NO_RECORDS[what]
 
 
 def test_a_record_that_is_a_folder_or_a_circle(tmp_path):
     (tmp_path / "circle.json").symlink_to(tmp_path / "circle.json")
     for path in (tmp_path, tmp_path / "circle.json", tmp_path / "run.json" / "run.json"):
-        with pytest.raises(UserError, match="no record at"):
+        with refused(path):
             records.load(path)
 
 
 def test_records_that_are_no_ladder(tmp_path):
     (tmp_path / "0.json").write_text(json.dumps(RECORD | {"memory": None}))
-    with pytest.raises(UserError, match=f"{tmp_path} holds 1 records, and a ladder has {len(ladder.RUNGS)}"):
+    with refused(tmp_path, "1", len(ladder.RUNGS)):
         ladder.read(tmp_path)
 
 
@@ -329,7 +328,7 @@ def test_rows_of_a_part_that_are_none(text, tmp_path, monkeypatch):
     config = gpu_hour.Config(device="cpu", folder=str(tmp_path))
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "smoke.json").write_text(text)
-    with pytest.raises(UserError, match="smoke.json is not what gpu_hour.py writes: remove it, or give --again"):
+    with refused("smoke.json", "gpu_hour.py", "--again"):
         gpu_hour.run_part("smoke", config)
 
 
@@ -379,10 +378,8 @@ def test_data_that_change_between_two_reads(number, small, tmp_path, monkeypatch
         return verified(path, md5)
 
     monkeypatch.setattr(datasets, "_verified", after_a_change)
-    with pytest.raises(UserError) as refused:
+    with refused(raw):
         datasets.load("mnist", tmp_path)
-    assert len(str(refused.value).splitlines()) == 1
-    assert str(raw) in str(refused.value)
 
 
 def test_a_run_with_nothing_left_of_its_data(tmp_path, small, monkeypatch):  # noqa: F811
@@ -392,5 +389,5 @@ def test_a_run_with_nothing_left_of_its_data(tmp_path, small, monkeypatch):  # n
     assert datasets.prepare("auto") == "mnist"
     for path in raw.iterdir():
         path.unlink()
-    with pytest.raises(UserError, match="MNIST is not in"):
+    with refused("MNIST", raw):
         datasets.load("mnist")

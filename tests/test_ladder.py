@@ -5,7 +5,7 @@ import sys
 import ladder
 import matplotlib.pyplot as plt
 import pytest
-from labkit import UserError
+from commands import refused
 from labkit.measuring import records
 from labkit.measuring.trace import CATEGORIES
 from labkit.running import launch
@@ -151,7 +151,7 @@ def no_gpus(monkeypatch):
 @pytest.mark.parametrize(("epochs", "batch_size", "steps"), [(1, 500, 2), (1, 1000, 1), (9, 1001, 0), (6, 1000, 6)])
 def test_a_climb_too_short_to_be_measured_is_refused_before_it_begins(epochs, batch_size, steps, no_gpus, monkeypatch):
     monkeypatch.setattr(ladder.launch, "run", lambda *_, **__: pytest.fail("it began"))
-    with pytest.raises(UserError, match=f"^{steps} steps on 4 ranks are too few .* takes 7: lower --batch-size"):
+    with refused(f"{steps} steps", "4 ranks", "7", "--batch-size"):
         next(ladder.climb(ladder.Climb(data="mnist-5k", epochs=epochs, batch_size=batch_size)))
 
 

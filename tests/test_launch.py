@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import call, run_job, script, ways
+from commands import assert_about, call, refused, run_job, script, ways
 from forked import forked
 from labkit.measuring import machine, records
 from labkit.running import launch, progress, ranks, warm
@@ -252,7 +252,7 @@ def test_a_rank_that_fails_alone_says_so(tmp_path):
     )
     run = script(impatient, env=os.environ | alone)
     assert run.returncode == 2
-    assert "rank 0 was not found at 127.0.0.1, ports [1], within 1 s" in run.stderr
+    assert_about(run.stderr, "rank 0", "127.0.0.1, ports [1]", "1 s")
 
 
 def test_an_error_of_ones_own_keeps_its_traceback(tmp_path):
@@ -415,7 +415,7 @@ def test_meeting_takes_the_next_port_when_one_is_in_use():
     ],
 )
 def test_half_a_rendezvous_is_an_error_never_a_world_of_one(environ, missing):
-    with pytest.raises(ranks.UserError, match=f"but {missing} not"):
+    with refused(missing):
         ranks.placement(environ)
 
 
@@ -423,7 +423,7 @@ def test_half_a_rendezvous_is_an_error_never_a_world_of_one(environ, missing):
 def test_single_under_several_ranks_is_an_error():
     run = bash(f"{TORCHRUN} --standalone --nproc-per-node 2 mnist_fsdp.py --data mnist-5k --strategy single")
     assert run.returncode != 0
-    assert run.stderr.count("--strategy single is one rank, but 2 were started") == 1
+    assert len(re.findall(r"--strategy single .*\b2\b", run.stderr)) == 1
 
 
 @pytest.mark.parametrize(("rank", "local_rank", "node"), [(0, 0, "gpu03"), (3, 1, "gpu04")])
@@ -443,7 +443,8 @@ def test_a_task_of_srun_knows_its_place_from_slurm(rank, local_rank, node, monke
 def test_half_a_rendezvous_on_the_command_line():
     run = script(*LAB.split(), env=os.environ | {"RANK": "0"})
     assert run.returncode == 2
-    assert run.stderr.startswith("mnist_fsdp.py: RANK set but WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not")
+    assert run.stderr.startswith("mnist_fsdp.py: ")
+    assert_about(run.stderr, "RANK", "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT")
 
 
 @pytest.mark.parametrize(
@@ -481,7 +482,7 @@ def test_first_host_without_scontrol(nodelist, first, monkeypatch):
 
 def test_slurm_asked_for_and_absent(monkeypatch):
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
-    with pytest.raises(launch.UserError, match="Slurm was asked for, but there is no srun on this machine"):
+    with refused("Slurm", "srun"):
         launch.Cluster(launcher="slurm").uses_slurm()
     assert launch.Cluster(launcher="auto").uses_slurm() is False
 
@@ -523,11 +524,9 @@ def test_slurm_that_is_only_installed_is_not_used(stand_in):
     """The packages, for the practice cluster, on a machine of one's own."""
     command(stand_in / "bin" / "sinfo", UNREACHABLE)
     assert launch.Cluster(launcher="auto").uses_slurm() is False
-    with pytest.raises(launch.UserError, match="Slurm was asked for, but it is not configured on this machine"):
+    with refused("Slurm", "not configured"):
         launch.Cluster(launcher="slurm").uses_slurm()
-    assert "it is not configured on this machine (make slurm brings up a practice cluster)" in machine.about(
-        Lab(launcher="local")
-    )
+    assert_about(machine.about(Lab(launcher="local")), "not configured", "make slurm")
 
 
 @pytest.mark.parametrize("sign", ["SLURM_CONF", "SLURM_JOB_ID", "where packages look", "beside srun"])
@@ -542,16 +541,14 @@ def test_slurm_that_is_in_use_and_does_not_answer_stops_the_run(sign, stand_in, 
         conf.touch()
     if sign == "where packages look":
         monkeypatch.setattr(machine, "SLURM_CONFS", (conf.rename(stand_in / "slurm.conf"),))
-    words = "Slurm does not answer (Unable to contact slurm controller): try again, or set FSDP_LABS_LAUNCHER=local"
+    words = "Slurm", "(Unable to contact slurm controller)", "FSDP_LABS_LAUNCHER=local"
     for launcher in ("auto", "slurm"):
-        with pytest.raises(launch.UserError, match=re.escape(words)):
+        with refused(*words):
             launch.Cluster(launcher=launcher).uses_slurm()
-    assert words in machine.about(Lab(launcher="local"))
+    assert_about(machine.about(Lab(launcher="local")), *words)
 
 
-@pytest.mark.parametrize(
-    ("does", "words"), [("exec sleep 20", "sinfo was silent for 0.2 s"), (None, "sinfo cannot be started")]
-)
+@pytest.mark.parametrize(("does", "words"), [("exec sleep 20", ("sinfo", "0.2 s")), (None, ("sinfo", "started"))])
 def test_slurm_that_is_silent_stops_the_run(does, words, stand_in, monkeypatch):
     monkeypatch.setattr(machine, "SINFO_SECONDS", 0.2)
     monkeypatch.setenv("SLURM_CONF", "here")
@@ -560,7 +557,7 @@ def test_slurm_that_is_silent_stops_the_run(does, words, stand_in, monkeypatch):
         command(stand_in / "bin" / "sinfo", does)
     else:
         monkeypatch.setenv("PATH", str(stand_in / "bin"))
-    with pytest.raises(launch.UserError, match=f"Slurm does not answer \\({words}"):
+    with refused("Slurm", *words):
         launch.Cluster(launcher="auto").uses_slurm()
 
 
@@ -615,14 +612,12 @@ def test_one_rank_is_one_rank_under_slurm_too(options, stand_in, capsys):
 
 @pytest.mark.parametrize("start", [launch.run, launch.submit])
 def test_ranks_that_nodes_cannot_share_are_refused(start, stand_in):
-    with pytest.raises(launch.UserError, match="5 ranks cannot be shared evenly by 2 nodes"):
+    with refused("5 ranks", "2 nodes"):
         start("hello.py", ranks=5, nodes=2)
 
 
 def test_run_that_fails_raises_with_its_last_words():
-    with pytest.raises(
-        launch.RunFailed, match=re.escape("--cpu-offload goes with --strategy fsdp1 or fsdp2; with ddp leave it out")
-    ):
+    with pytest.raises(launch.RunFailed, match="mnist_fsdp.py: --cpu-offload .*--strategy"):
         launch.run(
             "mnist_fsdp.py", strategy="ddp", cpu_offload=True, cluster=launch.Cluster(launcher="local"), quiet=True
         )

@@ -224,7 +224,7 @@ def test_where_there_can_be_no_network(networks_allowed, tmp_path, situation):
 def test_changing_a_link_where_there_is_none(monkeypatch):
     monkeypatch.delenv("FSDP_LABS_LINK", raising=False)
     assert practice_link.link() is None and practice_link.interface_bytes() is None
-    with pytest.raises(UserError, match="no link to change"):
+    with pytest.raises(UserError, match="make slurm LINK"):
         practice_link.change_link("100mbit")
 
 

@@ -7,7 +7,7 @@ from datetime import datetime
 import links
 import pytest
 import step_trial
-from labkit import UserError
+from commands import refused
 from labkit.measuring import records
 
 REFERENCE = records.RESULTS / "reference" / "step-times-intel-xeon-2-cores.json"
@@ -136,6 +136,6 @@ def test_the_table_says_what_was_predicted_and_measured_and_the_spread(without_r
 
 def test_where_there_is_no_link_it_says_how_to_make_one(monkeypatch, tmp_path):
     monkeypatch.delenv("FSDP_LABS_LINK", raising=False)
-    with pytest.raises(UserError, match="make slurm LINK"):
+    with refused("make slurm LINK"):
         step_trial.main(step_trial.Config(record=str(tmp_path / "record.json")))
     assert not list(tmp_path.iterdir())

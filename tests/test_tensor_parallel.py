@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import trial
+from commands import refused
 from forked import by_value
-from labkit import UserError
 from labkit.measuring import meters
 from labkit.running import cells, launch, options
 from labkit.training import models
@@ -158,9 +158,9 @@ def parsed(words):
 def test_what_cannot_be_split_evenly():
     shape = shapes.GPT_SHAPES["tiny"]
     shape.check_split(2, 16)
-    with pytest.raises(UserError, match="the 385 hidden numbers"):
+    with refused("385 hidden"):
         dataclasses.replace(shape, hidden=385).check_split(2, 16)
-    with pytest.raises(UserError, match="go with fsdp2, not with ddp"):
+    with refused("fsdp2", "ddp"):
         predict.Plan(networks.gpt(shape, 1, 16, tensor=2), "ddp", ranks=2)
 
 
