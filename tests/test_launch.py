@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import assert_about, call, refused, run_job, script, ways
+from commands import assert_about, call, command, refused, run_job, script, ways
 from forked import forked
 from labkit.measuring import machine, records
 from labkit.running import launch, progress, ranks, warm
@@ -263,12 +263,29 @@ def test_an_error_of_ones_own_keeps_its_traceback(tmp_path):
     assert "stub.py: rank 1 failed:\nTraceback" in run.stderr and "lost contact" not in run.stderr
 
 
+# The lab, of which each rank writes down which process it is
+NAMED = f"""
+import os, pathlib, sys
+sys.path.insert(0, {str(SOURCE)!r})
+import mnist_fsdp
+from labkit.running import options, ranks
+
+def main(config, me):
+    pathlib.Path("{{folder}}", f"rank-{{{{me.rank}}}}").write_text(str(os.getpid()))
+    mnist_fsdp.main(config, me)
+
+if __name__ == "__main__":
+    ranks.run(main, options.parse(mnist_fsdp.Config, ""))
+"""
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("way", ways(["python", "srun"]))
 def test_kill_9_on_a_rank_ends_the_run_and_names_it(way, tmp_path, request):
     env = dict(request.getfixturevalue("slurm") if way == "srun" else os.environ)
     env[progress.VARIABLE] = str(tmp_path / "progress")
-    words = f"{LAB} --epochs 1000"
+    (tmp_path / "named.py").write_text(NAMED.format(folder=tmp_path))
+    words = f"{tmp_path}/named.py {LAB.removeprefix('mnist_fsdp.py')} --epochs 1000"
     command = (
         f"srun -N 1 --ntasks-per-node=3 --kill-on-bad-exit=1 python {words}"
         if way == "srun"
@@ -285,7 +302,7 @@ def test_kill_9_on_a_rank_ends_the_run_and_names_it(way, tmp_path, request):
     )
     try:
         wait_until(lambda: progress.read(tmp_path / "progress"), 60, process)
-        os.kill(pid_of_rank(1, way, process.pid), 9)
+        os.kill(int((tmp_path / "rank-1").read_text()), 9)
         _, err = process.communicate(timeout=60)
     finally:
         if process.poll() is None:
@@ -352,19 +369,6 @@ def wait_for_end(process: psutil.Process):
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-
-
-def pid_of_rank(rank: int, way: str, launcher: int) -> int:
-    if way == "python":  # forked in the order of their ranks
-        children = psutil.Process(launcher).children()
-        return sorted((c for c in children if "mnist_fsdp.py" in " ".join(c.cmdline())), key=lambda c: c.pid)[rank].pid
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("SLURM_PROCID") == str(rank) and "mnist_fsdp.py" in " ".join(process.cmdline()):
-                return process.pid
-        except psutil.Error:
-            continue
-    raise LookupError(f"no process of rank {rank}")
 
 
 def wait_until(condition, seconds: float, process):
@@ -485,31 +489,6 @@ def test_slurm_asked_for_and_absent(monkeypatch):
     with refused("Slurm", "srun"):
         launch.Cluster(launcher="slurm").uses_slurm()
     assert launch.Cluster(launcher="auto").uses_slurm() is False
-
-
-def command(path: Path, does: str):
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{does}\n")
-    path.chmod(0o755)
-
-
-@pytest.fixture
-def stand_in(tmp_path, monkeypatch):
-    """A folder with a stand-in for Slurm in bin/, first in PATH: commands that write their words to NAME.words."""
-    commands = {
-        "sinfo": "echo 'gpu* 2'",
-        "sbatch": "echo 'Submitted batch job 7'",
-        # One task, which runs here
-        "srun": 'while case $1 in -*) true;; *) false;; esac; do shift; done; SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=1 exec "$@"',
-    }
-    for name, does in commands.items():
-        command(tmp_path / "bin" / name, f"""printf '%s\\n' "$@" > '{tmp_path}/{name}.words'\n{does}""")
-    for name in [name for name in os.environ if name.startswith(("SLURM_", "FSDP_LABS_LAUNCHER"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    monkeypatch.setattr(machine, "SLURM_CONFS", ())
-    monkeypatch.setattr(launch, "RUNS", tmp_path / "runs")
-    return tmp_path
 
 
 def test_slurm_that_answers_is_used(stand_in):

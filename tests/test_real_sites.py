@@ -10,8 +10,6 @@ import pytest
 import torch
 from commands import call, refused
 from labkit.running import launch, ranks, slurm
-from test_launch import stand_in  # noqa: F401  (a fixture)
-from test_practice_network import linked, networks_allowed  # noqa: F401  (fixtures)
 
 from notebooks import FOLDER, code_cells, read
 
@@ -194,7 +192,7 @@ def test_a_rank_takes_its_own_of_the_gpus_it_sees(seen, device, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("start", [launch.run, launch.submit])
-def test_words_that_cannot_be_passed_on_are_refused(start, words, said, stand_in, monkeypatch):  # noqa: F811
+def test_words_that_cannot_be_passed_on_are_refused(start, words, said, stand_in, monkeypatch):
     monkeypatch.setenv("FSDP_LABS_SRUN", words)
     with refused("FSDP_LABS_SRUN", *said):
         start("hello.py", ranks=2)
@@ -360,7 +358,7 @@ lab = Lab()
 """
 
 
-def test_torchrun_meets_at_the_first_node_of_its_job_not_of_the_cluster(linked):  # noqa: F811
+def test_torchrun_meets_at_the_first_node_of_its_job_not_of_the_cluster(linked):
     """On a cluster of two nodes, with the first one busy, a job of one node: it runs on the second, and must end."""
     (cell,) = (
         cell.source
