@@ -13,7 +13,7 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / "source_code"
 SCRIPT = SOURCE / "slurm" / "practice_cluster.sh"
-sys.path.insert(0, str(SOURCE))
+sys.path[:0] = [str(SOURCE), str(SOURCE.with_name("images"))]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")  # the tests are of the CPU, on every machine
 os.environ["PYTHONSTARTUP"] = str(Path(__file__).with_name("kernel_startup.py"))  # which doubts verdicts
