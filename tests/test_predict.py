@@ -263,17 +263,25 @@ def test_fsdp1_gathers_once_a_step_what_it_keeps_while_gradients_wait():
     assert gathers(sync="every") == [5, 15]
 
 
-def test_a_prediction_of_the_largest_shape_is_little_work():
-    """Some hundredths of a second; counted in calls, since seconds depend on what else runs."""
-    network = networks.gpt(GPT_SHAPES["llama3-405b"], 1, 8192, "full")
+def calls_of_a_prediction(layers: int, ranks: int) -> int:
+    """The calls of Python's functions that a prediction takes; seconds depend on what else runs."""
+    network = networks.gpt(dataclasses.replace(GPT_SHAPES["llama3-405b"], layers=layers), 1, 8192, "full")
     calls = Counter()
     sys.setprofile(lambda frame, event, argument: calls.update([event]))
     try:
-        planned = predict.Plan(network, "fsdp2", 512, precision="bf16")
+        planned = predict.Plan(network, "fsdp2", ranks, precision="bf16")
         planned.peak(), planned.traffic()
     finally:
         sys.setprofile(None)
-    assert calls["call"] < 40_000
+    return calls["call"]
+
+
+def test_a_prediction_of_a_deep_shape_on_many_ranks_is_little_work():
+    """Layers in the middle are not walked through, each takes a tenth of the work; and all ranks are alike."""
+    walked = (calls_of_a_prediction(layers=6, ranks=8) - calls_of_a_prediction(layers=4, ranks=8)) / 2
+    deep = calls_of_a_prediction(layers=126, ranks=8)
+    assert (deep - calls_of_a_prediction(layers=26, ranks=8)) / 100 < walked / 5
+    assert calls_of_a_prediction(layers=126, ranks=512) == deep
 
 
 # Published figures
