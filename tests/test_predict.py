@@ -281,7 +281,7 @@ def test_a_prediction_of_a_deep_shape_on_many_ranks_is_little_work():
     walked = (calls_of_a_prediction(layers=6, ranks=8) - calls_of_a_prediction(layers=4, ranks=8)) / 2
     deep = calls_of_a_prediction(layers=126, ranks=8)
     assert (deep - calls_of_a_prediction(layers=26, ranks=8)) / 100 < walked / 5
-    assert calls_of_a_prediction(layers=126, ranks=512) == deep
+    assert calls_of_a_prediction(layers=126, ranks=512) < 1.1 * deep
 
 
 # Published figures
