@@ -17,7 +17,9 @@ import course  # noqa: E402
 import ladder  # noqa: E402
 import matplotlib.pyplot as plt  # noqa: E402
 import plan  # noqa: E402
+from labkit import UserError  # noqa: E402
 from labkit.measuring.trace import CATEGORIES  # noqa: E402
+from labkit.running import options  # noqa: E402
 from labkit.teaching import plots  # noqa: E402
 from labkit.teaching.plots import planner as look_of  # noqa: E402
 from planner import gpus, predict  # noqa: E402
@@ -91,11 +93,34 @@ def first_table() -> str:
     return "\n".join(rows)
 
 
+def kept(runs: list[dict]) -> list[dict]:
+    """Return the ladder's runs if they hold what README says of them.
+
+    Raises:
+        UserError: A rung has learned too little or was not measured as predicted, or the order of the rungs by peak
+            memory is another.
+    """
+    for run in runs:
+        accuracy, peak = run["record"]["accuracy"], sum(run["record"]["memory"]["peak"].values())
+        if accuracy["correct"] < 0.95 * accuracy["total"]:
+            raise UserError(
+                f"{run['label']}: {accuracy['correct']} of {accuracy['total']} images are right, below 95 %"
+            )
+        if peak != run["predicted"]:
+            raise UserError(f"{run['label']}: the measured peak, {peak}, is not the predicted one, {run['predicted']}")
+    size = {run["label"]: run["predicted"] for run in runs}
+    if max(size, key=size.get) != "DDP":
+        raise UserError("README says that DDP takes the most memory")
+    if min(size, key=size.get) != "FSDP2, by size" or size["FSDP1, by size"] < size["FSDP1, one unit"]:
+        raise UserError("README says that FSDP2 by size takes the least memory, and that FSDP1 gains nothing by size")
+    return runs
+
+
 def with_tables(readme: str) -> str:
-    """README's text with its tables made from the records and from the notebooks' heads."""
+    """README's text with its tables made from the records and from the notebooks' heads. UserError: see ``kept``."""
     tables = {
         "first": first_table(),
-        "memory": ladder.as_markdown(ladder.memory_table(ladder.read(REFERENCE))),
+        "memory": ladder.as_markdown(ladder.memory_table(kept(ladder.read(REFERENCE)))),
         "chapters": course.table(),
     }
     for name, table in tables.items():
@@ -105,8 +130,12 @@ def with_tables(readme: str) -> str:
 
 
 if __name__ == "__main__":
+    path = ROOT / "README.md"
+    try:
+        page = with_tables(path.read_text())
+    except UserError as error:
+        options.leave(str(error))
     first_picture(ROOT / "images" / "will_it_fit.png")
     plots.ladder(ladder.read(REFERENCE), ROOT / "images" / "ladder.png")
     course.course_map().save("course_map")
-    path = ROOT / "README.md"
-    path.write_text(with_tables(path.read_text()))
+    path.write_text(page)

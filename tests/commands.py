@@ -1,6 +1,9 @@
 """Run commands in tests: always with a time-out, never leaving a process behind."""
 
+import contextlib
+import importlib
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -8,7 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+from labkit import UserError
 from labkit.running import launch, warm
+
+PARSED = re.compile(r"\bparse\(([\w.]+), __doc__\)")
 
 
 def call(*command, env=None, cwd=None, timeout=60) -> subprocess.CompletedProcess:
@@ -60,6 +66,39 @@ def script(*words, env=os.environ, timeout=60) -> subprocess.CompletedProcess:
     if timed_out:
         pytest.fail(f"not finished after {timeout} s: {command}\n{done.stdout}\n{done.stderr}")
     return done
+
+
+@contextlib.contextmanager
+def refused(*words: str):
+    """Expect a UserError: one sentence that is about all of these words. Yields what ``pytest.raises`` does."""
+    with pytest.raises(UserError) as caught:
+        yield caught
+    assert len(str(caught.value).splitlines()) == 1, caught.value
+    assert_about(str(caught.value), *words)
+
+
+def assert_about(sentence: str, *words: str):
+    """Words: options, values, names, files. How a sentence is put is not a test's business; see messages.txt."""
+    for word in words:
+        assert re.search(rf"(?<![\w-]){re.escape(str(word))}", sentence), (word, sentence)
+
+
+def options_class(command: str) -> type:
+    """Return the class of a command's options: what its file hands to ``options.parse``."""
+    module = importlib.import_module(command.removesuffix(".py"))
+    return eval(PARSED.search((launch.SOURCE / command).read_text())[1], vars(module))
+
+
+def commands() -> list[str]:
+    """Return the files of all commands that parse their options by ``labkit.running.options``."""
+    return sorted(path.name for path in launch.SOURCE.glob("*.py") if PARSED.search(path.read_text()))
+
+
+def command(path: Path, does: str):
+    """Write a shell script that does what a test wants of a command, such as one of Slurm's."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{does}\n")
+    path.chmod(0o755)
 
 
 def ways(names) -> list:

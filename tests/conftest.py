@@ -1,17 +1,19 @@
 """Fixtures that several test files share."""
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / "source_code"
 SCRIPT = SOURCE / "slurm" / "practice_cluster.sh"
-sys.path.insert(0, str(SOURCE))
+sys.path[:0] = [str(SOURCE), str(SOURCE.with_name("images"))]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")  # the tests are of the CPU, on every machine
 os.environ["PYTHONSTARTUP"] = str(Path(__file__).with_name("kernel_startup.py"))  # which doubts verdicts
@@ -44,12 +46,28 @@ LONGEST += (
 LONGEST = [f"test_{name}" for name in LONGEST]
 
 
+MARKERS = {"slurm_installed": "slurm", "seed": "drawn"}  # what uses the fixture has the marker
+
+
 def pytest_collection_modifyitems(items):
-    """The order of files; and what starts a Slurm is marked so: it takes long, and ``make test`` leaves it to CI."""
+    """Order the files, and mark tests by their fixtures: ``make test`` leaves a Slurm to CI, ``make nightly`` takes seeds."""
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
     for item in items:
-        if "slurm_installed" in getattr(item, "fixturenames", ()):
-            item.add_marker("slurm")
+        for fixture in set(MARKERS) & set(getattr(item, "fixturenames", ())):
+            item.add_marker(MARKERS[fixture])
+
+
+def pytest_report_header() -> str | None:
+    """Show a seed that is not the fixed one, with the command that repeats these tests."""
+    if seed := os.environ.get("FSDP_LABS_SEED"):
+        return f"FSDP_LABS_SEED={seed}; to repeat: make nightly SEED={seed}"
+    return None
+
+
+@pytest.fixture(scope="session")
+def seed() -> int:
+    """Return the seed of whatever a test draws at random: a fixed one, except in ``make nightly``."""
+    return int(os.environ.get("FSDP_LABS_SEED", "1"))
 
 
 @pytest.fixture(autouse=True)
@@ -82,16 +100,20 @@ def slurm_installed(require_all):
         pytest.skip(reason)
 
 
-@pytest.fixture(scope="session")
-def slurm(slurm_installed, tmp_path_factory):
-    """The environment (a dict for subprocess's ``env``) of commands that use a practice cluster.
+@contextlib.contextmanager
+def practice_cluster(folder: Path, *link: str):
+    """Bring up a practice cluster, and take it down at the end.
 
-    All tests share the one cluster: two nodes, four GPU slots each, nothing running on it. Leave it like that.
-    ``python`` and ``torchrun`` are those that run the tests.
+    Args:
+        folder: Where it lives.
+        link: ``--link``, and a speed, for a network between its nodes.
+
+    Yields:
+        The environment (a dict for subprocess's ``env``) of commands that use it. ``python`` and ``torchrun`` are
+        those that run the tests.
     """
-    folder = tmp_path_factory.mktemp("slurm") / "cluster"
     try:
-        up = subprocess.run(["bash", SCRIPT, "up", folder], capture_output=True, text=True, timeout=120)
+        up = subprocess.run(["bash", SCRIPT, "up", *link, folder], capture_output=True, text=True, timeout=120)
         assert up.returncode == 0, up.stderr
         source = subprocess.run(
             ["bash", "-c", '. "$1" && env -0', "bash", folder / "env.sh"],
@@ -101,10 +123,38 @@ def slurm(slurm_installed, tmp_path_factory):
             check=True,
         )
         env = dict(line.split("=", 1) for line in source.stdout.split("\0") if line)
-        env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
-        yield env
+        yield env | {"PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
     finally:
         subprocess.run(["bash", SCRIPT, "down", folder], capture_output=True, timeout=120, check=True)
+
+
+@pytest.fixture(scope="session")
+def slurm(slurm_installed, tmp_path_factory):
+    """Yield the environment of commands that use a practice cluster, see ``practice_cluster``.
+
+    All tests share the one cluster: two nodes, four GPU slots each, nothing running on it. Leave it like that.
+    """
+    with practice_cluster(tmp_path_factory.mktemp("slurm") / "cluster") as env:
+        yield env
+
+
+@pytest.fixture(scope="module")
+def networks_allowed(slurm_installed, require_all):
+    """Skip where no network may be made; fail instead where everything must be tested."""
+    tried = ["unshare", "--net", "--mount", "sh", "-c", "ip link add eth0 type veth && tc qdisc show"]
+    if os.geteuid() or subprocess.run(tried, capture_output=True, check=False).returncode:
+        reason = "no network can be made: it takes root, iproute2, and in a container NET_ADMIN and SYS_ADMIN"
+        if require_all:
+            pytest.fail(f"FSDP_LABS_REQUIRE_ALL=1, but {reason}")
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def linked(networks_allowed):
+    """Yield the environment of commands that use a cluster with a link, which a file's tests share. 200mbit at first."""
+    with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as parent:
+        with practice_cluster(Path(parent) / "cluster", "--link", "200mbit") as env:
+            yield env
 
 
 @pytest.fixture
@@ -117,3 +167,47 @@ def world_of_one():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield ranks.Rank(0, 0, 1, "here", torch.device("cpu"), "gloo")
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """Return a folder with a stand-in for Slurm in bin/, first in PATH: commands that write their words to NAME.words."""
+    from commands import command
+    from labkit.measuring import machine
+    from labkit.running import launch
+
+    commands = {
+        "sinfo": "echo 'gpu* 2'",
+        "sbatch": "echo 'Submitted batch job 7'",
+        # One task, which runs here
+        "srun": 'while case $1 in -*) true;; *) false;; esac; do shift; done; SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=1 exec "$@"',
+    }
+    for name, does in commands.items():
+        command(tmp_path / "bin" / name, f"""printf '%s\\n' "$@" > '{tmp_path}/{name}.words'\n{does}""")
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "FSDP_LABS_LAUNCHER"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.setattr(machine, "SLURM_CONFS", ())
+    monkeypatch.setattr(launch, "RUNS", tmp_path / "runs")
+    return tmp_path
+
+
+@pytest.fixture(scope="session")
+def small_files():
+    """Return {file: bytes} of a small, valid MNIST."""
+    import small_mnist
+
+    return small_mnist.files()
+
+
+@pytest.fixture
+def small(small_files, monkeypatch):
+    """``small_files``, which from now on are what labkit takes for MNIST."""
+    import small_mnist
+    from labkit.training import datasets
+
+    md5s = ((file, small_mnist.md5(data)) for file, data in small_files.items())
+    monkeypatch.setattr(datasets, "RESOURCES", tuple(md5s))
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "*")
+    return small_files

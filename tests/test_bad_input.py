@@ -1,49 +1,40 @@
-"""What a user gets wrong is answered with one sentence and exit code 2, and leaves nothing half-written."""
+"""What a user gets wrong is answered with one sentence and exit code 2, and leaves nothing half-written.
 
-import sys
+Bad command lines are in bad_input.py.
+"""
+
 import types
 
+import bad_input
 import mnist_fsdp
 import plan
 import pytest
 import rank_zero
 import torch
-from commands import script
-from labkit import UserError
+from commands import assert_about, refused, script
 from labkit.measuring import records
 from labkit.running import options, ranks
 from labkit.training import checkpoints
 
-BAD = {
-    "--strategy zero": "argument --strategy: invalid choice: 'zero'",
-    "--strategy ddp --cpu-offload": "--cpu-offload goes with --strategy fsdp1 or fsdp2; with ddp leave it out",
-    "--strategy single --wrap size": "--wrap size goes with --strategy fsdp1 or fsdp2",
-    "--strategy ddp --sharding grad-op": "--sharding grad-op goes with --strategy fsdp1 or fsdp2",
-    "--strategy single --ranks 2": "--strategy single is one rank",
-    "--ranks 0": "--ranks must be at least 1",
-    "--epochs -1": "--epochs must be at least 1",
-    "--ranks two": "argument --ranks: invalid int value: 'two'",
-    "--batch-size 8 --global-batch-size 16": "give one of them",
-    "--resume": "--resume needs --checkpoint",
-    "--lr nan": "--lr must be a finite number, but is nan",
-    "--lr inf": "--lr must be a finite number",
-    "--gamma -3": "--gamma must be above 0, but is -3.0",
-    "--max-steps 0": "--max-steps must be at least 1",
-    "--no-such-option": "unrecognized arguments: --no-such-option",
-}
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return bad_input.files(tmp_path_factory.mktemp("wrong"))
 
 
-@pytest.mark.parametrize("words", BAD)
-def test_one_sentence_before_anything_starts(words, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["mnist_fsdp.py"])
-    with pytest.raises(SystemExit) as exit_:
-        options.parse(mnist_fsdp.Config, "", words.split())
-    assert exit_.value.code == 2
-    printed = capsys.readouterr()
-    assert BAD[words] in printed.err
-    assert printed.err.startswith("mnist_fsdp.py: ")
-    assert len(printed.err.splitlines()) == 1
-    assert printed.out == ""
+@pytest.mark.parametrize(
+    ("command", "words", "said"), bad_input.all_rows(), ids=[" ".join(row[:2]) for row in bad_input.all_rows()]
+)
+def test_a_bad_command_line_is_refused_in_one_sentence(command, words, said, folder):
+    """Its words are those that the sentence is about; for the rest of it see the next test."""
+    sentence = bad_input.refusal(command, words, folder)
+    assert_about(sentence, *bad_input.in_place(said, folder))
+
+
+def test_the_sentences_are_those_that_were_reviewed(folder):
+    assert bad_input.page(folder) == bad_input.MESSAGES.read_text(), (
+        "python tests/bad_input.py writes them anew: review what git diff shows"
+    )
 
 
 RANK_1 = {"RANK": "1", "WORLD_SIZE": "2"}
@@ -82,37 +73,9 @@ def lab(words: str, tmp_path):
     return script("mnist_fsdp.py", "--data", "mnist-5k", "--max-steps", "2", *words.format(tmp=tmp_path).split())
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("--ranks 2 --global-batch-size 97", "--global-batch-size 97 cannot be shared evenly by 2 ranks"),
-        ("--strategy single --batch-size 5000", "a global batch of 5000 is more than mnist-5k's 4000 images"),
-        ("--strategy fsdp1 --cpu-offload --ranks 2", "FSDP1's --cpu-offload needs a GPU"),
-        ("--strategy single --record {tmp}/file/run.json", "the record cannot be written to"),
-        ("--strategy single --record {tmp}", "the record cannot be written to"),
-        ("--strategy single --checkpoint {tmp}/file/ckpt", "checkpoints cannot be written to"),
-        ("--strategy single --max-steps 11 --profile {tmp}/file/trace", "traces cannot be written to"),
-        ("--strategy single --profile {tmp}/trace", "--profile watches the last of 11 steps, and this run has 2"),
-        ("--ranks 100000", "--ranks 100000 on one machine of"),
-        ("--device cuda", "--device cuda, but PyTorch sees no GPU here"),
-        ("--backend nccl", "--backend nccl needs GPUs"),
-    ],
-)
-def test_one_sentence_from_the_ranks(words, sentence, tmp_path):
-    if torch.cuda.is_available() and "cuda" in words + sentence:
-        pytest.skip("this machine has a GPU")
-    (tmp_path / "file").write_text("in the way")
-    run = lab(words, tmp_path)
-    assert run.returncode == 2
-    assert sentence in run.stderr
-    assert run.stderr.startswith("mnist_fsdp.py: ")
-    assert len(run.stderr.strip().splitlines()) == 1
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]
-
-
 OTHER_RUNS = {
-    "--global-batch-size 16": "was made with a global batch of 8, and this run has 16",
-    "--global-batch-size 8 --seed 2": "was made with --seed 1, and this run has 2",
+    "--global-batch-size 16": ("global batch", "8", "16"),
+    "--global-batch-size 8 --seed 2": ("--seed 1", "2"),
 }
 
 
@@ -123,17 +86,19 @@ def test_a_checkpoint_belongs_to_its_run(tmp_path):
     assert lab(first, tmp_path).returncode == 0
     again = lab(first, tmp_path)
     assert again.returncode == 2
-    assert f"{tmp_path} holds the checkpoint step-000002: give --resume to go on from it" in again.stderr
-    for words, sentence in OTHER_RUNS.items():
+    assert_about(again.stderr, tmp_path, "step-000002", "--resume")
+    for words, said in OTHER_RUNS.items():
         other = lab("--strategy single --resume --max-steps 4 --checkpoint {tmp} " + words, tmp_path)
-        assert other.returncode == 2 and sentence in other.stderr, other.stderr
+        assert other.returncode == 2, other.stderr
+        assert_about(other.stderr, *said)
         assert len(other.stderr.strip().splitlines()) == 1
     resumed = lab("--ranks 2 --strategy ddp --global-batch-size 8 --max-steps 4 --resume --checkpoint {tmp}", tmp_path)
     assert resumed.returncode == 0 and "resumed at step 2 of 4" in resumed.stdout
     (checkpoints.latest(tmp_path) / "manifest.json").write_text("{")
     again = "--strategy single --global-batch-size 8 --max-steps 6 --resume --checkpoint {tmp}"
     damaged = lab(again, tmp_path)
-    assert damaged.returncode == 2 and "is damaged (manifest.json is not what this course writes)" in damaged.stderr
+    assert damaged.returncode == 2
+    assert_about(damaged.stderr, "damaged", "manifest.json")
     before = lab(again + " --fall-back --keep 1", tmp_path)
     assert "trying the one before" in before.stdout and "resumed at step 2 of 6" in before.stdout
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000004.damaged", "step-000006"]
@@ -146,7 +111,7 @@ def test_an_error_without_words_is_told_by_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "get_state_dict", lambda *_: ({}, {"param_groups": []}))
     monkeypatch.setattr(checkpoints, "checked", lambda *_: {"shapes": {}})
     monkeypatch.setattr(checkpoints.dcp_reading.Reader, "read_metadata", broken)
-    with pytest.raises(UserError, match=r"cannot be read \(KeyError\)"):
+    with refused("(KeyError)"):
         checkpoints.load(tmp_path, None, None)
 
 
@@ -172,7 +137,7 @@ def test_damaged_checkpoint_is_named(tmp_path):
         part.write_bytes(part.read_bytes()[:100])
     run = lab(f"--strategy single --resume --epochs 1 --checkpoint {tmp_path}", tmp_path)
     assert run.returncode == 2
-    assert f"the checkpoint {saved} is damaged (__0_0.distcp has 100 bytes instead of" in run.stderr
+    assert_about(run.stderr, saved, "damaged", "__0_0.distcp", "100 bytes")
 
 
 def test_checkpoint_being_written_is_never_the_latest(tmp_path):
@@ -183,21 +148,21 @@ def test_checkpoint_being_written_is_never_the_latest(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
-    [(None, "no record at"), ("{", "is not a record"), ("[1]", "is not a record"), ('{"schema": 0}', "has layout 0")],
+    ("text", "words"),
+    [(None, ["no record"]), ("{", ["not a record"]), ("[1]", ["not a record"]), ('{"schema": 0}', ["layout", "0"])],
 )
-def test_records_say_what_is_wrong(text, sentence, tmp_path):
+def test_records_say_what_is_wrong(text, words, tmp_path):
     path = tmp_path / "run.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(UserError, match=sentence):
+    with refused(path, *words):
         records.load(path)
 
 
 def test_more_ranks_than_gpus(monkeypatch):
     monkeypatch.setattr(ranks.torch.cuda, "device_count", lambda: 2)
     config = mnist_fsdp.Config(ranks=4)
-    with pytest.raises(UserError, match="--ranks 4, but 2 GPUs are visible"):
+    with refused("--ranks 4", "2 GPUs"):
         ranks.ranks_to_start(config, "cuda", {})
     assert ranks.ranks_to_start(mnist_fsdp.Config(), "cuda", {}) == 2
 

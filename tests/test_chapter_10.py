@@ -6,14 +6,12 @@ import sys
 
 import links
 import pytest
-from commands import call
+from commands import call, refused
 from forked import forked
-from labkit import UserError
 from labkit.measuring import practice_link, records
 from labkit.running.lab import Lab
 from labkit.teaching.exercises import chapter_10, check
 from planner import cost, predict
-from test_practice_network import linked, networks_allowed  # noqa: F401  (fixtures)
 
 from notebooks import FOLDER, code_cells, lines_of_verdicts, read, run_broken, run_cells
 
@@ -83,7 +81,7 @@ def test_a_sweep_writes_over_the_courses_records_only_where_told_to(named, monke
 def test_a_sweep_into_a_folder_that_cannot_be_is_refused_before_it_begins(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setattr(links, "sweep", lambda rates, steps: pytest.fail("it began"))
-    with pytest.raises(UserError, match="name another --folder"):
+    with refused("--folder"):
         links.main(links.Config(folder=str(tmp_path / "file" / "folder")))
 
 
@@ -168,7 +166,7 @@ RATES = ("400mbit", "200mbit")  # those of the notebook that are slowed
 
 
 @pytest.fixture(scope="module")
-def live(linked):  # noqa: F811
+def live(linked):
     """(lines of verdicts, {(strategy, speed): record}) of the notebook's measurement on two hosts.
 
     Its functions on ranks of two hosts, and its jobs, are in test_practice_network.py.
@@ -216,4 +214,4 @@ def test_the_notebook_measures_on_two_hosts(live):
 def test_a_sweep_where_there_is_no_link():
     env = {name: value for name, value in os.environ.items() if name != practice_link.VARIABLE}
     run = call(sys.executable, "links.py", env=env, cwd=SOURCE)
-    assert run.returncode == 2 and run.stderr.count("\n") == 1 and "there is no link to change" in run.stderr
+    assert run.returncode == 2 and run.stderr.count("\n") == 1 and "make slurm" in run.stderr

@@ -15,10 +15,11 @@ IN_FORWARD, IN_BACKWARD = [0, 1, 1, 1], [0, 2, 2, 2]  # seconds of embedding, bl
 @pytest.fixture
 def by_hand(monkeypatch):
     """lanes(plan, {kind: seconds}) after a step in which modules compute for as long as is said above."""
-    monkeypatch.setattr(overlap, "of_modules", lambda plan: list(zip(IN_FORWARD, IN_BACKWARD, strict=True)))
 
-    def lanes(plan, seconds, lane=lambda call: "network", blocking=False):
-        return overlap.walked(plan, lambda call: (lane(call), seconds[call["kind"]]), 9.0, blocking, 1)
+    def lanes(plan, seconds, lane=lambda call: "network", blocking=False, embedding=0):
+        computing = [(embedding, 0), *zip(IN_FORWARD[1:], IN_BACKWARD[1:], strict=True)]
+        monkeypatch.setattr(overlap, "of_modules", lambda plan: computing)
+        return overlap.walked(plan, lambda call: (lane(call), seconds[call["kind"]]), 9.0 + embedding, blocking, 1)
 
     return lanes
 
@@ -48,10 +49,13 @@ def test_what_a_slow_network_cannot_hide_queues_up(by_hand):
 
 
 def test_gathering_two_ahead_keeps_a_slow_network_busy(by_hand):
-    """Block 1's gather need not wait for block 0 to begin at 6; it does not end sooner, as the link was busy."""
-    one, two = (by_hand(fsdp2(prefetch=ahead), THREE) for ahead in (1, 2))
+    """The embedding computes from 3 to 8, block 0 is gathered from 3 to 6. One unit ahead, block 1's gather begins when
+    block 0 does, at 8, and its forward at 11; two ahead, they begin at 6 and 9, and so all that follows two earlier."""
+    one, two = (by_hand(fsdp2(prefetch=ahead), THREE, embedding=5) for ahead in (1, 2))
     assert [call["kind"] for call in two.calls] == [call["kind"] for call in one.calls]
-    assert two.end <= one.end
+    assert (one.end, two.end) == (28, 26)
+    # Without the wait for the embedding the link is never idle in forward, and there is nothing to gain
+    assert {by_hand(fsdp2(prefetch=ahead), THREE).end for ahead in (1, 2)} == {26}
 
 
 def test_under_gloo_fsdp_hides_nothing(by_hand):

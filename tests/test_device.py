@@ -5,8 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import call
-from labkit import UserError
+from commands import call, command, refused
 from labkit.measuring import machine
 from labkit.running import launch
 from labkit.running.lab import Lab
@@ -116,8 +115,21 @@ def test_a_device_that_was_named_is_taken(device, monkeypatch):
 
 def test_an_unknown_device_is_a_sentence(monkeypatch):
     monkeypatch.setenv("FSDP_LABS_DEVICE", "gpu")
-    with pytest.raises(UserError, match="'gpu': use cpu, cuda or auto"):
+    with refused("'gpu'", "cpu", "cuda", "auto"):
         Lab()
+
+
+@pytest.fixture
+def slurm_says(tmp_path, monkeypatch):
+    """A function that puts Slurm's commands in PATH: they print what it is told of each."""
+
+    def say(**outputs):
+        for name, text in outputs.items():
+            (tmp_path / name).write_text(text)
+            command(tmp_path / "bin" / name, f"cat '{tmp_path / name}'")
+        monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+
+    return say
 
 
 @pytest.mark.parametrize(
@@ -132,8 +144,8 @@ def test_an_unknown_device_is_a_sentence(monkeypatch):
         ("", None, 0),
     ],
 )
-def test_gpus_of_a_node_by_slurms_word(said, partition, count, monkeypatch):
-    monkeypatch.setattr(machine, "_asked", lambda *words: said)
+def test_gpus_of_a_node_by_slurms_word(said, partition, count, slurm_says):
+    slurm_says(sinfo=said)
     assert machine.gpus_of_a_node(partition) == count
 
 
@@ -145,11 +157,9 @@ def test_gpus_of_a_node_by_slurms_word(said, partition, count, monkeypatch):
         ({"SLURM_JOB_GPUS": "0,3,5"}, 3),
     ],
 )
-def test_inside_a_job_only_its_gpus_count(told, count, monkeypatch):
+def test_inside_a_job_only_its_gpus_count(told, count, slurm_says, monkeypatch):
     monkeypatch.setattr(machine, "partitions", lambda: ["gpu"])
-    monkeypatch.setattr(
-        machine, "_asked", lambda *words: "gpu* gpu:8\n" if words[0] == "sinfo" else "ClusterName = a\n"
-    )
+    slurm_says(sinfo="gpu* gpu:8\n", scontrol="ClusterName = a\n")
     for name in ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS"):
         monkeypatch.delenv(name, raising=False)
     assert Lab(launcher="slurm", device="auto").gpus == 8
@@ -159,9 +169,7 @@ def test_inside_a_job_only_its_gpus_count(told, count, monkeypatch):
     assert lab.gpus == count and lab.device_of(4) == "cpu"
 
 
-def test_the_practice_clusters_slots_are_no_gpus(monkeypatch):
+def test_the_practice_clusters_slots_are_no_gpus(slurm_says, monkeypatch):
     monkeypatch.setattr(machine, "partitions", lambda: ["gpu"])
-    monkeypatch.setattr(
-        machine, "_asked", lambda *words: "gpu* gpu:4\n" if words[0] == "sinfo" else "ClusterName = practice\n"
-    )
+    slurm_says(sinfo="gpu* gpu:4\n", scontrol="ClusterName = practice\n")
     assert Lab(launcher="slurm", device="auto", partition="gpu").gpus == 0

@@ -6,7 +6,6 @@ JAX computes in a process of its own: it makes its devices once, and its threads
 import dataclasses
 import importlib.metadata
 import os
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -16,10 +15,10 @@ import equivalence
 import gpt_fsdp
 import gpt_jax
 import pytest
-from commands import script
+from commands import assert_about, refused, script
 from labkit import UserError, holds
 from labkit.measuring import meters
-from labkit.running import cells, launch, options
+from labkit.running import cells, launch
 from labkit.running.lab import Lab
 from labkit.training import jax_world
 from planner import jax_sharding
@@ -159,60 +158,37 @@ def test_left_to_the_compiler_gradients_are_all_reduced_on_the_cpu(runs):
     assert counted["all-reduce", "fsdp"] == explicit["all-reduce", "fsdp"] + explicit["reduce-scatter", "fsdp"]
 
 
-# What a user gets wrong
-
-BAD = {
-    "--strategy ddp": "argument --strategy: invalid choice: 'ddp'",
-    "--precision bf16": "argument --precision: invalid choice: 'bf16'",
-    "--ranks 4": "unrecognized arguments: --ranks 4",
-    "--devices 0": "--devices must be at least 1, but is 0",
-    "--mesh 4x2": "--mesh is fsdp=SIZE,tensor=SIZE, not '4x2'",
-    "--strategy fsdp-explicit --mesh fsdp=8": "--mesh goes with --strategy fsdp; with fsdp-explicit leave it out",
-    "--strategy replicated --min-size 0": "--min-size goes with --strategy fsdp or fsdp-explicit; with replicated",
-    "--resume": "--resume needs --checkpoint",
-    "--lr nan": "--lr must be a finite number, but is nan",
-}
-
-
-@pytest.mark.parametrize("words", BAD)
-def test_one_sentence_before_anything_starts(words, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["gpt_jax.py"])
-    with pytest.raises(SystemExit) as exit_:
-        options.parse(gpt_jax.Config, "", words.split())
-    assert exit_.value.code == 2
-    printed = capsys.readouterr().err
-    assert BAD[words] in printed and printed.startswith("gpt_jax.py: ") and len(printed.splitlines()) == 1
-
+# What a user gets wrong (and bad_input.py)
 
 OTHER_SHAPES = "one of other shapes"
 REFUSED = {
-    "a mesh for others": ({"mesh": "fsdp=4,tensor=4"}, "--mesh fsdp=4,tensor=4 is for 16 devices, but there are 8"),
-    "heads": ({"mesh": "fsdp=2,tensor=4"}, "the 2 heads of keys and values cannot be shared evenly"),
-    "a dimension": ({"devices": 5}, r"no dimension of blocks.attention.key.kernel, \(4, 128, 64\), can be cut into 5"),
-    "a long text": ({"seq_len": 10**6}, "--seq-len must be less than the [0-9]+ tokens"),
+    "a mesh for others": ({"mesh": "fsdp=4,tensor=4"}, ("--mesh fsdp=4,tensor=4", "16", "8")),
+    "heads": ({"mesh": "fsdp=2,tensor=4"}, ("2 heads",)),
+    "a dimension": ({"devices": 5}, ("blocks.attention.key.kernel", "(4, 128, 64)", "5")),
+    "a long text": ({"seq_len": 10**6}, ("--seq-len",)),
     "a big model": (
         {"preset": "llama3-405b"},
-        "--preset llama3-405b with --strategy fsdp and 1 x 1 sequences on each of 8 devices needs more than 756.0 GiB",
+        ("--preset llama3-405b", "--strategy fsdp", "8 devices", "756.0 GiB"),
     ),
-    "a big batch": ({"batch_size": 10**9}, "and 1 x 1,000,000,000 sequences on each of 8 devices needs more than"),
+    "a big batch": ({"batch_size": 10**9}, ("1 x 1,000,000,000", "8 devices", "GiB")),
     "many micro-batches": (  # only the compiled step shows what it needs
         {"accumulate": 10**9},
-        "and 1,000,000,000 x 1 sequences on each of 8 devices needs more than [0-9,.]+ GiB there",
+        ("1,000,000,000 x 1", "8 devices", "GiB"),
     ),
-    "more devices": ({"devices": 9}, "--devices 9, but JAX has 8 devices here: give at most 8"),
-    "no GPU": ({"device": "cuda"}, "--device cuda, but JAX sees no GPU here"),
+    "more devices": ({"devices": 9}, ("--devices 9", "8 devices")),
+    "no GPU": ({"device": "cuda"}, ("--device cuda", "JAX")),
     "another model's checkpoint": (
         {"preset": "small", "resume": True},
-        "made with --preset tiny, and this run has small",
+        ("--preset tiny", "small"),
     ),
-    "another batch": ({"devices": 4, "resume": True}, "made with a global batch of 8, and this run has 4"),
-    "a used folder": ({}, "holds the checkpoint step-000020: give --resume"),
-    "nothing left": ({"resume": True}, "nothing left to train: the checkpoint is at step 20 of 20"),
+    "another batch": ({"devices": 4, "resume": True}, ("global batch of 8", "4")),
+    "a used folder": ({}, ("step-000020", "--resume")),
+    "nothing left": ({"resume": True}, ("step 20 of 20",)),
     "a damaged one": (
         {"resume": True, "max_steps": 30, "checkpoint": "damaged"},
-        r"damaged.* is damaged \(state/d/\w+ has 0 bytes instead of [0-9,]+\): give --fall-back",
+        ("step-000020", "damaged", "state/d", "0 bytes", "--fall-back"),
     ),
-    OTHER_SHAPES: ({"resume": True, "max_steps": 30}, "ckpt/step-000020 is of another model: "),
+    OTHER_SHAPES: ({"resume": True, "max_steps": 30}, ("step-000020", "another model")),
 }
 
 
@@ -223,7 +199,7 @@ def refuse_all(folder) -> dict:
         file.write_bytes(b"")
     found = {}
     for name, (case, _) in REFUSED.items():
-        if "resume" in case or "holds" in REFUSED[name][1]:
+        if "resume" in case or name == "a used folder":
             case = {"checkpoint": f"{folder}/ckpt"} | case
         if "checkpoint" in case:
             case = case | {"checkpoint": os.path.join(folder, case["checkpoint"])}
@@ -242,30 +218,30 @@ def refuse_all(folder) -> dict:
 def test_one_sentence_and_nothing_written(name, computed, folder):
     said = computed["refused"][name]
     assert len(said.splitlines()) == 1
-    assert re.search(REFUSED[name][1], said)
+    assert_about(said, *REFUSED[name][1])
     assert not (folder / "refused.json").exists()
     assert [path.name for path in (folder / "ckpt").iterdir() if ".owner-" not in path.name] == ["step-000020"]
 
 
 @pytest.mark.parametrize(
-    ("versions", "sentence"),
+    ("versions", "said"),
     [
-        ({}, "jax is not installed, which FSDP in JAX needs: run make jax"),
-        ({"jax": "0.9.2"}, "JAX 0.9.2 is installed, and 0.10 is the oldest that will do: run make jax"),
-        ({"jax": "0.10.0", "flax": "1"}, "optax is not installed, which FSDP in JAX needs: run make jax"),
+        ({}, ("jax", "not installed")),
+        ({"jax": "0.9.2"}, ("JAX 0.9.2", "0.10")),
+        ({"jax": "0.10.0", "flax": "1"}, ("optax", "not installed")),
         (dict.fromkeys(jax_world.PACKAGES, "1.2.3"), None),
     ],
 )
-def test_jax_that_cannot_be_used(versions, sentence, monkeypatch):
+def test_jax_that_cannot_be_used(versions, said, monkeypatch):
     def installed(name):
         if name not in versions:
             raise importlib.metadata.PackageNotFoundError(name)
         return versions[name]
 
     monkeypatch.setattr(importlib.metadata, "version", installed)
-    assert holds(jax_world.check) == (sentence is None)
-    if sentence:
-        with pytest.raises(UserError, match=sentence):
+    assert holds(jax_world.check) == (said is None)
+    if said:
+        with refused(*said, "make jax"):
             jax_world.check()
         assert not any(way.lab == equivalence.JAX for way in equivalence.runnable())
 
@@ -289,12 +265,13 @@ def test_without_jax_the_script_says_so(tmp_path):
     program.write_text("import sys\nsys.path.insert(0, '.')\n" + WITHOUT)
     done = script(program)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "gpt_jax.py: jax is not installed, which FSDP in JAX needs: run make jax\n"
+    assert done.stderr.startswith("gpt_jax.py: ") and done.stderr.count("\n") == 1
+    assert_about(done.stderr, "jax", "not installed", "make jax")
 
 
 @pytest.mark.parametrize("environ", [{"WORLD_SIZE": "2"}, {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}])
 def test_several_processes_never_become_several_runs(environ):
-    with pytest.raises(UserError, match="2 processes were started, and one drives all devices"):
+    with refused("2 processes"):
         jax_world.refuse_several(environ)
     jax_world.refuse_several({"SLURM_STEP_NUM_TASKS": "2"})  # of the job around a shell: nobody started any
 
@@ -321,5 +298,5 @@ def test_to_slurm_it_is_one_task_with_all_gpus():
     assert ranks == 8 and words[1:3] == ["--devices", "8"]
     request = launch.Cluster().request(ranks, 1, "cuda", launch.tasks_of("gpt_jax.py", 1))
     assert (request["ntasks"], request["ntasks-per-node"], request["gres"]) == (1, 1, "gpu:8")
-    with pytest.raises(UserError, match="gpt_jax.py is one process, with the devices of one node"):
+    with refused("gpt_jax.py", "one node"):
         launch.tasks_of("gpt_jax.py", 2)

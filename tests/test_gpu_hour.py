@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import gpu_hour
 import pytest
-from commands import call, script
-from labkit import UserError
+from commands import call, refused, script
 from labkit.running import launch, options
 
 LABS = ("mnist_fsdp.py", "gpt_fsdp.py", "hf_fsdp.py", "rank_zero.py")
@@ -120,5 +119,5 @@ def test_a_rehearsal_is_no_reference(monkeypatch, tmp_path):
 
 def test_a_folder_that_cannot_be_is_refused_first(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="name another --folder"):
+    with refused("--folder"):
         gpu_hour.main(gpu_hour.Config(device="cpu", folder=str(tmp_path / "file" / "folder")))

@@ -96,3 +96,10 @@ def test_a_rising_arrow_is_seen(place, text, tmp_path, monkeypatch):
         (tmp_path / path.relative_to(SOURCE)).touch()
     monkeypatch.setitem(globals(), "SOURCE", tmp_path)
     assert risen(tmp_path / place)
+
+
+def test_no_test_draws_by_the_day():
+    """The same tests say the same every day; `make nightly` gives them a new seed (the fixture of that name)."""
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+        assert not names & {"today", "toordinal", "todays_seed"}, path.name

@@ -5,20 +5,15 @@ What each stage needs, and sends, is on trial with all other predictions: test_p
 
 import contextlib
 import io
-import sys
 
 import gpt_fsdp
 import gpt_pipeline
 import plan as plan_command
 import pytest
-from commands import script
 from forked import by_value
-from labkit import UserError
 from labkit.measuring import lanes, meters
 from labkit.running import cells, launch, options
 from planner import answers, pipeline
-from planner.mesh import Mesh
-from planner.shapes import GPT_SHAPES
 
 HERE = launch.Cluster(launcher="local")
 STEPS, A_LEG = 6, 2
@@ -178,64 +173,6 @@ def test_only_under_gpipe_the_micro_batches_pile_up(monkeypatch):
     assert few[0] > few[1] > few[2]  # the earlier a stage, the more micro-batches it has begun
     inputs = 8 * 512 * 128 * 4  # bytes: those of the micro-batches that are more
     assert many[-1] - few[-1] == pytest.approx(inputs, rel=0.05)  # the losses keep them
-
-
-BAD = {
-    "--accumulate 3": "--accumulate 3 is fewer micro-batches than the 4 stages need with --schedule 1f1b",
-    "--mesh pipeline=2": "--mesh pipeline=2 is for 2 ranks, but there are 4",
-    "--mesh pipeline=2,shard=2": "a pipeline here has stages only",
-    "--mesh 2x2": "a pipeline here has stages only",
-    "--mesh stages=4": "its dimensions are pipeline, replicate, shard, tensor",
-    "--preset 1b": "one weight for embedding and head cannot be on two stages",
-}
-
-
-@pytest.mark.parametrize("words", BAD)
-def test_what_four_ranks_cannot_be_is_one_sentence(words):
-    with pytest.raises(UserError, match=BAD[words]):
-        options.parse(gpt_pipeline.Config, "", words.split()).arranged(4)
-
-
-def test_more_stages_than_blocks():
-    with pytest.raises(UserError, match="5 stages are more than the 4 blocks: take fewer ranks"):
-        pipeline.check(Mesh(pipeline=5), GPT_SHAPES["tiny"], "gpipe", 8)
-
-
-@pytest.mark.parametrize(
-    "words, sentence",
-    [
-        ("--schedule zero-bubble", "argument --schedule: invalid choice"),
-        ("--strategy ddp", "unrecognized arguments: --strategy ddp"),
-        ("--mesh 4", "--mesh is REPLICASxSHARDS"),
-        ("--accumulate 0", "--accumulate must be at least 1"),
-    ],
-)
-def test_bad_options(words, sentence, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["gpt_pipeline.py"])
-    with pytest.raises(SystemExit) as exit_:
-        options.parse(gpt_pipeline.Config, "", words.split())
-    printed = capsys.readouterr().err
-    assert exit_.value.code == 2 and sentence in printed and len(printed.splitlines()) == 1
-
-
-def test_the_ranks_say_one_sentence_too():
-    run = script("gpt_pipeline.py", "--ranks", "2", "--accumulate", "1", "--device", "cpu")
-    assert run.returncode == 2
-    assert run.stderr.startswith("gpt_pipeline.py: --accumulate 1 is fewer micro-batches than the 2 stages need")
-    assert len(run.stderr.strip().splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    "changes, sentence",
-    [
-        ({"mesh": "pipeline=4", "accumulate": 2}, "fewer micro-batches than the 4 stages need"),
-        ({"mesh": "pipeline=4", "accumulate": 4, "sweep": True}, "neither swept nor simulated"),
-        ({"schedule": "gpipe"}, "--schedule is a pipeline's"),
-    ],
-)
-def test_what_cannot_be_planned_is_one_sentence(changes, sentence):
-    with pytest.raises(UserError, match=sentence):
-        plan_command.answer(plan_command.Options(model="tiny", ranks=4, **changes))
 
 
 def test_a_plans_page_shows_the_stages_and_the_bubble():

@@ -1,10 +1,11 @@
-"""plan.py as people use it: what it prints, and what it says to bad input."""
+"""plan.py as people use it: what it prints. What it refuses is in bad_input.py."""
 
 import json
 import re
 import sys
 from itertools import pairwise
 
+import bad_input
 import plan
 import pytest
 from commands import call, script
@@ -206,86 +207,9 @@ def test_simulated_beside_predicted(extra):
     assert sum(facts["simulated_by_category"].values()) == facts["simulated"]
 
 
-OWN = """
-import torch
-from torch import nn
-
-def build():
-    layers = nn.ModuleList(nn.Linear(96, 96) for _ in range(3))
-    layers.forward = lambda x: layers[2](layers[1](layers[0](x)))
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = layers
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(x)
-            return x
-    return Net(), (torch.zeros(7, 96),), lambda module, x: module(x).mean()
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.mix = nn.Linear(8, 8)
-        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x):
-        x = self.mix(x)
-        return x + sum(expert(x) for expert in self.experts)
-
-def experts():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(Block() for _ in range(2))
-            self.last = nn.Linear(8, 8)
-        def forward(self, x):
-            for block in self.blocks:
-                x = block(x)
-            return self.last(x)
-    return Net(), (torch.zeros(7, 8),), lambda module, x: module(x).mean()
-
-def a_number():
-    return 3
-
-def too_little():
-    return nn.Linear(2, 2), ()
-
-def odd_heads():
-    from labkit.training.models import GPT
-    from planner.shapes import GPTShape
-    return GPT(GPTShape(layers=1, width=30, heads=4, kv_heads=4, hidden=8)), (), None
-
-def broken():
-    return nn.Linear(2, 2), (torch.zeros(1, 3),), lambda module, x: module(x).sum()
-
-nothing = None
-"""
-
-
-LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-LLAMA |= {"num_attention_heads": 4, "vocab_size": 100}
-GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
-CONFIGS = {
-    "llama": {},
-    "gpt2": GPT2,
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 8},
-    "mamba": {"model_type": "mamba"},
-    "halved": {"num_hidden_layers": None},
-    "typed": {"hidden_size": "64"},
-    "odd": {"hidden_size": 60},
-}
-
-
 @pytest.fixture
 def own(tmp_path):
-    (tmp_path / "own.py").write_text(OWN)
-    (tmp_path / "torn.py").write_text("def build(:")
-    (tmp_path / "text.txt").write_text("build")
-    (tmp_path / "list.json").write_text("[1, 2]")
-    for name, changes in CONFIGS.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(LLAMA | changes))
-    return tmp_path
+    return bad_input.files(tmp_path)
 
 
 @pytest.mark.long
@@ -336,105 +260,3 @@ def test_a_model_that_cannot_be_simulated_is_one_sentence(own):
     assert run.returncode == 2 and run.stdout == ""
     assert "own.py:broken cannot be simulated: RuntimeError: " in run.stderr
     assert len(run.stderr.splitlines()) == 1
-
-
-BAD = {
-    "--model gpt9": "--model gpt9 is unknown: take tiny",
-    "--model no.py:build": "there is no file no.py",
-    "--model {own}/own.py:other": "own.py has no function other",
-    "--model {own}/own.py:nothing": "own.py has no function nothing",
-    "--model {own}/own.py:a_number": "it must return (module, inputs, loss)",
-    "--model {own}/own.py:too_little": "it must return (module, inputs, loss)",
-    "--model {own}/own.py:odd_heads": "a width of 30 cannot be shared evenly by 4 heads",
-    "--model {own}/torn.py:build": "torn.py cannot be imported: SyntaxError",
-    "--model {own}/text.txt:build": "is not a file of Python",
-    "--model {own}/own.py:build --batch 4": "--batch is for the course's models",
-    "--model {own}/own.py:build --strategy ddp": "--strategy ddp cannot be simulated",
-    "--model {own}/own.py:build --sweep": "--sweep compares predictions",
-    "--model {own}/own.py:build --explain": "--explain shows predicted terms",
-    "--ranks 0": "--ranks must be at least 1, but is 0",
-    "--batch -1": "--batch must be at least 1, but is -1",
-    "--seq 0": "--seq must be at least 1",
-    "--gpu-memory -80": "--gpu-memory must be above 0",
-    "--gpu-memory nan": "--gpu-memory must be a finite number, but is nan",
-    "--gpu-memory inf": "--gpu-memory must be a finite number, but is inf",
-    "--flops inf": "--flops must be a finite number, but is inf",
-    "--link inf": "a number of GB/s between 1e-06 and 1e+06, not 'inf'",
-    "--efficiency 40": "--efficiency must be at most 1, but is 40.0",
-    "--ranks eight": "argument --ranks: invalid int value: 'eight'",
-    "--strategy zero2": "argument --strategy: invalid choice: 'zero2'",
-    "--strategy deepspeed-3 --precision fp64": "DeepSpeed trains in fp32 or bf16: give another --precision",
-    "--strategy deepspeed-2 --reshard-after-forward false": "--reshard-after-forward goes with --strategy fsdp1 or fsdp2",
-    "--strategy deepspeed-3 --simulate": "--strategy deepspeed-3 cannot be simulated",
-    "--mesh 2x8": "--mesh 2x8 is for 16 ranks, but there are 8",
-    "--mesh two": "--mesh is REPLICASxSHARDS, such as 2x4, or NAME=SIZE,NAME=SIZE, not 'two'",
-    "--mesh=-2x-4": "--mesh is REPLICASxSHARDS, such as 2x4, or NAME=SIZE,NAME=SIZE, not '-2x-4'",
-    "--strategy ddp --precision fp32 --mesh 2x4": "--mesh goes with --strategy fsdp1 or fsdp2; with ddp leave it out",
-    "--strategy zero1 --precision fp32 --reshard-after-forward false": "--reshard-after-forward goes with --strategy fsdp1 or fsdp2",
-    "--reshard-after-forward maybe": "is true, false or a number from 2 on, not 'maybe'",
-    "--reshard-after-forward 3": "does not divide the 8 ranks of a model",
-    "--strategy fsdp1 --reshard-after-forward 2": "is FSDP2's",
-    "--strategy single --precision fp32": "--strategy single is one rank: give --ranks 1",
-    "--link copper": "--link is nvlink, pcie, or a number of GB/s between 1e-06 and 1e+06, not 'copper'",
-    "--network -3": "--network is infiniband, ethernet, or a number of GB/s between",
-    "--model mnist": "--model mnist: ladder.py predicts the MNIST lab and measures it; plan.py is for transformers",
-    "--strategy ddp --precision fp32 --simulate": "--strategy ddp cannot be simulated",
-    "--weights bf16 --precision fp32": "--weights bf16 computes in bf16, too",
-    "--strategy deepspeed-1 --weights bf16": "--weights bf16 goes with --strategy single or ddp or zero1 or fsdp1 or fsdp2",
-    "--recompute none --recompute-every 2": "--recompute-every needs --recompute full, selective or alternate",
-    "--model 1b --units apart": "--units apart cannot part embedding and head where they share one weight",
-    "--strategy fsdp1 --lora 4": "frozen parameters in FSDP1's flat tensors are not predicted: take FSDP2",
-    "--mesh shard=4,tensor=2 --loss-chunks 2": "products split among ranks go without --lora, --units apart and --loss-chunks",
-    "--mesh pipeline=8 --accumulate 8 --prefetch 1": "a pipeline is not planned together with --prefetch",
-    "--frozen nf4": "--frozen needs --lora: give both, or neither",
-    "--frozen nf4 --lora 4": "weights in 4 bits are predicted for single and ddp, with --precision bf16",
-    "--sweep --cpu-offload": "--sweep asks for the GPUs' memory",
-    "--cpu-offload --simulate": "neither --cpu-offload, adamw-8bit nor nf4 is simulated",
-    "--strategy deepspeed-2 --optimizer adamw-8bit": "what DeepSpeed makes of 8-bit Adam is not predicted",
-    "--model {own}/own.py:build --lora 4": "--lora is for the course's models",
-    "--sweep --simulate": "leave --simulate and --explain out",
-    "--gpu h1000": "argument --gpu: invalid choice: 'h1000'",
-    "--gpu l4 --precision fp64": "no peak is known of l4 in fp64: give --flops, or another --precision",
-    "--price 2": "--price needs --tokens: give both, or neither",
-    "--tokens 0": "--tokens must be at least 1",
-    "--tokens 1e9 --sweep": "--tokens is for one plan",
-    "--find seq --explain": "--find compares predictions: leave --sweep, --simulate, --explain, --plot and --tokens out",
-    "--find ranks --mesh 2x4": "--find ranks tries any number of them",
-    "--find ranks --cpu-offload": "--find ranks asks for the GPUs' memory",
-    "--find gpus": "argument --find: invalid choice: 'gpus'",
-    "--plot {own}/plan.doc": "end its name in .png, .svg or .pdf",
-    "--plot {own}/no/plan.png": "cannot be written to",
-    "--plot plan.png --sweep": "--plot draws the plan of one rank",
-    "--config {own}/no.json": "no.json cannot be read (No such file or directory): name a model's config.json",
-    "--config {own}": "cannot be read",
-    "--config {own}/text.txt": "is not JSON",
-    "--config {own}/list.json": "has no named values",
-    "--config {own}/llama.json --model tiny": "--config and --model both name a model",
-    "--config {own}/llama.json --model llama3-8b": "--config and --model both name a model",  # the default, too
-    "--config {own}/llama.json --simulate": "with the CPU's kernels: give --device cpu too",
-    "--config {own}/llama.json --simulate --device cpu": "units of their own: give --units apart",
-    "--config {own}/llama.json --simulate --device cpu --units apart --lora 4": "has no --lora: leave it out",
-    "--config {own}/llama.json --simulate --device cpu --recompute selective": "take none or full",
-    "--config {own}/llama.json --simulate --device cpu --strategy fsdp1": "take --strategy fsdp2 or single",
-    "--config {own}/llama.json --mesh tensor=8": "is planned for the course's models alone",
-    "--config {own}/gpt2.json": "--seq 8192 is longer than the 64 positions that this model has learned",
-    "--config {own}/mixtral.json": "is a mixture of experts (num_local_experts), which is not planned",
-    "--config {own}/mamba.json": "model_type 'mamba' is not planned: take one of llama, mistral",
-    "--config {own}/halved.json": "num_hidden_layers is missing, but must be a whole number from 1",
-    "--config {own}/typed.json": "hidden_size is '64', but must be a whole number from 1",
-    "--config {own}/odd.json": "a head of 15 numbers is odd",
-    "--nothing": "unrecognized arguments: --nothing",
-}
-
-
-@pytest.mark.parametrize("words", BAD)
-def test_bad_input_is_one_sentence(words, own, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["plan.py", *words.format(own=own).split()])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(SystemExit) as exit_:
-        plan.main()
-    assert exit_.value.code == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith("plan.py: ") and len(printed.err.splitlines()) == 1
-    assert BAD[words] in printed.err

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -47,38 +46,12 @@ def refused(run, folder):
     return run.stderr
 
 
-@pytest.fixture(scope="module")
-def networks_allowed(slurm_installed):
-    """Skip where no network may be made; fail instead where FSDP_LABS_REQUIRE_ALL=1 promises it."""
-    tried = ["unshare", "--net", "--mount", "sh", "-c", "ip link add eth0 type veth && tc qdisc show"]
-    if os.geteuid() or subprocess.run(tried, capture_output=True, check=False).returncode:
-        reason = "no network can be made: it takes root, iproute2, and in a container NET_ADMIN and SYS_ADMIN"
-        if os.environ.get("FSDP_LABS_REQUIRE_ALL") == "1":
-            pytest.fail(f"FSDP_LABS_REQUIRE_ALL=1, but {reason}")
-        pytest.skip(reason)
-
-
 @pytest.fixture
 def folder(networks_allowed):
     with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as parent:
         folder = Path(parent) / "cluster"
         yield folder
         cluster("down", folder)
-
-
-@pytest.fixture(scope="module")
-def linked(networks_allowed):
-    """The environment of commands that use a cluster with a link, which all tests here share. 200mbit at first."""
-    with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as parent:
-        folder = Path(parent) / "cluster"
-        try:
-            started = up(folder)
-            assert started.returncode == 0, started.stderr
-            variables = call(BASH, "-c", f". {folder}/env.sh && env -0").stdout
-            env = dict(line.split("=", 1) for line in variables.split("\0") if line)
-            yield env | {"PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
-        finally:
-            cluster("down", folder)
 
 
 # Up, another speed, down
@@ -224,7 +197,7 @@ def test_where_there_can_be_no_network(networks_allowed, tmp_path, situation):
 def test_changing_a_link_where_there_is_none(monkeypatch):
     monkeypatch.delenv("FSDP_LABS_LINK", raising=False)
     assert practice_link.link() is None and practice_link.interface_bytes() is None
-    with pytest.raises(UserError, match="no link to change"):
+    with pytest.raises(UserError, match="make slurm LINK"):
         practice_link.change_link("100mbit")
 
 

@@ -75,18 +75,3 @@ def test_the_command_shows_the_plan_beside_it_and_writes_a_record(tmp_path):
     assert (record["ranks"], record["nodes"], record["backend"]) == (64, 1, "fake")
     assert record["memory"]["peak_by_rank"] is None and record["time"]["samples_per_second"] is None  # of one only
     assert f"{sum(record['memory']['peak'].values()):,}" == measured
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("--strategy ddp", "gpt_fsdp.py --strategy single"),
-        ("--ranks 1", "--ranks must be at least 2"),
-        ("--checkpoint x", "leave it out"),
-        ("--ranks 4 --mesh 3x2", "--mesh 3x2"),
-        ("--preset llama3-405b --ranks 2 --device cpu", "GiB"),
-    ],
-)
-def test_bad_input_is_a_sentence(words, sentence):
-    run = script("rank_zero.py", *words.split())
-    assert run.returncode == 2 and run.stderr.count("\n") == 1 and sentence in run.stderr, run.stderr

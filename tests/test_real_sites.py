@@ -8,11 +8,8 @@ import time
 
 import pytest
 import torch
-from commands import call
-from labkit import UserError
+from commands import call, refused
 from labkit.running import launch, ranks, slurm
-from test_launch import stand_in  # noqa: F401  (a fixture)
-from test_practice_network import linked, networks_allowed  # noqa: F401  (fixtures)
 
 from notebooks import FOLDER, code_cells, read
 
@@ -183,24 +180,21 @@ def test_a_rank_takes_its_own_of_the_gpus_it_sees(seen, device, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("words", "said"),
     [
-        ("--comment='a class", 'FSDP_LABS_SRUN is "--comment=\'a class", which cannot be read (No closing quotation)'),
-        ("-c 4", "FSDP_LABS_SRUN has '-c': write each option as one word, --name or --name=value"),
-        ("--qos class", "FSDP_LABS_SRUN has 'class': write each option as one word, --name or --name=value"),
-        ("--exclusive --ntasks=1", "FSDP_LABS_SRUN has --ntasks, which the course sets itself: leave it out"),
-        ("-n1", "FSDP_LABS_SRUN has '-n1': write each option as one word, --name or --name=value"),
-        ("--nodes=2", "FSDP_LABS_SRUN has --nodes, which the course sets itself: leave it out"),
-        (
-            "--partition=a",
-            "FSDP_LABS_SRUN has --partition, which the course sets itself: set FSDP_LABS_PARTITION instead",
-        ),
+        ("--comment='a class", ('"--comment=\'a class"', "(No closing quotation)")),
+        ("-c 4", ("'-c'", "--name=value")),
+        ("--qos class", ("'class'", "--name=value")),
+        ("--exclusive --ntasks=1", ("--ntasks",)),
+        ("-n1", ("'-n1'", "--name=value")),
+        ("--nodes=2", ("--nodes",)),
+        ("--partition=a", ("--partition", "FSDP_LABS_PARTITION")),
     ],
 )
 @pytest.mark.parametrize("start", [launch.run, launch.submit])
-def test_words_that_cannot_be_passed_on_are_refused(start, words, sentence, stand_in, monkeypatch):  # noqa: F811
+def test_words_that_cannot_be_passed_on_are_refused(start, words, said, stand_in, monkeypatch):
     monkeypatch.setenv("FSDP_LABS_SRUN", words)
-    with pytest.raises(UserError, match=re.escape(sentence)):
+    with refused("FSDP_LABS_SRUN", *said):
         start("hello.py", ranks=2)
     assert not list(stand_in.glob("s[rb]*.words"))  # neither srun nor sbatch was started
 
@@ -364,7 +358,7 @@ lab = Lab()
 """
 
 
-def test_torchrun_meets_at_the_first_node_of_its_job_not_of_the_cluster(linked):  # noqa: F811
+def test_torchrun_meets_at_the_first_node_of_its_job_not_of_the_cluster(linked):
     """On a cluster of two nodes, with the first one busy, a job of one node: it runs on the second, and must end."""
     (cell,) = (
         cell.source
@@ -436,5 +430,5 @@ def test_the_first_name_of_a_node_list(nodelist, first, with_scontrol, monkeypat
 @pytest.mark.parametrize("nodelist", ["", "gpu[1-2", "]", ",a"])
 def test_a_node_list_that_cannot_be_read_is_told(nodelist, monkeypatch):
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(UserError, match="cannot read a host name from Slurm's node list"):
+    with refused("Slurm", nodelist):
         ranks.first_host(nodelist)

@@ -4,7 +4,6 @@ Starting ranks takes as long as several runs: one launch for each number of rank
 """
 
 import dataclasses
-import re
 import shutil
 import tempfile
 from unittest import mock
@@ -14,9 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import trial
-from commands import script
+from commands import refused
 from forked import by_value
-from labkit import UserError
 from labkit.measuring import meters
 from labkit.running import cells, launch, options
 from labkit.training import models
@@ -157,43 +155,16 @@ def test_checkpoint_resumes_under_plain_fsdp(ranks, found):
     assert found[ranks][0]["resumed"] == pytest.approx(reference[SAVED_AT:], rel=1e-9)
 
 
-BAD = {
-    "--ranks 8 --mesh tensor=4": "--mesh tensor=4 is for 4 ranks, but there are 8",
-    "--ranks 4 --mesh tensor=4": "the 2 heads of keys and values cannot be shared evenly by the 4 ranks of --mesh",
-    "--mesh tensor=2 --seq-len 33": "the 33 tokens of a sequence cannot be shared evenly by the 2 ranks of --mesh",
-    "--mesh tensor=2 --strategy fsdp1": "--mesh tensor=2 splits matrix products, which goes without --strategy fsdp1",
-    "--mesh tensor=2 --lora 4": "--mesh tensor=2 splits matrix products, which goes without --lora",
-    "--mesh tensor=2 --compile": "--mesh tensor=2 splits matrix products, which goes without --compile",
-    "--mesh pipeline=2": "--mesh pipeline=2 has a pipeline, which is gpt_pipeline.py's",
-    "--mesh tensor=1,tensor=2": "each named once at most",
-    "--mesh tensors=2": "its dimensions are pipeline, replicate, shard, tensor",
-}
-
-
-@pytest.mark.parametrize("words", BAD)
-def test_one_sentence_before_anything_is_allocated(words):
-    config = parsed(words.split())
-    with pytest.raises(UserError, match=re.escape(BAD[words])):
-        config.arranged(config.ranks or 2)
-
-
 def parsed(words):
     return options.parse(gpt_fsdp.Config, "", words)
-
-
-def test_the_command_refuses_in_one_sentence():
-    done = script("gpt_fsdp.py", "--ranks", "4", "--mesh", "tensor=4")
-    assert done.returncode == 2
-    assert done.stderr.startswith("gpt_fsdp.py: the 2 heads of keys and values")
-    assert len(done.stderr.strip().splitlines()) == 1
 
 
 def test_what_cannot_be_split_evenly():
     shape = shapes.GPT_SHAPES["tiny"]
     shape.check_split(2, 16)
-    with pytest.raises(UserError, match="the 385 hidden numbers"):
+    with refused("385 hidden"):
         dataclasses.replace(shape, hidden=385).check_split(2, 16)
-    with pytest.raises(UserError, match="go with fsdp2, not with ddp"):
+    with refused("fsdp2", "ddp"):
         predict.Plan(networks.gpt(shape, 1, 16, tensor=2), "ddp", ranks=2)
 
 

@@ -1,0 +1,393 @@
+"""Command lines that must be refused, and the sentences they are refused with: python tests/bad_input.py
+
+Each stands with words that its sentence must contain: options, values and names, so that a test of one does not depend
+on how the sentence is put. How it is put is in messages.txt, for all of them in one place, where a rewording is
+reviewed; the command above writes that file anew. Tests: test_bad_input.py.
+"""
+
+import contextlib
+import functools
+import importlib
+import io
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import conftest  # noqa: F401  it puts source_code/ on the path and hides GPUs, also when this file is run
+from commands import options_class, script
+from labkit import UserError
+from labkit.running import options
+
+MESSAGES = Path(__file__).with_name("messages.txt")
+
+# {command: {options: words of the sentence}}. FOLDER: the one that ``files`` fills.
+
+BEFORE_ANYTHING_STARTS = {
+    "plan.py": {
+        "--model gpt9": "--model gpt9 tiny",
+        "--model no.py:build": "no.py",
+        "--model FOLDER/own.py:other": "own.py other",
+        "--model FOLDER/own.py:nothing": "own.py nothing",
+        "--model FOLDER/own.py:a_number": "own.py:a_number (module, inputs, loss)",
+        "--model FOLDER/own.py:too_little": "own.py:too_little (module, inputs, loss)",
+        "--model FOLDER/own.py:odd_heads": "own.py:odd_heads 30 4 heads",
+        "--model FOLDER/torn.py:build": "torn.py SyntaxError",
+        "--model FOLDER/text.txt:build": "text.txt Python",
+        "--model FOLDER/own.py:build --batch 4": "--batch",
+        "--model FOLDER/own.py:build --strategy ddp": "--strategy ddp fsdp2",
+        "--model FOLDER/own.py:build --sweep": "--sweep",
+        "--model FOLDER/own.py:build --explain": "--explain",
+        "--ranks 0": "--ranks 1 0",
+        "--batch -1": "--batch 1 -1",
+        "--seq 0": "--seq 1 0",
+        "--gpu-memory -80": "--gpu-memory 0 -80",
+        "--gpu-memory nan": "--gpu-memory nan",
+        "--gpu-memory inf": "--gpu-memory inf",
+        "--flops inf": "--flops inf",
+        "--link inf": "--link nvlink 1e-06 1e+06 'inf'",
+        "--efficiency 40": "--efficiency 1 40",
+        "--ranks eight": "--ranks int 'eight'",
+        "--strategy zero2": "--strategy 'zero2'",
+        "--strategy deepspeed-3 --precision fp64": "DeepSpeed fp32 bf16 --precision",
+        "--strategy deepspeed-2 --reshard-after-forward false": "--reshard-after-forward --strategy fsdp1 fsdp2",
+        "--strategy deepspeed-3 --simulate": "--strategy deepspeed-3 fsdp2",
+        "--mesh 2x8": "--mesh 2x8 16 8",
+        "--mesh two": "--mesh 2x4 NAME=SIZE 'two'",
+        "--mesh=-2x-4": "--mesh 2x4 NAME=SIZE '-2x-4'",
+        "--strategy ddp --precision fp32 --mesh 2x4": "--mesh --strategy fsdp1 fsdp2 ddp",
+        "--strategy zero1 --precision fp32 --reshard-after-forward false": "--reshard-after-forward --strategy fsdp1 fsdp2",
+        "--reshard-after-forward maybe": "--reshard-after-forward true false 2 'maybe'",
+        "--reshard-after-forward 3": "--reshard-after-forward 3 8",
+        "--strategy fsdp1 --reshard-after-forward 2": "--reshard-after-forward FSDP2 FSDP1 true false",
+        "--strategy single --precision fp32": "--strategy single --ranks 1",
+        "--link copper": "--link nvlink pcie 1e-06 1e+06 'copper'",
+        "--network -3": "--network infiniband ethernet GB/s '-3'",
+        "--model mnist": "--model mnist ladder.py plan.py",
+        "--strategy ddp --precision fp32 --simulate": "--strategy ddp fsdp2",
+        "--weights bf16 --precision fp32": "--weights bf16 --precision",
+        "--strategy deepspeed-1 --weights bf16": "--weights bf16 --strategy single ddp zero1 fsdp1 fsdp2 deepspeed-1",
+        "--recompute none --recompute-every 2": "--recompute-every --recompute full selective alternate",
+        "--model 1b --units apart": "--units apart embedding head",
+        "--strategy fsdp1 --lora 4": "FSDP1 FSDP2",
+        "--mesh shard=4,tensor=2 --loss-chunks 2": "--lora --units --loss-chunks",
+        "--mesh pipeline=8 --accumulate 8 --prefetch 1": "pipeline --prefetch",
+        "--frozen nf4": "--frozen --lora",
+        "--frozen nf4 --lora 4": "4 bits single ddp --precision bf16",
+        "--sweep --cpu-offload": "--sweep --cpu-offload",
+        "--cpu-offload --simulate": "--cpu-offload adamw-8bit nf4 --simulate",
+        "--strategy deepspeed-2 --optimizer adamw-8bit": "DeepSpeed 8-bit",
+        "--model FOLDER/own.py:build --lora 4": "--lora",
+        "--sweep --simulate": "--sweep --simulate --explain",
+        "--gpu h1000": "--gpu 'h1000'",
+        "--gpu l4 --precision fp64": "l4 fp64 --flops --precision",
+        "--price 2": "--price --tokens",
+        "--tokens 0": "--tokens 1 0",
+        "--tokens 1e9 --sweep": "--tokens --sweep",
+        "--find seq --explain": "--find --sweep --simulate --explain --plot --tokens",
+        "--find ranks --mesh 2x4": "--find ranks --mesh --strategy single",
+        "--find ranks --cpu-offload": "--find ranks --cpu-offload",
+        "--find gpus": "--find 'gpus'",
+        "--plot FOLDER/plan.doc": "plan.doc .png .svg .pdf",
+        "--plot FOLDER/no/plan.png": "no/plan.png directory",
+        "--plot plan.png --sweep": "--plot --sweep --json",
+        "--config FOLDER/no.json": "--config no.json config.json",
+        "--config FOLDER": "--config FOLDER config.json",
+        "--config FOLDER/text.txt": "--config text.txt JSON",
+        "--config FOLDER/list.json": "--config list.json config.json",
+        "--config FOLDER/llama.json --model tiny": "--config --model",
+        "--config FOLDER/llama.json --model llama3-8b": "--config --model",  # the default, too
+        "--config FOLDER/llama.json --simulate": "CPU --device cpu",
+        "--config FOLDER/llama.json --simulate --device cpu": "hf_fsdp.py --units apart",
+        "--config FOLDER/llama.json --simulate --device cpu --units apart --lora 4": "hf_fsdp.py --lora",
+        "--config FOLDER/llama.json --simulate --device cpu --recompute selective": "--recompute selective none full",
+        "--config FOLDER/llama.json --simulate --device cpu --strategy fsdp1": "--strategy fsdp2 single",
+        "--config FOLDER/llama.json --mesh tensor=8": "--mesh tensor=8 --config",
+        "--config FOLDER/gpt2.json": "--seq 8192 64",
+        "--config FOLDER/mixtral.json": "mixtral.json num_local_experts",
+        "--config FOLDER/mamba.json": "mamba.json model_type 'mamba' llama mistral",
+        "--config FOLDER/halved.json": "halved.json num_hidden_layers 1",
+        "--config FOLDER/typed.json": "typed.json hidden_size '64' 1",
+        "--config FOLDER/odd.json": "odd.json 15 odd",
+        "--model tiny --ranks 4 --mesh pipeline=4 --accumulate 2": "--accumulate 2 4",
+        "--model tiny --ranks 4 --mesh pipeline=4 --accumulate 4 --sweep": "pipeline",
+        "--model tiny --ranks 4 --schedule gpipe": "--schedule pipeline",
+        "--nothing": "--nothing",
+    },
+    "mnist_fsdp.py": {
+        "--strategy zero": "--strategy 'zero'",
+        "--strategy ddp --cpu-offload": "--cpu-offload --strategy fsdp1 fsdp2 ddp",
+        "--strategy single --wrap size": "--wrap size --strategy fsdp1 fsdp2",
+        "--strategy ddp --sharding grad-op": "--sharding grad-op --strategy fsdp1 fsdp2",
+        "--strategy single --ranks 2": "--strategy single --ranks",
+        "--ranks 0": "--ranks 1 0",
+        "--epochs -1": "--epochs 1 -1",
+        "--ranks two": "--ranks int 'two'",
+        "--batch-size 8 --global-batch-size 16": "--batch-size --global-batch-size",
+        "--resume": "--resume --checkpoint",
+        "--lr nan": "--lr nan",
+        "--lr inf": "--lr inf",
+        "--gamma -3": "--gamma 0 -3",
+        "--max-steps 0": "--max-steps 1 0",
+        "--no-such-option": "--no-such-option",
+    },
+    "gpt_fsdp.py": {
+        "--strategy zero": "--strategy 'zero'",
+        "--preset huge": "--preset 'huge'",
+        "--strategy ddp --mesh 1x2": "--mesh --strategy fsdp1 fsdp2 ddp",
+        "--strategy single --cpu-offload": "--cpu-offload --strategy fsdp1 fsdp2",
+        "--strategy ddp --reshard-after-forward true": "--reshard-after-forward --strategy fsdp1 fsdp2",
+        "--strategy fsdp1 --prefetch 2": "--prefetch --strategy fsdp2",
+        "--strategy fsdp1 --reshard-after-forward 2": "--reshard-after-forward FSDP2",
+        "--strategy fsdp1 --mesh 1x2 --reshard-after-forward false": "FSDP1 --mesh --reshard-after-forward",
+        "--reshard-after-forward maybe": "--reshard-after-forward true false 2 'maybe'",
+        "--reshard-after-forward 1": "--reshard-after-forward 2 '1'",
+        "--strategy fsdp1 --clip 1 --precision fp64": "FSDP1 --clip fp32",
+        "--mesh 2by4": "--mesh 2x4 NAME=SIZE '2by4'",
+        "--mesh 0x4": "--mesh '0x4'",
+        "--strategy single --ranks 2": "--strategy single --ranks",
+        "--resume": "--resume --checkpoint",
+        "--checkpoint-every 5": "--checkpoint-every --checkpoint",
+        "--accumulate 0": "--accumulate 1 0",
+        "--lora 0": "--lora 1 0",
+        "--strategy fsdp1 --mesh 2x1": "FSDP1 --mesh 2x1 ddp",
+        "--strategy fsdp1 --cpu-offload --accumulate 2": "FSDP1 --cpu-offload --sync last",
+        "--prefetch -1": "--prefetch 0 -1",
+        "--recompute-every 2": "--recompute-every --recompute full selective alternate",
+        "--recompute full --recompute-every 0": "--recompute-every 1 0",
+        "--weights bf16": "--weights bf16 --precision",
+        "--loss-chunks 0": "--loss-chunks 1 0",
+        "--units apart --tied": "--units apart embedding head",
+        "--units apart --strategy ddp": "--units apart --strategy fsdp1 fsdp2 ddp",
+        "--clip 0": "--clip 0",
+        "--lr nan": "--lr nan",
+        "--mesh 2x4": "--mesh 2x4 8 2",
+        "--ranks 3 --reshard-after-forward 2": "--reshard-after-forward 2 3",
+        "--ranks 4 --mesh 2x2 --reshard-after-forward 4": "--reshard-after-forward 4 2",
+        "--ranks 8 --mesh tensor=4": "--mesh tensor=4 4 8",
+        "--ranks 4 --mesh tensor=4": "2 heads 4 --mesh",
+        "--mesh tensor=2 --seq-len 33": "33 2 --mesh",
+        "--mesh tensor=2 --strategy fsdp1": "--mesh tensor=2 --strategy fsdp1",
+        "--mesh tensor=2 --lora 4": "--mesh tensor=2 --lora",
+        "--mesh tensor=2 --compile": "--mesh tensor=2 --compile",
+        "--mesh pipeline=2": "--mesh pipeline=2 gpt_pipeline.py",
+        "--mesh tensor=1,tensor=2": "--mesh tensor=1,tensor=2 once",
+        "--mesh tensors=2": "--mesh tensors=2 pipeline, replicate, shard, tensor",
+    },
+    "gpt_pipeline.py": {
+        "--schedule zero-bubble": "--schedule 'zero-bubble'",
+        "--strategy ddp": "--strategy ddp",
+        "--mesh 4": "--mesh 2x4 NAME=SIZE '4'",
+        "--accumulate 0": "--accumulate 1 0",
+        "--ranks 4 --accumulate 3": "--accumulate 3 4 --schedule 1f1b gpipe",
+        "--ranks 4 --mesh pipeline=2": "--mesh pipeline=2 2 4",
+        "--ranks 4 --mesh pipeline=2,shard=2": "pipeline --mesh pipeline=N",
+        "--ranks 4 --mesh 2x2": "pipeline --mesh pipeline=N",
+        "--ranks 4 --mesh stages=4": "--mesh stages=4 pipeline, replicate, shard, tensor",
+        "--ranks 4 --preset 1b": "embedding head preset",
+        "--ranks 5 --accumulate 8": "5 4 ranks",
+    },
+    "gpt_jax.py": {
+        "--strategy ddp": "--strategy 'ddp'",
+        "--precision bf16": "--precision 'bf16'",
+        "--ranks 4": "--ranks",
+        "--devices 0": "--devices 1 0",
+        "--mesh 4x2": "--mesh fsdp=SIZE,tensor=SIZE '4x2'",
+        "--strategy fsdp-explicit --mesh fsdp=8": "--mesh --strategy fsdp fsdp-explicit",
+        "--strategy replicated --min-size 0": "--min-size --strategy fsdp fsdp-explicit replicated",
+        "--resume": "--resume --checkpoint",
+        "--lr nan": "--lr nan",
+    },
+    "ladder.py": {
+        "--data cifar": "--data 'cifar'",
+        "--epochs 0": "--epochs 1 0",
+        "--ranks x": "--ranks int 'x'",
+    },
+}
+WHEN_STARTED = {
+    "mnist_fsdp.py": {
+        "--ranks 2 --global-batch-size 97": "--global-batch-size 97 2",
+        "--strategy single --batch-size 5000": "5000 mnist-5k 4000",
+        "--strategy fsdp1 --cpu-offload --ranks 2": "FSDP1 --cpu-offload GPU",
+        "--strategy single --record FOLDER/text.txt/run.json": "record FOLDER/text.txt/run.json",
+        "--strategy single --record FOLDER": "record FOLDER",
+        "--strategy single --checkpoint FOLDER/text.txt/ckpt": "checkpoint FOLDER/text.txt/ckpt",
+        "--strategy single --max-steps 11 --profile FOLDER/text.txt/trace": "trace FOLDER/text.txt/trace",
+        "--strategy single --profile FOLDER/trace": "--profile 11 2",
+        "--ranks 100000": "--ranks 100000",
+        "--device cuda": "--device cuda GPU",
+        "--backend nccl": "--backend nccl GPU",
+    },
+    "gpt_fsdp.py": {
+        "--mesh tensor=4 --ranks 4": "2 heads 4 --mesh",
+        "--strategy fsdp1 --cpu-offload": "FSDP1 --cpu-offload GPU",
+        "--strategy single --seq-len 100000": "--seq-len",
+        "--strategy single --record FOLDER": "record FOLDER",
+        "--preset llama3-405b --lora 8": "--preset llama3-405b --strategy fsdp2 GiB",
+    },
+    "gpt_pipeline.py": {"--accumulate 1 --device cpu": "--accumulate 1 2"},
+    "rank_zero.py": {
+        "--strategy ddp": "gpt_fsdp.py --strategy single",
+        "--ranks 1": "--ranks 2",
+        "--checkpoint x": "checkpoint",
+        "--ranks 4 --mesh 3x2": "--mesh 3x2",
+        "--preset llama3-405b --ranks 2 --device cpu": "llama3-405b GiB",
+    },
+}
+SHORT = {"mnist_fsdp.py": "--data mnist-5k --max-steps 2"}  # what a command is given besides, should it not refuse
+
+OWN = """
+import torch
+from torch import nn
+
+def build():
+    layers = nn.ModuleList(nn.Linear(96, 96) for _ in range(3))
+    layers.forward = lambda x: layers[2](layers[1](layers[0](x)))
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = layers
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+    return Net(), (torch.zeros(7, 96),), lambda module, x: module(x).mean()
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        x = self.mix(x)
+        return x + sum(expert(x) for expert in self.experts)
+
+def experts():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+            self.last = nn.Linear(8, 8)
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return self.last(x)
+    return Net(), (torch.zeros(7, 8),), lambda module, x: module(x).mean()
+
+def a_number():
+    return 3
+
+def too_little():
+    return nn.Linear(2, 2), ()
+
+def odd_heads():
+    from labkit.training.models import GPT
+    from planner.shapes import GPTShape
+    return GPT(GPTShape(layers=1, width=30, heads=4, kv_heads=4, hidden=8)), (), None
+
+def broken():
+    return nn.Linear(2, 2), (torch.zeros(1, 3),), lambda module, x: module(x).sum()
+
+nothing = None
+"""
+
+
+LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+LLAMA |= {"num_attention_heads": 4, "vocab_size": 100}
+GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
+CONFIGS = {
+    "llama": {},
+    "gpt2": GPT2,
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 8},
+    "mamba": {"model_type": "mamba"},
+    "halved": {"num_hidden_layers": None},
+    "typed": {"hidden_size": "64"},
+    "odd": {"hidden_size": 60},
+}
+
+
+def files(folder: Path) -> Path:
+    """Fill a folder with models of one's own and configurations, most of them wrong. Returns the folder."""
+    (folder / "own.py").write_text(OWN)
+    (folder / "torn.py").write_text("def build(:")
+    (folder / "text.txt").write_text("build")
+    (folder / "list.json").write_text("[1, 2]")
+    for name, changes in CONFIGS.items():
+        (folder / f"{name}.json").write_text(json.dumps(LLAMA | changes))
+    return folder
+
+
+@functools.cache
+def refusal(command: str, words: str, folder: Path) -> str:
+    """Return the sentence with which a command refuses its words. AssertionError where it does not, or not as it should:
+    with exit code 2, one sentence that begins with the command's name, and nothing written."""
+    there = contents(folder)
+    if words in WHEN_STARTED.get(command, ()):
+        run = script(command, *SHORT.get(command, "").split(), *in_place(words, folder))
+        code, out, err = run.returncode, "", run.stderr  # it may have said how it starts
+    else:
+        code, out, err = in_this_process(command, in_place(words, folder))
+    assert (code, out) == (2, ""), (code, out, err)
+    assert err.startswith(f"{command}: ") and err.count("\n") == 1, err
+    assert contents(folder) == there
+    return err.removeprefix(f"{command}: ").rstrip()
+
+
+def contents(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if "__pycache__" not in path.parts)
+
+
+def in_place(words: str, folder: Path) -> list[str]:
+    return words.replace("FOLDER", str(folder)).split()
+
+
+def in_this_process(command: str, words: list[str]) -> tuple[int, str, str]:
+    """(exit code, standard output, standard error) of a command up to where a lab would start its ranks."""
+    module, out, err = importlib.import_module(command.removesuffix(".py")), io.StringIO(), io.StringIO()
+    replaced = mock.patch.multiple(sys, argv=[command, *words], path=[*sys.path])
+    with replaced, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            if command == "plan.py":
+                module.main()
+            else:
+                config = options.parse(options_class(command), "")
+                config.arranged(config.ranks or 2)
+        except SystemExit as exit_:
+            return exit_.code, out.getvalue(), err.getvalue()
+        except UserError as error:  # which a lab's rank makes a sentence of
+            return 2, out.getvalue(), f"{command}: {error}\n"
+    return 0, out.getvalue(), err.getvalue()
+
+
+def all_rows() -> list[tuple[str, str, str]]:
+    """(command, options, words of the sentence) of each."""
+    tables = (BEFORE_ANYTHING_STARTS, WHEN_STARTED)
+    return [(command, *row) for table in tables for command, rows in table.items() for row in rows.items()]
+
+
+# What depends on the machine, on the version of Python, or on that of matplotlib
+VARIES = (
+    (r"\(choose from .*?\)", "(choose from …)"),
+    (r"\(supported formats: .*?\)", "(supported formats: …)"),
+    (r"[\d.,]+ (GiB|cores?)\b", r"… \1"),
+    (r"\bat most \d+$", "at most …"),
+)
+
+
+def page(folder: Path) -> str:
+    """Return the text of messages.txt: below each command line its sentence."""
+    lines = []
+    for command, words, _ in all_rows():
+        sentence = refusal(command, words, folder).replace(str(folder), "FOLDER")
+        for pattern, stand_in in VARIES:
+            sentence = re.sub(pattern, stand_in, sentence)
+        lines.append(f"{command} {words}\n  {sentence}\n")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        MESSAGES.write_text(page(files(Path(folder))))
