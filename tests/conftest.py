@@ -211,3 +211,17 @@ def small(small_files, monkeypatch):
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.setenv(name, "*")
     return small_files
+
+
+@pytest.fixture
+def small_disk(tmp_path, require_all):
+    """A file system of 8 MB. Only root can make one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", folder], capture_output=True, text=True)
+    if made.returncode:
+        if require_all and os.geteuid() == 0:
+            pytest.fail(made.stderr)
+        pytest.skip("no file system can be made here")
+    yield folder
+    subprocess.run(["umount", folder], check=True)

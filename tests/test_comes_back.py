@@ -254,6 +254,22 @@ def test_a_queued_job_comes_back_but_not_after_a_users_error(code, next_life):
         assert (again and again.function.words[:1]) == next_life
 
 
+def test_a_queued_job_that_saves_nothing_comes_back_so_often_and_no_more(tmp_path):
+    """And as often as it takes, if it does save."""
+    command = resumable.Command(["lab.py", "--checkpoint", str(tmp_path), "--resume"], True)
+    for _ in range(resumable.MAX_IDLE):
+        command = command.checkpoint().function
+    assert command.checkpoint() is None
+    command.newest = command._newest()
+    (tmp_path / "step-000002").mkdir()
+    command = command.checkpoint().function
+    assert command.idle == 0
+    command.newest = "step-999999"
+    (tmp_path / "step-999999").mkdir()
+    (tmp_path / "step-1000000").mkdir()
+    assert command.checkpoint().function.idle == 0  # more steps, though not in the order of letters
+
+
 def test_a_queued_job_listens_before_torch_is_imported():
     """Which takes seconds, and on a cluster's file system a minute; a warning in that time would end the job for good."""
     asked = call(

@@ -218,20 +218,6 @@ def test_a_thread_that_saves_begins_on_the_ranks_own_gpu(monkeypatch):
         assert told == [(3, thread.submit(threading.get_ident).result())]
 
 
-@pytest.fixture
-def small_disk(tmp_path, require_all):
-    """A file system of 8 MB. Only root can make one."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", folder], capture_output=True, text=True)
-    if made.returncode:
-        if require_all and os.geteuid() == 0:
-            pytest.fail(made.stderr)
-        pytest.skip("no file system can be made here")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["at once", "meanwhile"])
 def test_a_full_disk_ends_the_run_or_not_as_the_option_says(small_disk, mode):
