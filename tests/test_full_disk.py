@@ -70,7 +70,7 @@ def test_a_run_whose_disk_is_full_when_it_has_trained_prints_its_record(small_di
     assert run.returncode == 2, run.stderr
     (sentence,) = run.stderr.splitlines()
     assert "No space left on device" in sentence
-    assert json.loads(run.stdout[run.stdout.index("{\n") :])["script"] == "lab.py"
+    assert json.loads(run.stdout[run.stdout.index("{\n") :])["script"] == "gpt_fsdp.py"
     assert not (small_disk / "r.json").exists()
 
 
