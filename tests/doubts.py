@@ -34,9 +34,11 @@ from labkit.teaching import verdicts
 from provenance import Provenance
 
 NUMBERS = ("measured", "predicted", "at_most", "at_least", "limit")
-# Of each trial, by what a number is multiplied and what is added: all is nothing, all is one, each goes its own way.
-TRIALS = [((0,), (0,)), ((0,), (1,)), *12 * [((0, 0.5, 1, 1.5, 3), (0, 1, 10**12))]]
-
+# Of each trial, by what a number is multiplied, what is added, and how often a list's last part is there once more: all
+# is nothing, all is one, each goes its own way.
+TRIALS = [((0,), (0,), (0,)), ((0,), (1,), (0,)), *12 * [((0, 0.5, 1, 1.5, 3), (0, 1, 10**12), (0, 0, 1))]]
+# Then most numbers stay, and few change: one part of many, so that it is more than the others.
+RARE = 200 * [((*12 * [1], 0), (*12 * [0], 10**12), (0,))]
 
 LEAVES = 12  # of a variable, how many single numbers are made NaN, one at a time
 
@@ -255,8 +257,8 @@ def _arguments(call) -> tuple[dict, dict]:
 
 def _again(evaluate, known: dict, data: list[str]):
     """The call's arguments, evaluated with measured variables changed; many times."""
-    for names in [*([name] for name in data), data] if data else ():
-        for seed, change in enumerate(TRIALS):
+    for names, trials in [*(([name], TRIALS) for name in data), (data, TRIALS), (data, RARE)] if data else ():
+        for seed, change in enumerate(trials):
             with contextlib.suppress(Exception):  # a change may leave nothing that can be computed with
                 yield evaluate({name: _shaken(known[name], random.Random(seed), *change) for name in names})
 
@@ -295,7 +297,7 @@ def _data(code, known: dict, seen=()) -> set[str]:
     return found
 
 
-def _shaken(value, chance: random.Random, scales: tuple, terms: tuple):
+def _shaken(value, chance: random.Random, scales: tuple, terms: tuple, more: tuple):
     """Another value of the same shape: each number scaled by a factor of its own, at times with a part too many."""
     if isinstance(value, bool):
         return bool(value * chance.choice(scales) + chance.choice(terms))
@@ -304,15 +306,15 @@ def _shaken(value, chance: random.Random, scales: tuple, terms: tuple):
     if isinstance(value, str):
         return chance.choice((value, "", value + "?"))
     if isinstance(value, dict):
-        return type(value)({key: _shaken(each, chance, scales, terms) for key, each in value.items()})
+        return type(value)({key: _shaken(each, chance, scales, terms, more) for key, each in value.items()})
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value) if field.init]
         return dataclasses.replace(
-            value, **{name: _shaken(getattr(value, name), chance, scales, terms) for name in names}
+            value, **{name: _shaken(getattr(value, name), chance, scales, terms, more) for name in names}
         )
     if isinstance(value, (list, tuple, set)):
-        parts = [_shaken(each, chance, scales, terms) for each in value] or [1]
-        parts += parts[-1:] * chance.choice((0, 0, 1))
+        parts = [_shaken(each, chance, scales, terms, more) for each in value] or [1]
+        parts += parts[-1:] * chance.choice(more)
         return type(value)(parts) if type(value) in (list, tuple, set) else type(value)(*parts)
     if hasattr(value, "shape"):
         return value * chance.choice(scales) + chance.choice(terms)

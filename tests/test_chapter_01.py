@@ -48,7 +48,7 @@ def test_memory_that_is_not_as_predicted_is_seen():
     lines = run_broken(
         "01",
         breaks,
-        until="between steps, gradients",
+        until="between steps, {name}",
         skip=("apart(", "images_per_second", "learn(", "figures.", "same_lr"),
     )
     assert failed(lines, "between steps, parameters") and failed(lines, "at the peak, activations")

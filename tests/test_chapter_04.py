@@ -6,6 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from forked import by_value
 from labkit.teaching.exercises import check
+from planner import predict
 from torch.distributed.fsdp import fully_shard
 
 from notebooks import run_broken
@@ -50,6 +51,17 @@ def test_floor_can_be_missed():
     }
     lines = run_broken("04", breaks, until="at_least=floor", skip=(*TABLES, "walk", "between steps, {kind}"), ranks=4)
     assert all(line.startswith("FAIL") for line in lines if "lowest" in line) and "lowest" in lines[-1]
+
+
+def test_no_number_of_ranks_brings_the_planned_peak_below_the_floor():
+    """What one unit has whole on every rank, and the activations: the figure's dashed line, on ranks nobody started."""
+    terms = predict.peak("fsdp2", "unit", 4, 32)[1]
+    floor = 4 * predict.numel(predict.SHAPES)
+    floor += sum(terms[name] for name in ("reduce-scatter", "activations", "temporary"))
+    sizes = (2, 3, 4, 8, 16, 32, 64, 127, 128)
+    peaks = {ranks: predict.total(predict.peak("fsdp2", "unit", ranks, 32)[1]) for ranks in sizes}
+    assert min(peaks.values()) > floor
+    assert peaks[127] > peaks[3]  # two rows each of fc1's 128, so that the gathered whole has 254
 
 
 def answered(number, answer, capsys):

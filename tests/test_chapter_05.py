@@ -1,6 +1,7 @@
 """Chapter 05: its verdicts fail when its units are not made, its exercises judge fairly, its predictions hold."""
 
 import sys
+from dataclasses import replace
 from functools import partial
 
 import cloudpickle
@@ -8,7 +9,9 @@ import pytest
 import torch
 from labkit.running.lab import Lab
 from labkit.teaching.exercises import chapter_05, check
-from planner import predict
+from planner import cost, networks, predict
+from planner.plan import Plan
+from planner.shapes import GPT_SHAPES
 from torch import nn
 
 from notebooks import run_broken
@@ -130,6 +133,27 @@ def test_the_peak_of_every_cut_is_the_arithmetic(strategy, ranks):
         _, terms = predict.peak(options["strategy"], "size", ranks, 8, sharding=options["sharding"], **cut)
         assert peak == pytest.approx(predict.total(terms), abs=8), options  # the lab's loop keeps a loss more
         assert units == len(predict.units_of("size", **cut)), options
+
+
+def llama(apart=False, one=False):
+    """The plan of Llama 3 8B on 32 GPUs, one sequence of 4096 tokens per rank in bf16, blocks recomputed."""
+    blueprint = networks.gpt(GPT_SHAPES["llama3-8b"], batch=1, length=4096, recompute="full", apart=apart)
+    if one:
+        blueprint = replace(blueprint, modules=tuple(replace(each, wrapped=False) for each in blueprint.modules))
+    return Plan(blueprint, "fsdp2", 32, optimizer="adamw-fused", precision="bf16", on_gpu=True, workspaces=True)
+
+
+def test_embedding_and_head_apart_take_the_embedding_off_a_planned_llama():
+    blocks, apart = (predict.total(llama(apart).peak()[1]) for apart in (False, True))
+    assert blocks - apart == pytest.approx(2 * 128_256 * 4096, rel=0.01)  # the embedding in bf16
+
+
+@pytest.mark.parametrize("cut", [{"one": True}, {}, {"apart": True}])
+def test_what_a_planned_llama_sends_hides_unless_it_is_one_unit(cut):
+    """Over links as fast as published, at two fifths of an H100's published peak."""
+    time = cost.step_time(llama(**cut), 8, cost.LINKS["nvlink"], cost.NETWORKS["infiniband"], flops=0.4 * 989e12)
+    share = time["exposed"] / time["communication"]
+    assert share == pytest.approx(1) if "one" in cut else share < 0.5
 
 
 def large(model, min_num_params, least=0):

@@ -40,6 +40,27 @@ BREAKS = {
         ("by_ranks", "trained", "def losses", "bf16 = lab.run", 'bf16["memory"]'),
         ["activations at their most, full"],
     ),
+    "weights are frozen": (
+        {
+            "    model = GPT(shape)\n    for block in model.blocks:\n        gpt_fsdp": (
+                "    model = GPT(shape)\n    gpt_fsdp.models.add_lora(model, 4)\n"
+                "    for block in model.blocks:\n        gpt_fsdp"
+            ),
+        },
+        "operations with full recomputation",
+        # the cells that need a run
+        (
+            "lab.run(",
+            "lab.on_ranks(",
+            "total(",
+            "about_guess(g",
+            "claims",
+            "trained",
+            "most(full",
+            "trials",
+        ),
+        ["operations with full recomputation, over those without"],
+    ),
     "no dropout": (
         {"dropout(x, 0.1)": "dropout(x, 0.0)"},
         "random state not preserved",

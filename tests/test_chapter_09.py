@@ -32,6 +32,23 @@ def test_a_root_that_is_not_sharded_is_noticed():
     ]
 
 
+@pytest.mark.long
+def test_parameters_that_do_not_wait_are_noticed():
+    """They are freed after each micro-batch's backward, and gathered for the next one."""
+    lines = run_broken(
+        "09",
+        {
+            '"set_requires_gradient_sync", "set_reshard_after_backward")': '"set_requires_gradient_sync",)',
+            "ran = launch(two": 'freed = launch(freed={})["freed"]\nran = launch(two',  # its own cell draws
+            'ahead_2={"prefetch": 2},\n    ahead_3={"prefetch": 3},': "",
+        },
+        until="kept_last =",
+        skip=("placed", "for_flat", "lora_plan", "two_ahead"),
+    )
+    failed = [line.split(":")[0].split("  ")[1] for line in lines if line.startswith("FAIL")]
+    assert failed == ["traffic of a step, parameters wait", "peak of a rank, parameters wait"]
+
+
 def cut(last_stays=True, others_stay=False, together=True, norm_stays=True, root=True, blocks=True):
     """A function for 09.3, right but for what is said."""
 

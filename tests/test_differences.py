@@ -7,7 +7,7 @@ import re
 import jax.numpy as jnp
 import pytest
 import torch
-from labkit.measuring.differences import largest, largest_difference
+from labkit.measuring.differences import largest, largest_difference, smallest
 from labkit.running import launch
 
 from notebooks import PATHS, code_cells, read
@@ -48,6 +48,11 @@ def test_nan_is_found_wherever_it_is(place, relative):
         assert math.isnan(largest_difference(*pair, relative))
         assert math.isnan(largest_difference(*map(torch.tensor, pair), relative))
     assert math.isnan(largest(run)) and math.isnan(largest([run, [math.inf]]))
+    assert math.isnan(smallest(run)) and math.isnan(smallest([run, [-math.inf]]))
+
+
+def test_the_largest_and_the_smallest():
+    assert (largest([[2.0], [3, -1]]), smallest([[2.0], [3, -1]]), smallest([7])) == (3.0, -1.0, 7.0)
 
 
 def test_two_infinities_are_no_equality():

@@ -21,6 +21,8 @@ RECORD = {"peak": 120, "kept": 40, "losses": [2.0, 1.5], "accuracy": 0.5}
 OTHER = {"peak": 120, "kept": 40, "losses": [2.0, 1.5], "accuracy": 0.5}
 MORE = {"losses": [2.1, 1.6]}
 FAILED, APART = [], 0.0
+NESTED = [((1.5, 1), (2.5, 0), "refused")]
+PARTS = dict.fromkeys("abcdefghijkl", 10)
 
 
 def measure(what):
@@ -31,6 +33,7 @@ def measure(what):
 HEAD = """
 import json
 record, other, more, failed, apart = map(measure, (RECORD, OTHER, MORE, FAILED, APART))
+nested, parts = map(measure, (NESTED, PARTS))
 committed = json.loads('{"peak": 120, "losses": [2.0, 1.5]}')
 """
 
@@ -65,6 +68,9 @@ doubted = doubts.doubted
         'rows = []\nrows.append(record["peak"])\nverdict("peak", rows[0], predicted=120)',
         'def total(one):\n    return one["peak"]\nverdict("peak", total(record), predicted=120)',
         'verdict("measured in the call", measure(3), at_least=1)',
+        # Few changes reach it: what is unpacked keeps its shape, one of many parts is larger than half of the others
+        '(_, for_flat), (_, for_each), _ = nested[0]\nverdict("collectives", for_flat, at_least=1)',
+        'share = parts["a"] / (sum(parts.values()) - parts["a"])\nverdict("over the rest", share, at_most=0.5)',
         'verdict("NaN on purpose", sum(x != x for x in map(float, measure(["nan"]))), predicted=1)',
     ],
 )

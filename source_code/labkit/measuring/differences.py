@@ -45,6 +45,15 @@ def largest(values) -> float:
     return float(values.max())  # unlike Python's, NumPy's max returns NaN if there is one
 
 
+def smallest(values) -> float:
+    """Return the smallest of a collection of numbers, or NaN if it contains one.
+
+    Raises:
+        ValueError: there are no values.
+    """
+    return -largest(-_elements(values))
+
+
 def _elements(values) -> np.ndarray:
     """All elements of a nested collection as one float64 vector."""
     if isinstance(values, torch.Tensor):

@@ -1,6 +1,6 @@
 """What a chapter needs to teach: verdicts on claims, exercises that judge an answer, figures (``plots``)."""
 
-from labkit.measuring.differences import largest, largest_difference
+from labkit.measuring.differences import largest, largest_difference, smallest
 from labkit.teaching.exercises import check, hint, solution, yours_or_ours
 from labkit.teaching.verdicts import MIB, about_guess, comparison, verdict
 
@@ -12,6 +12,7 @@ __all__ = [
     "hint",
     "largest",
     "largest_difference",
+    "smallest",
     "solution",
     "verdict",
     "yours_or_ours",

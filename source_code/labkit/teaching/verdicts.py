@@ -40,7 +40,8 @@ def verdict(
         unit: printed behind each number.
         otherwise: what usually causes a FAIL, printed below it.
         how: how the number was obtained, where not by a meter: "by the law" (bytes that follow from counted
-            collectives), "simulated" (PyTorch's own code, run here on tensors without memory).
+            collectives), "by the rule" (measured bytes, assigned to a device by a rule), "simulated" (PyTorch's own
+            code, run here on tensors without memory).
 
     A number of a plan, a file or a paper is no measurement: see ``comparison``.
     """
