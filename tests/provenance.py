@@ -15,6 +15,7 @@ from types import FunctionType, ModuleType
 # Functions of these modules compute with what they are given, read files, or draw: they measure nothing.
 PURE = {
     "builtins",
+    "plan",
     "planner",
     "numpy",
     "pandas",

@@ -105,6 +105,8 @@ def test_a_verdict_that_cannot_fail_stops_the_cell(cell):
         'record = json.loads(\'{"script": "mnist_fsdp.py"}\')\n'
         "plan_of = lambda record: 12\n"
         'verdict("the plan of a record", plan_of(other), predicted=12)',
+        "import plan\nasked = plan.Options()\nfound = plan.describe(asked, plan.plan_of(asked))\n"
+        'verdict("an answer of plan.py", found["peak"], at_least=1)',
     ],
 )
 def test_what_this_execution_has_not_measured_is_no_verdict(cell):
