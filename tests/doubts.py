@@ -132,6 +132,8 @@ def _passes_nan(claim, judged, evaluate, known, names) -> PassesNaN | None:
     """The doubt about a verdict that is PASS with a NaN in what it depends on, or None."""
     for name in names:
         leaves = list(_leaves(known[name]))
+        if not leaves:  # no number that could become NaN: it may be NaN on purpose
+            continue
         if len(leaves) > LEAVES:
             leaves = leaves[:2] + leaves[-2:] + random.Random(0).sample(leaves, LEAVES - 4)
         for path in [*leaves, None]:  # one of several, and all of them

@@ -86,6 +86,8 @@ class Provenance:
             for part in ("body", "orelse", "finalbody"):
                 self._follow(getattr(statement, part, []), measured)
             for handler in getattr(statement, "handlers", []):
+                if handler.name and any(self._depends(each, measured) for each in statement.body):
+                    measured.add(handler.name)  # the error of a run
                 self._follow(handler.body, measured)
 
     def _assigned(self, statement, measured: set):

@@ -28,6 +28,11 @@ def measure(what):
     return what
 
 
+def fail():
+    """Stands for a run that fails."""
+    raise ValueError("a damaged file")
+
+
 HEAD = """
 import json
 record, other, more, failed, apart = map(measure, (RECORD, OTHER, MORE, FAILED, APART))
@@ -66,6 +71,9 @@ doubted = doubts.doubted
         'def total(one):\n    return one["peak"]\nverdict("peak", total(record), predicted=120)',
         'verdict("measured in the call", measure(3), at_least=1)',
         'verdict("NaN on purpose", sum(x != x for x in map(float, measure(["nan"]))), predicted=1)',
+        'loud = measure([float("nan")] * 2)\nverdict("NaN on purpose", sum(x != x for x in loud), predicted=2)',
+        "try:\n    fail()\nexcept ValueError as error:\n    told = str(error)\n"
+        'verdict("it fails with its own words", int("damaged" in told), predicted=1)',
     ],
 )
 def test_a_verdict_that_may_fail_passes(cell, capsys):
