@@ -125,6 +125,8 @@ def run(ways: list[Way], steps: int = STEPS) -> list[dict]:
             if count in way.ranks and way.lab != JAX
             for precision in way.precisions
         ]
+        if not mine:
+            continue
         found = cells.on_ranks(losses_of, mine, steps, ranks=count, cluster=here, timeout=600)[0]
         done += [(way, count, precision, losses) for (way, precision), losses in zip(mine, found, strict=True)]
     if under_jax := [

@@ -84,7 +84,7 @@ def _doubt(claim, measured, judged, call, caller) -> Doubt | None:
     known = caller.f_globals | caller.f_locals
     # In a function the cells do not say what its arguments are: they are taken for measured.
     local = frozenset(caller.f_locals) if caller.f_locals is not caller.f_globals else frozenset()
-    origin = _origin(caller, known)
+    origin = _origin(caller, known, None if local else call.lineno)
     if not origin.of(arguments["measured"], local):
         return NotMeasured(claim)
     names, _ = _sources(_data(codes["measured"], known), origin, local, known)
@@ -125,15 +125,17 @@ def _names_of(statement: ast.Assign) -> set[str]:
     return {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
 
-def _origin(caller, known) -> Provenance:
-    """Where the variables of a kernel come from, by the cells that it has executed."""
-    return Provenance(CELLS or ["".join(linecache.getlines(caller.f_code.co_filename))], known)
+def _origin(caller, known, line) -> Provenance:
+    """Where the variables of a kernel come from, by the cells that it has executed, the last up to a line."""
+    return Provenance(CELLS or ["".join(linecache.getlines(caller.f_code.co_filename))], known, line)
 
 
 def _passes_nan(claim, judged, evaluate, known, names) -> PassesNaN | None:
     """The doubt about a verdict that is PASS with a NaN in what it depends on, or None."""
     for name in names:
         leaves = list(_leaves(known[name]))
+        if not leaves:  # no number that could become NaN: it may be NaN on purpose
+            continue
         if len(leaves) > LEAVES:
             leaves = leaves[:2] + leaves[-2:] + random.Random(0).sample(leaves, LEAVES - 4)
         for path in [*leaves, None]:  # one of several, and all of them

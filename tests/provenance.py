@@ -15,6 +15,7 @@ from types import FunctionType, ModuleType
 # Functions of these modules compute with what they are given, read files, or draw: they measure nothing.
 PURE = {
     "builtins",
+    "plan",
     "planner",
     "numpy",
     "pandas",
@@ -33,18 +34,20 @@ PLANS = {"plan", "plan_of"}  # of a record they read its options only: what they
 class Provenance:
     """The measured variables of a kernel, from the cells it has executed and the objects their names stand for."""
 
-    def __init__(self, cells: list[str], names: dict):
+    def __init__(self, cells: list[str], names: dict, line: int | None = None):
+        """line: of the last cell, up to which it has been executed; None: unknown."""
         self.names = names
         self.measured = set()
         self.functions = {}
         self.assigned = {}  # {variable: the one statement that gives it its value, or None where there are several}
         self._open = set()  # functions that are being looked into: one may call itself
-        for source in cells:
+        for left, source in zip(reversed(range(len(cells))), cells, strict=True):
             try:
                 tree = ast.parse(source)
             except SyntaxError:  # a cell with a magic
                 continue
-            self._follow(tree.body, self.measured)
+            self._line = None if left else line
+            self._follow(tree.body, self.measured, in_order=bool(left or line))
             self._note_assignments(tree.body)
 
     def of(self, node: ast.AST, local: frozenset = frozenset()) -> bool:
@@ -73,18 +76,33 @@ class Provenance:
                 for each in _targets(statement.value.func):
                     self.assigned[each.id] = None
 
-    def _follow(self, body: list, measured: set):
-        """Note what the statements assign, in order; a name stays measured once it was."""
+    def _follow(self, body: list, measured: set, in_order=False):
+        """Note what the statements assign, in order.
+
+        in_order: each is executed, one after the other, so that a name may stop to be measured. Within branches and
+        functions it stays measured once it was.
+        """
         for statement in body:
+            if in_order and self._line and statement.lineno > self._line:
+                break
             if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 self.functions[statement.name] = statement
+                measured |= self._filled_by(statement, measured)
                 continue
             if isinstance(statement, ast.ClassDef):
                 continue
+            if in_order and isinstance(statement, (ast.Assign, ast.For)):
+                plain = isinstance(statement, ast.Assign)
+                value, targets = (statement.value, statement.targets) if plain else (statement.iter, [statement.target])
+                if not self._depends(value, measured):
+                    measured -= {node.id for target in targets for node in ast.walk(target) if _is_stored(node)}
             self._assigned(statement, measured)
             for part in ("body", "orelse", "finalbody"):
-                self._follow(getattr(statement, part, []), measured)
+                always = part == "body" and isinstance(statement, (ast.For, ast.With))
+                self._follow(getattr(statement, part, []), measured, in_order and always)
             for handler in getattr(statement, "handlers", []):
+                if handler.name and any(self._depends(each, measured) for each in statement.body):
+                    measured.add(handler.name)  # the error of a run
                 self._follow(handler.body, measured)
 
     def _assigned(self, statement, measured: set):
@@ -99,13 +117,19 @@ class Provenance:
             pairs = [(item.optional_vars, item.context_expr) for item in statement.items if item.optional_vars]
             # What is computed under a meter ends up in it.
             pairs += [(item.context_expr, item.context_expr) for item in statement.items]
+            # And in the file or the folder that it is given.
+            calls = [item.context_expr for item in statement.items if isinstance(item.context_expr, ast.Call)]
+            pairs += [(each, call) for call in calls for each in call.args if self._measures(call.func)]
         elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
             call = statement.value  # rows.append(measured)
             if isinstance(call.func, ast.Attribute):
-                pairs = [(call.func.value, call)]
+                pairs = [(node, call) for node in _targets(call.func.value) if self._may_be_filled(node)]
             # a notebook's function, or another, that fills what it is given
-            if self._depends(call, measured):
-                pairs += [(each, call) for each in (*call.args, *(word.value for word in call.keywords))]
+            if self._depends(call, measured) and not self._shows(call.func):
+                given = [
+                    node for each in (*call.args, *(word.value for word in call.keywords)) for node in _targets(each)
+                ]
+                pairs += [(each, call) for each in given if self._may_be_filled(each)]
         pairs += [(node.target, node.value) for node in _own(statement) if isinstance(node, ast.NamedExpr)]
         for target, value in pairs:
             if self._depends(value, measured):
@@ -121,7 +145,38 @@ class Provenance:
             passed_on = (each for each in node.args if isinstance(each, (ast.Name, ast.Attribute)))  # map(measure, …)
             if self._measures(node.func) or any(map(self._measures, passed_on)):
                 return True
+        if isinstance(node, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)):
+            return self._inner_depends(node, measured, calls_only)
         return any(self._depends(child, measured, calls_only) for child in ast.iter_child_nodes(node))
+
+    def _inner_depends(self, node, measured: set, calls_only: bool) -> bool:
+        """Whether a comprehension or a lambda depends on a measurement. Its own names hide others, of functions too."""
+        functions, own = self.functions, _parameters(node) if isinstance(node, ast.Lambda) else set()
+        measured = measured - own
+        try:
+            for each in getattr(node, "generators", ()):
+                names = {name.id for name in _targets(each.target)}
+                measured = measured | names if self._depends(each.iter, measured, calls_only) else measured - names
+                own |= names
+            self.functions = {name: of for name, of in functions.items() if name not in own}
+            return any(self._depends(child, measured, calls_only) for child in ast.iter_child_nodes(node))
+        finally:
+            self.functions = functions
+
+    def _shows(self, function) -> bool:
+        """Whether a function prints or draws: what it is given stays as it was."""
+        module = getattr(self.names.get(getattr(function, "id", None)), "__module__", None) or ""
+        return getattr(function, "id", None) == "print" or module == "doubts" or module.startswith("labkit.teaching")
+
+    def _may_be_filled(self, name: ast.Name) -> bool:
+        return not isinstance(self.names.get(name.id), (int, float, str, ModuleType))
+
+    def _filled_by(self, function, measured: set) -> set[str]:
+        """The notebook's variables in which a function of it leaves what it measures: runs[name] = …"""
+        own = _own_names(function)
+        filled = measured - own
+        self._follow(function.body, filled)
+        return filled - own
 
     def _function_measures(self, name: str, calls_only: bool) -> bool:
         """Whether what a notebook's function returns was measured in it, or (not calls_only) computed from such a variable."""
@@ -130,7 +185,7 @@ class Provenance:
         self._open.add(name)
         try:
             node = self.functions[name]
-            inner = set() if calls_only else self.measured - _parameters(node)
+            inner = set() if calls_only else self.measured - _own_names(node)
             self._follow(node.body, inner)
             reads = [each for each in ast.walk(node) if isinstance(each, (ast.Return, ast.Yield)) and each.value]
             return any(self._depends(each.value, inner, calls_only) for each in reads)
@@ -152,7 +207,7 @@ class Provenance:
                 return type(found).__module__.partition(".")[0] == "labkit" and not _is_pure(type(found))
             found = getattr(found, name, None)
         own = isinstance(found, FunctionType) and found.__module__ == "__main__"  # looked into where it is defined
-        return callable(found) and not own and not _is_pure(found)
+        return callable(found) and not own and (not _is_pure(found) or found in (exec, eval))
 
 
 def _is_pure(found) -> bool:
@@ -170,6 +225,15 @@ def _targets(target):
     elif isinstance(target, (ast.Tuple, ast.List)):
         for each in target.elts:
             yield from _targets(each)
+
+
+def _own_names(function) -> set[str]:
+    """The names that in a function stand for something of its own."""
+    return _parameters(function) | {node.id for node in ast.walk(function) if _is_stored(node)}
+
+
+def _is_stored(node) -> bool:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
 
 
 def _parameters(node) -> set[str]:

@@ -1,11 +1,13 @@
 """Chapter 11: its verdicts fail where a way is blind to a term, its exercises judge fairly, its figures hold."""
 
+import json
 from unittest.mock import Mock
 
+import plan
 import pytest
+from labkit.running import options
 from labkit.teaching.exercises import chapter_11, check
-from labkit.teaching.verdicts import verdict
-from planner import predict
+from planner import gpus, predict
 
 from notebooks import FOLDER, code_cells, read, run_broken
 
@@ -22,32 +24,37 @@ def test_a_plan_that_forgets_the_options_is_found_out():
     assert "bytes in the collectives" in lines[4]
 
 
-def published(break_: dict, capsys) -> list[str]:
-    """The verdicts about published figures, after ``break_`` in the cells that they need: arithmetic alone."""
-    notebook = read(PATH)
-    needed = ("GIB = 2**30", "def llama(", "PUBLISHED", "torchtitan #822, {name}")
-    cells = [next(cell.source for cell in code_cells(notebook) if text in cell.source) for text in needed]
-    source = "\n".join(cells)
-    for text, replacement in break_.items():
-        assert text in source
-        source = source.replace(text, replacement)
-    exec(source, {"predict": predict, "verdict": verdict, "planner": Mock()})
-    return [line for line in capsys.readouterr().out.splitlines() if line[:4] in ("PASS", "FAIL")]
+def cells_with(*texts) -> dict:
+    """The names after the first cells of the page that contain each text: arithmetic alone."""
+    notebook, names = read(PATH), {"predict": predict, "plan": plan, "gpus": gpus, "planner": Mock()}
+    for text in texts:
+        exec(next(cell.source for cell in code_cells(notebook) if text in cell.source), names)
+    return names
 
 
-@pytest.mark.parametrize(
-    ("break_", "failed"),
-    [
-        ({}, []),
-        ({"never[1] - always[1]": "never[1] - always[1] + 1"}, ["32 blocks kept"]),
-        ({'optimizer="adamw-fused"': 'optimizer="momentum"'}, ["step 1, always", "step 1, never"]),
-        ({'("never", "false")': '("never", "true")'}, ["32 blocks kept"]),
-    ],
-)
-def test_a_published_figure_that_the_terms_miss_is_found_out(break_, failed, capsys):
-    lines = [line for line in published(break_, capsys) if line.startswith("FAIL")]
-    assert len(lines) == len(failed)
-    assert all(words in line for words, line in zip(failed, lines, strict=True))
+SHAPES = ("GIB = 2**30", "def llama(")
+
+
+def test_published_differences_are_the_terms(capsys):
+    """But for the last, as the page says."""
+    *three, last = cells_with(*SHAPES, "PUBLISHED")["differences"].values()
+    assert all(planned == pytest.approx(theirs, rel=0.03) for theirs, planned in three)
+    assert last[1] != pytest.approx(last[0], rel=0.5)
+
+
+def test_the_factor_is_the_highest_of_the_published_eager_runs(capsys):
+    names = cells_with(*SHAPES, "guess_beyond =", "RUNS = [", "factors = {")
+    eager, compiled = names["factors"][True], names["factors"][False]
+    assert (round(min(eager), 2), round(max(eager), 2)) == gpus.RESERVE
+    assert gpus.RESERVE[1] < max(compiled) < 1.3
+
+
+def test_the_search_of_the_page_finds_what_plan_py_finds():
+    names = cells_with(*SHAPES)
+    room = (gpus.GPUS["h100"].memory - gpus.outside(2)) / gpus.reserve("h100")[0] * 2**30
+    ours = chapter_11.reference_world(lambda ranks: names["llama"]("llama3-70b", ranks), room)
+    words = "--model llama3-70b --gpu h100 --find ranks --json"
+    assert ours == json.loads(plan.answer(options.parse(plan.Options, "", words.split())))["found"]
 
 
 def world(needs, worlds=range(1, 65)):

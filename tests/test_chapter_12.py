@@ -38,6 +38,16 @@ def test_gathers_are_not_called_early_by_themselves():
     assert "not waited for on the spot any more" in waited and "gathering ahead, gathers called early" in early
 
 
+@pytest.mark.long
+def test_gradients_added_up_where_they_should_be_averaged_are_noticed():
+    """With two micro-batches they are twice as large: as a learning rate twice as high."""
+    summed = {"**by_sgd | options": '**by_sgd | {"lr": 0.1 * options.get("accumulate", 1)} | options'}
+    skip = ("found =", "called_early", "waited_for", "adds", "works", "at_batches", "strong scaling")
+    few = {"front_runs, configs, 5": "front_runs, configs, 2"}
+    (line,) = failed(run_broken("12", SHORT | few | summed, until="the same steps of SGD", skip=skip))
+    assert "largest relative difference of the losses after the same steps" in line
+
+
 def test_every_lane_is_drawn_to_its_end(monkeypatch):
     def step(seconds):
         return {"begin": 5.0, "end": 5.0 + seconds, "operators": [(5.0, 5.0 + seconds)], "collectives": []}

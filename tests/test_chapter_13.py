@@ -88,6 +88,7 @@ def test_a_stage_that_shares_nothing_is_noticed():
         "torch, stage 1",
         "torch, stage 2",
         "torch, stage 3",
+        "torch, from stage 0 to 1",
         "stage 3 against the paper's 12 bytes per parameter, split by 4",
     ]
 
@@ -98,7 +99,7 @@ def test_clipping_that_is_not_forgotten_is_noticed():
         ' if name != "gradient_clipping"}': "}",
         'predict.plan_of(runs["torch", 1])': 'lab.plan("gpt_zero.py", stage="1")',
     }
-    others = ("lab.run(", "under_deepspeed(", "between_steps(runs", "parts(")
+    others = ("lab.run(", "under_deepspeed(", "between_steps(runs", "parts(", "saved(")
     lines = run_broken("13", breaks, "clipping left to its default", others)
     assert failed(lines) == ["clipping left to its default"]
 

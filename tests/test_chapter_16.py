@@ -197,8 +197,8 @@ def test_an_accuracy_of_ones_own_is_noticed():
     breaks = PATIENT | {
         "reached = faults.accuracy": "faults.dist.all_reduce = lambda *_: None\n    reached = faults.accuracy"
     }
-    lines = run_broken("16", breaks, until="accuracies above 100 %")
-    assert failed(lines) == ["different accuracies on four ranks"] and len(lines) == 3
+    lines = run_broken("16", breaks, until="accuracies from 0 to 100 %")
+    assert failed(lines) == ["largest difference of the accuracies on four ranks"] and len(lines) == 3
 
 
 OTHER_FAULTS = (
@@ -235,6 +235,7 @@ def test_faults_that_are_not_mended_are_noticed():
         "sharded first",
         "orders in six epochs, with set_epoch",
         "samples that rank 0 has seen, with set_epoch",
+        "with first values",
         "with first values",
         "with first values",
         "all parameters, number by place",

@@ -1,5 +1,6 @@
 """A verdict that cannot FAIL is found, and no other."""
 
+import contextlib
 import json
 import linecache
 import shlex
@@ -28,6 +29,18 @@ PARTS = dict.fromkeys("abcdefghijkl", 10)
 def measure(what):
     """Stands for a run: what it returns was measured in this execution."""
     return what
+
+
+def fail():
+    """Stands for a run that fails."""
+    raise ValueError("a damaged file")
+
+
+@contextlib.contextmanager
+def meter(path):
+    """Stands for a meter that writes what it sees to a file."""
+    yield
+    Path(path).write_text("12")
 
 
 HEAD = """
@@ -66,12 +79,21 @@ doubted = doubts.doubted
         'kept = lambda name: record[name]\nfor name in ("kept",):\n    verdict(name, kept(name), predicted=40)',
         'def judge(one):\n    verdict("peak", one["peak"], predicted=120)\njudge(record)',
         'rows = []\nrows.append(record["peak"])\nverdict("peak", rows[0], predicted=120)',
+        'lowest = record["peak"]\nverdict("a peak", lowest, predicted=120)\nlowest = committed["peak"]',
+        'runs = {}\ndef run(name):\n    runs[name] = measure(3)\nrun("a")\nverdict("a run", runs["a"], at_least=1)',
+        "import os, pathlib, tempfile\nhandle, path = tempfile.mkstemp()\nos.close(handle)\n"
+        "with meter(path):\n    pass\nwritten = int(pathlib.Path(path).read_text())\n"
+        'verdict("what a meter wrote", written, predicted=12)',
+        'tried = {line: eval(line) for line in ("1 + 1",)}\nverdict("lines tried", tried["1 + 1"], predicted=2)',
         'def total(one):\n    return one["peak"]\nverdict("peak", total(record), predicted=120)',
         'verdict("measured in the call", measure(3), at_least=1)',
         # Few changes reach it: what is unpacked keeps its shape, one of many parts is larger than half of the others
         '(_, for_flat), (_, for_each), _ = nested[0]\nverdict("collectives", for_flat, at_least=1)',
         'share = parts["a"] / (sum(parts.values()) - parts["a"])\nverdict("over the rest", share, at_most=0.5)',
         'verdict("NaN on purpose", sum(x != x for x in map(float, measure(["nan"]))), predicted=1)',
+        'loud = measure([float("nan")] * 2)\nverdict("NaN on purpose", sum(x != x for x in loud), predicted=2)',
+        "try:\n    fail()\nexcept ValueError as error:\n    told = str(error)\n"
+        'verdict("it fails with its own words", int("damaged" in told), predicted=1)',
     ],
 )
 def test_a_verdict_that_may_fail_passes(cell, capsys):
@@ -111,6 +133,23 @@ def test_a_verdict_that_cannot_fail_stops_the_cell(cell):
         'record = json.loads(\'{"script": "mnist_fsdp.py"}\')\n'
         "plan_of = lambda record: 12\n"
         'verdict("the plan of a record", plan_of(other), predicted=12)',
+        # A name that held a measurement, and now does not
+        'worst = record["peak"]\nworst = max(committed["losses"])\nverdict("a file", worst, at_most=9)',
+        'unit, others = 4, []\nothers.append(record["peak"])\nsorted(others, key=unit.__mul__)\n'
+        'verdict("a file", committed["peak"] * unit, at_least=1)',
+        "import statistics\nothers = []\nothers.append(record['peak'])\nstatistics.mean(others)\n"
+        'verdict("a file", statistics.mean(committed["losses"]), at_least=1)',
+        'found = committed["peak"]\nverdict("a file against a run", found, predicted=record["peak"])',
+        'def row():\n    return measure(1)\nrows = [row for row in committed["losses"]]\n'
+        'verdict("a file", rows[0], at_least=1)',
+        'rows = record["losses"]\ndef read():\n    rows = committed["losses"]\n    return rows\n'
+        'verdict("a file", read()[0], at_least=1)',
+        'for name in ("peak",):\n    found = record[name]\n'
+        'for name in ("peak",):\n    found = committed[name]\n    verdict("a file", found, at_least=1)',
+        'kept = record["peak"]\nfor kept in committed["losses"]:\n    verdict("a file", kept, at_most=9)',
+        'kept = record["peak"]\nsizes = [kept for kept in committed["losses"]]\nverdict("a file", sizes[0], at_most=9)',
+        "import plan\nasked = plan.Options()\nfound = plan.describe(asked, plan.plan_of(asked))\n"
+        'verdict("an answer of plan.py", found["peak"], at_least=1)',
     ],
 )
 def test_what_this_execution_has_not_measured_is_no_verdict(cell):

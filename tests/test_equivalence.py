@@ -1,10 +1,13 @@
 """The matrix: however a training is shared, by whichever library, it is the same training."""
 
 import dataclasses
+import json
 import math
 
 import equivalence
 import pytest
+from labkit.measuring.differences import largest_difference
+from labkit.measuring.records import RESULTS
 
 pytestmark = pytest.mark.long
 STEPS = 10  # the command takes more; a forgotten weight decay is seen in these
@@ -46,3 +49,26 @@ def test_the_training_learns(rows):
     """A loss that stands still would be equal however wrong the gradients are."""
     losses = rows["one process", 1, "fp64"]["losses"]
     assert losses[-1] < 0.8 * losses[0]
+
+
+def test_the_committed_record_is_of_one_training():
+    """Chapter 15 shows it beside two of its rows, which it runs."""
+    (path,) = (RESULTS / "reference").glob("equivalence-*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["way"] for row in rows} == {way.name for way in [equivalence.ALONE, *equivalence.WAYS]}
+    alone = {row["precision"]: row["losses"] for row in rows if row["way"] == equivalence.ALONE.name}
+    for row in rows:
+        difference = largest_difference(row["losses"], alone[row["precision"]], relative=True)
+        assert difference == row["difference"] <= equivalence.TOLERANCE[row["precision"]], row["way"]
+
+
+def test_no_ranks_are_started_for_nothing(monkeypatch):
+    started = []
+
+    def on_ranks(function, runs, steps, ranks, **about):
+        started.append(ranks)
+        return [[[1.0] * steps for _ in runs]]
+
+    monkeypatch.setattr(equivalence.cells, "on_ranks", on_ranks)
+    rows = equivalence.run([dataclasses.replace(equivalence.WAYS[0], ranks=(2,))], STEPS)
+    assert started == [1, 2] and {row["ranks"] for row in rows} == {1, 2}

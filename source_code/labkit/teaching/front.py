@@ -13,18 +13,15 @@ from labkit.training import text
 WATCHED = 4  # steps: the fewest by which the meter has seen a peak
 
 
-def watched(me, run) -> tuple[dict, float]:
-    """(the part of a record that is known before the times are: what ran, its memory and its traffic; the last loss).
-
-    Collective. The loss is this rank's.
-    """
+def watched(me, run) -> dict:
+    """The part of a record that is known before the times are: what ran, its memory and its traffic. Collective."""
     meter = meters.Meter(run.model, run.optimizer, me.device, progress=Progress(me, WATCHED))
     for _ in meter.watch([run.batch] * WATCHED):
-        loss = run.step()
+        run.step()
     meter.finish()
     about = records.new("gpt_fsdp.py", vars(run.config), me, [me.node])
     about |= {"data": {"name": text.NAME}, "batch_size": run.config.batch_size}
-    return about | meter.summary(_sequences(run, me)), loss
+    return about | meter.summary(_sequences(run, me))
 
 
 def add_times(me, found: list[dict], runs: list, steps: list[dict]):

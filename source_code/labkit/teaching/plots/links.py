@@ -36,7 +36,7 @@ def sweep(steps: dict, predicted: dict, spans: dict, title: str, under: str):
     """Step time against the time that the link needs for a megabyte, the same near the crossing, and the communication.
 
     steps, predicted: {name: {Mbit/s: seconds}}; a link that is not slowed is infinitely fast: there it is measured what a
-    step takes, and the law's line begins at what it computes and waits for latency. spans: {name: {Mbit/s: (measured, the least) communication, over what bytes over speed give}}.
+    step takes, and the law's line begins at what it computes and waits for latency. spans: {name: {Mbit/s: (measured, the least) communication, over the law's}}.
     """
     figure, panels = plt.subplot_mosaic(
         [["all", "zoom"], ["all", "ratio"]], figsize=(13, 7.6), layout="constrained", width_ratios=[3, 2.6]
@@ -92,4 +92,6 @@ def _shares(axes, spans: dict):
             axes.plot(x, measured, mark, color=colour, markersize=7)
     axes.axhline(1, color="black", linestyle="--", linewidth=1)
     axes.set_xticks(range(len(speeds)), [str(speed) for speed in speeds])
-    axes.set(xlabel="speed of the link [Mbit/s]", ylabel="communication,\nover bytes / speed", ylim=(0.5, 1.15))
+    axes.set(
+        xlabel="speed of the link [Mbit/s]", ylabel="communication, over\nlatency + bytes / speed", ylim=(0.5, 1.15)
+    )
