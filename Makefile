@@ -65,7 +65,7 @@ test-cluster: $(TEST_READY)     ## what needs a Slurm to start, and a browser (C
 test-lowest: $(LOWEST)/ready    ## arithmetic, equality, memory, checkpoints, pipelines and tensor parallelism on the oldest supported versions
 	$(LOWEST)/bin/$(TESTS) -m "not slurm" tests/test_models.py tests/test_predict.py tests/test_equality.py \
 	  tests/test_memory.py tests/test_mesh.py tests/test_zero_plan.py tests/test_pipeline.py tests/test_tensor_parallel.py \
-	  tests/test_checkpoints.py
+	  tests/test_checkpoints.py tests/test_saving.py tests/test_ownership.py
 
 lab: $(READY)           ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab notebooks

@@ -198,7 +198,7 @@ def timelines(rows: list[tuple[str, dict]], title: str, called: dict[str, str] |
     under, (*others, most) = caption(widest), sorted({record["ranks"] for _, record in rows})
     if others:  # say that the panels differ
         under = under.replace(f"{most} ranks", f"{', '.join(map(str, others))} and {most} ranks")
-    headline(figure, title, f"{under}; measured")
+    headline(figure, title, f"{under}\nmeasured")
     ordered = [c for c in CATEGORIES if c in names]
     words = [(called or {}).get(c, c) for c in ordered]
     figure.legend([names[c] for c in ordered], words, loc="outside lower left", ncols=3 if called else 4, fontsize=11)

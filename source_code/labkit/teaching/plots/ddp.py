@@ -84,7 +84,7 @@ def loss_by_images(runs: dict[str, list[float]], images: int, under: str, points
         axes.plot(seen, means, marker=marker, color=colour, markersize=8, linewidth=1.5, label=name)
     axes.set(xlabel="images that all ranks together have seen", ylabel="training loss", xlim=(0, images))
     axes.set_ylim(0)
-    axes.legend(loc="upper right")
+    axes.legend(loc="lower left")
     headline(
         figure,
         "Fewer steps on the same images learn less, unless they are longer",
