@@ -39,7 +39,7 @@ def verdict(
         limit: how far measured may lie from predicted, as a share of it (0: not at all).
         unit: printed behind each number.
         otherwise: what usually causes a FAIL, printed below it.
-        how: how the number was obtained, where not by a meter: "by the law" (bytes that follow from counted
+        how: how the number was obtained, where not by a meter: "counted", "by the law" (bytes that follow from counted
             collectives), "by the rule" (measured bytes, assigned to a device by a rule), "simulated" (PyTorch's own
             code, run here on tensors without memory).
 
