@@ -3,7 +3,7 @@
   python faults.py --fault 1 --ranks 4                    here
   srun -p gpu -N 1 --ntasks-per-node=4 --gres=gpu:4 python faults.py --fault 1
 
-Every rank leaves in --flight what ``who_is_missing.py`` reads. Reading a fault's function is a fair way to diagnose it, if
+Every rank leaves in --flight what ``diagnose_hang.py`` reads. Reading a fault's function is a fair way to diagnose it, if
 not the usual one: in a code base of some size one has to know first where to look.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from labkit.measuring import flight, limits, records
+from labkit.measuring import flight_recorder, memory_budget, records
 from labkit.running import options, ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -104,7 +104,7 @@ def memory_of_the_node_is_full(me):
 def fault_3(me, config, found):
     model = shard(me, network().to(me.device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with limits.Budget(model, optimizer, me.device, 2**20) as budget:
+    with memory_budget.Budget(model, optimizer, me.device, 2**20) as budget:
         try:
             for step in range(3):
                 train_step(model, optimizer, *batch(me, step, size=256))
@@ -278,7 +278,7 @@ def meet(me, config):
 def main(config, me):
     fault, found = FAULTS[config.fault - 1], {}
     try:
-        with flight.recorder(config.flight, quiet=config.timeout / 3):
+        with flight_recorder.recorder(config.flight, quiet=config.timeout / 3):
             if fault is not fault_10:
                 meet(me, config)
             fault(me, config, found)

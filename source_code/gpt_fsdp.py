@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from labkit import UserError
-from labkit.measuring import limits, meters, records
+from labkit.measuring import meters, records
 from labkit.measuring.trace import local
-from labkit.running import options, progress, ranks, stopping
+from labkit.running import options, preemption, preflight, progress, ranks
 from labkit.running.options import RESHARD, SHARDED, option
 from labkit.training import checkpoints, models, recompute, saving, text
 from labkit.training.tensor_parallel import tensor_parallel
@@ -54,7 +54,7 @@ def build(config, me):
         model = models.GPT(config.shape).to(config.dtype)
         if config.lora:
             models.add_lora(model, config.lora)
-    limits.refuse_if_too_big(config, me)
+    preflight.refuse_if_too_big(config, me)
     work = flops.per_token(config.shape, config.seq_len, config.lora)
     for number, block in enumerate(model.blocks):
         change_forward(block, config, number)
@@ -292,7 +292,7 @@ def train(config, me, prepare=prepare, compute_loss=compute_loss):
 
     bar = progress.Progress(me, config.max_steps, step)
     meter = meters.Meter(model, optimizer, me.device, progress=bar, profile=config.profile, compiled=config.compile)
-    stop = stopping.Stop(config)
+    stop = preemption.Stop(config)
     losses, save_every = [], config.checkpoint_every or config.max_steps
     while step < config.max_steps:
         end = min(config.max_steps, *(step - step % every + every for every in (save_every, LOG_EVERY)))
@@ -341,7 +341,7 @@ def main(config, me, prepare=prepare, compute_loss=compute_loss):
     """What every rank runs. me: which rank this is (labkit/running/ranks.py). The rest is another lab's: see ``train``."""
     begin = time.perf_counter()
     config.arranged(me.world_size)  # refuses, before anything is allocated, what the ranks cannot share
-    limits.check(config, me)
+    preflight.check(config, me)
     # With offload, --clip sums the norms of shards in the CPU's memory, which NCCL cannot.
     backend = "cpu:gloo,cuda:nccl" if config.cpu_offload and me.backend == "nccl" else me.backend
     dist.init_process_group(backend, device_id=me.device if me.device.type == "cuda" else None)

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from labkit import UserError
-from labkit.measuring import limits, meters, records
+from labkit.measuring import meters, records
 from labkit.measuring.trace import local
-from labkit.running import options, progress, ranks, stopping
+from labkit.running import options, preemption, preflight, progress, ranks
 from labkit.running.options import option
 from labkit.training import checkpoints, hf_models, hf_weights, saving, text
 from torch.distributed import fsdp
@@ -39,7 +39,7 @@ LOG_EVERY = 50  # steps
 
 def build(config, architecture, me):
     """The model of a configuration (``hf_models.configuration``), sharded before it has any memory, then filled."""
-    limits.refuse_if_too_big(config, me)
+    preflight.refuse_if_too_big(config, me)
     model, pattern = (hf_models.on_meta(architecture, config.dtype, config.lora) for _ in range(2))
     parallelize(model, config, me)
     model.to_empty(device=me.device)
@@ -152,7 +152,7 @@ def train(config, me):
 
     bar = progress.Progress(me, config.max_steps, step)
     meter = meters.Meter(model, optimizer, me.device, progress=bar, profile=config.profile)
-    stop = stopping.Stop(config)
+    stop = preemption.Stop(config)
     losses, save_every = [], config.checkpoint_every or config.max_steps
     while step < config.max_steps:
         end = min(config.max_steps, *(step - step % every + every for every in (save_every, LOG_EVERY)))
@@ -195,7 +195,7 @@ def train(config, me):
 def main(config, me):
     """What every rank runs. me: which rank this is (labkit/running/ranks.py)."""
     begin = time.perf_counter()
-    limits.check(config, me)
+    preflight.check(config, me)
     if config.save and me.rank == 0:
         hf_weights.check_new(config.save)
     dist.init_process_group(me.backend, device_id=me.device if me.device.type == "cuda" else None)

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from labkit import UserError
-from labkit.measuring import limits, meters, records
-from labkit.running import options, progress, ranks, stopping
+from labkit.measuring import meters, records
+from labkit.running import options, preemption, preflight, progress, ranks
 from labkit.running.options import SHARDED, option
 from labkit.training import checkpoints, datasets, saving
 from labkit.training.models import Net
@@ -169,7 +169,7 @@ def train(config, me):
 
     bar = progress.Progress(me, last_step, step)
     meter = meters.Meter(model, optimizer, me.device, progress=bar, profile=config.profile)
-    stop = stopping.Stop(config)
+    stop = preemption.Stop(config)
     losses = []
     while step < last_step:
         epoch, done = divmod(step, steps_per_epoch)
@@ -217,7 +217,7 @@ def train(config, me):
 def main(config, me):
     """What every rank runs. me: which rank this is (labkit/running/ranks.py)."""
     begin = time.perf_counter()
-    limits.check(config, me)
+    preflight.check(config, me)
     dist.init_process_group(me.backend, device_id=me.device if me.device.type == "cuda" else None)
     result = train(config, me)
     records.report(__file__, config, me, result, elapsed=time.perf_counter() - begin)

@@ -17,7 +17,7 @@ not fit", for what PyTorch reserves and what else a process holds on a GPU (plan
 sources): tight is what fits only if the allocator reserves nothing beyond the plan.
 
 The arithmetic is planner/predict.py's. For the CPU's kernels (--device cpu) it agrees with the meters to within 1 %, as
-trial.py shows; for a GPU's with PyTorch's own code, which runs a GPU's operators on tensors without memory (--simulate),
+proofs/memory.py shows; for a GPU's with PyTorch's own code, which runs a GPU's operators on tensors without memory (--simulate),
 and not yet with a GPU. Times are bounds: the collectives' bytes over the links' published bandwidth, and operations over
 --efficiency of the GPU's published peak.
 
@@ -335,7 +335,7 @@ def draw(options: Options, plan: predict.Plan):
 def answer_on_own(options: Options) -> str:
     """What it prints of a model of one's own."""
     prepare_to_simulate()
-    from labkit.measuring import own_model
+    from labkit.training import own_model
 
     build = own_model.load(options.model)
     plan = plan_of(options, own_model.blueprint(options.model, build))

@@ -8,7 +8,6 @@ import mnist_fsdp
 import plan
 import pytest
 import torch
-import trial
 from forked import forked
 from labkit.measuring import gpu_operators, trace
 from labkit.running import lab
@@ -18,6 +17,7 @@ from planner.plan import STEP_COUNTER
 from planner.shapes import GPT_SHAPES, GPTShape
 from planner.sizes import Autograd
 from planner.step import Step
+from proofs import memory as memory_proof
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -151,7 +151,7 @@ def test_the_plan_for_a_gpu_is_what_a_gpus_operators_do(simulations, number):
     assert predict.total(plan.peak()[1]) == sum(found["peak"].values()) + losses
     kept = predict.by_category(plan.persistent())
     assert {category: found["start"][category] for category in kept} == kept
-    assert trial.counted(found["traffic"]) == trial.counted(plan.traffic())
+    assert memory_proof.counted(found["traffic"]) == memory_proof.counted(plan.traffic())
     # Of forward and optimizer, too, the highest moment; in forward, to which moment a number belongs may differ.
     before_backward = takewhile(lambda moment: moment[0] != "backward", found["timeline"])
     forward = max(sum(sizes) for _, *sizes in before_backward) + losses

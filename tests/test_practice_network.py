@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from commands import call, run_job
 from labkit import UserError
-from labkit.measuring import practice_link
+from labkit.running import practice_link
 from labkit.running.lab import Lab
 from planner import cost
 from test_practice_cluster import BASH, SCRIPT, TEMPLATES, cluster, processes_of
@@ -304,7 +304,7 @@ def test_speeds():
 MEASURE = """
 import json, os, sys, time
 import torch, torch.distributed as dist
-from labkit.measuring import practice_link
+from labkit.running import practice_link
 from labkit.running import ranks
 
 rank, _, world = ranks.placement(dict(os.environ))

@@ -22,8 +22,7 @@ from pathlib import Path
 from planner import predict
 
 from labkit import UserError
-from labkit.measuring import machine
-from labkit.running import cells, launch, slurm
+from labkit.running import launch, notebook_ranks, site, slurm
 
 
 @dataclass(frozen=True)
@@ -54,10 +53,10 @@ class Lab(launch.Cluster):
         if self.device == "cpu":
             return 0
         if not self.uses_slurm():
-            return machine.gpus_here()
-        if machine.is_practice():
+            return site.gpus_here()
+        if site.is_practice_cluster():
             return 0
-        return slurm.gpus_of_the_job() if slurm.inside_a_job() else machine.gpus_of_a_node(self.partition)
+        return slurm.gpus_of_the_job() if slurm.inside_a_job() else site.gpus_of_a_node(self.partition)
 
     def device_of(self, ranks: int | None = None, nodes: int = 1) -> str:
         """What a run of so many ranks (default: those of the settings) computes on: "cuda" or "cpu"."""
@@ -66,7 +65,7 @@ class Lab(launch.Cluster):
         return "cuda" if (ranks or self.ranks) <= self.gpus * nodes else "cpu"
 
     def _where_runs_compute(self) -> list[str]:
-        if self.device == "cpu" and machine.gpus_here():
+        if self.device == "cpu" and site.gpus_here():
             return [f'{"":9}  this machine\'s GPUs stay unused; Lab(device="auto") computes on them']
         if self.device != "auto":
             return []
@@ -98,10 +97,10 @@ class Lab(launch.Cluster):
         return predict.plan_of(about)
 
     def on_ranks(self, function, *arguments, ranks: int | None = None, nodes: int = 1, **settings) -> list:
-        """[what ``function(me, *arguments)`` returned on rank 0, on rank 1, …] (``cells.on_ranks``).
+        """[what ``function(me, *arguments)`` returned on rank 0, on rank 1, …] (``notebook_ranks.on_ranks``).
 
-        settings: ``cells.on_ranks``' others.
+        settings: ``notebook_ranks.on_ranks``' others.
         """
         ranks = ranks or self.ranks
         about = {"ranks": ranks, "nodes": nodes, "device": self.device_of(ranks, nodes), "cluster": self}
-        return cells.on_ranks(function, *arguments, **about | settings)
+        return notebook_ranks.on_ranks(function, *arguments, **about | settings)

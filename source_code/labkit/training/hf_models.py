@@ -18,8 +18,8 @@ from planner.huggingface import EXPERTS
 from torch import nn
 
 from labkit import UserError
-from labkit.measuring import own_model
 from labkit.training import hf_weights, text
+from labkit.training.units import units_of
 
 try:
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed, where there is one, is imported too, and prints
@@ -106,7 +106,7 @@ def add_lora(model, width: int):
 
 def blocks(model) -> list[nn.Module]:
     """The decoder's blocks."""
-    return own_model.units_of(model.base_model)
+    return units_of(model.base_model)
 
 
 def tied(model) -> bool:

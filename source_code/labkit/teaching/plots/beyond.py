@@ -3,7 +3,7 @@
 import matplotlib.pyplot as plt
 from planner import cost
 
-from labkit.measuring import lanes as measured_lanes
+from labkit.measuring import pipeline_timeline as measured_lanes
 from labkit.teaching.plots import MIB, headline, show
 
 FORWARD, BACKWARD = "#BBBBBB", "#4D4D4D"  # as in images/pipeline_schedules.svg
@@ -17,7 +17,7 @@ KINDS = {  # what a step sends, by what for: its colour, that of the category of
 
 
 def lanes(steps: dict[str, list], under: str, title: str):
-    """When each stage computes, a panel per schedule: {name: one step's lanes, as ``labkit/measuring/lanes.py`` has them}."""
+    """When each stage computes, a panel per schedule: {name: one step's lanes, as ``labkit/measuring/pipeline_timeline.py`` has them}."""
     figure, panels = plt.subplots(
         len(steps), 1, figsize=(10, 2 * len(steps) + 1.4), sharex=True, squeeze=False, layout="constrained"
     )
@@ -126,7 +126,7 @@ def ways(rows: list[tuple[str, dict, int, dict]], title: str, under: str):
 
 
 def equivalence(record: dict, tolerance: dict[str, float], title: str):
-    """The largest relative difference of a loss to one process, of each way: ``equivalence.py``'s record."""
+    """The largest relative difference of a loss to one process, of each way: ``proofs/parity.py``'s record."""
     names = [name for name in dict.fromkeys(row["way"] for row in record["rows"]) if name != "one process"]
     figure, axes = plt.subplots(figsize=(10, 0.34 * len(names) + 2.4), layout="constrained")
     colours = {"fp64": "#0072B2", "fp32": "#D55E00"}

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from labkit.measuring import machine, meters
+from labkit.measuring import host_memory, meters
 
 MIB = 2**20
 MACHINE = {"proc/meminfo": f"MemTotal: {999 * 1024} kB\nMemAvailable: {500 * 1024} kB\nHugePages_Total: 0\n"}
@@ -77,7 +77,7 @@ def kernel(tmp_path, monkeypatch):
     """A function that makes a kernel of files: {path: text}."""
 
     def make(files):
-        monkeypatch.setattr(machine, "ROOT", tmp_path)
+        monkeypatch.setattr(host_memory, "ROOT", tmp_path)
         for path, text in files.items():
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / path).write_text(text)
@@ -90,15 +90,15 @@ def test_memory_is_what_the_tightest_limit_leaves(name, kernel):
     files, limit, free = KERNELS[name]
     kernel(MACHINE | files)
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert machine.memory() == (physical if limit is None else limit * MIB)
-    assert machine.free_memory() == free * MIB
+    assert host_memory.total() == (physical if limit is None else limit * MIB)
+    assert host_memory.free() == free * MIB
 
 
 def test_where_the_kernel_says_nothing(kernel):
     """As on macOS."""
     kernel({})
-    assert machine.memory() == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert machine.free_memory() == math.inf
+    assert host_memory.total() == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert host_memory.free() == math.inf
 
 
 def test_ranks_share_what_their_job_has_left(kernel, monkeypatch):

@@ -1,6 +1,6 @@
 """Ask other estimators about the course's GPT, each by its own code: notebook 11 puts them beside the plan.
 
-  python estimators.py --preset tiny --ranks 4 --batch-size 8 --seq-len 128
+  python -m proofs.estimators --preset tiny --ranks 4 --batch-size 8 --seq-len 128
 
 Prints JSON: {name: bytes that a rank needs at its peak, or a sentence where it cannot be asked}.
 

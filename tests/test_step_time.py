@@ -3,13 +3,12 @@
 import json
 import math
 
-import links
 import pytest
-import step_trial
 from commands import refused
 from labkit.measuring import records
+from proofs import link_sweep, step_time
 
-REFERENCE = records.RESULTS / "reference" / "step-times-intel-xeon-2-cores.json"
+REFERENCE = records.RESULTS / "reference" / "step-time-intel-xeon-2-cores.json"
 SPEEDS = ("400mbit", "200mbit", "100mbit")
 
 
@@ -24,13 +23,13 @@ def reference():
 def test_the_planner_predicts_what_the_record_says_and_what_was_measured(reference):
     """That all of it was predicted before, from one run, is how the command works: see below."""
     found = {(row["rate"], row["strategy"]) for row in reference["rows"]}
-    assert found == {(rate, name) for rate in SPEEDS for name in links.STRATEGIES}
+    assert found == {(rate, name) for rate in SPEEDS for name in link_sweep.STRATEGIES}
     for row in reference["rows"]:
-        again = step_trial.predicted(reference["calibration"], row["strategy"], row["rate"])
+        again = step_time.predicted(reference["calibration"], row["strategy"], row["rate"])
         assert again["predicted"] == pytest.approx(row["predicted"])
-        measured = step_trial.compared(again, [{row["strategy"]: row["steps"]}])
+        measured = step_time.compared(again, [{row["strategy"]: row["steps"]}])
         assert len(row["steps"]) >= 5 and measured["measured"] == row["measured"]
-        assert abs(measured["difference"]) <= step_trial.WITHIN, row
+        assert abs(measured["difference"]) <= step_time.WITHIN, row
 
 
 # The command, with what notebook 10's records say in the place of runs
@@ -38,9 +37,11 @@ def test_the_planner_predicts_what_the_record_says_and_what_was_measured(referen
 
 @pytest.fixture(scope="module")
 def calibrated():
-    (kept,) = (r for r in links.recorded() if (r["link"]["strategy"], r["link"]["rate"]) == ("FSDP2, kept", "none"))
+    (kept,) = (
+        r for r in link_sweep.recorded() if (r["link"]["strategy"], r["link"]["rate"]) == ("FSDP2, kept", "none")
+    )
     known = {"compute": 0.3, "network latency": 2e-4, "node latency": 1e-4}
-    return known | {"record": kept, "node bandwidth": step_trial.handed_over(kept, 0.1, 2e-4)}
+    return known | {"record": kept, "node bandwidth": step_time.handed_over(kept, 0.1, 2e-4)}
 
 
 def test_what_a_rank_sends_while_nothing_is_slowed(calibrated):
@@ -50,24 +51,24 @@ def test_what_a_rank_sends_while_nothing_is_slowed(calibrated):
 
 def test_the_last_rank_to_call_says_how_long_a_call_takes():
     of_ranks = [{"small": [5.0, 1.0, 3.0]}, {"small": [2.0, 4.0, 9.0]}]
-    assert step_trial.typical(of_ranks, "small") == 2.0  # of 2, 1 and 3
+    assert step_time.typical(of_ranks, "small") == 2.0  # of 2, 1 and 3
 
 
 def test_a_faster_link_and_less_to_send_take_less(calibrated):
     def step(name, rate):
-        return step_trial.predicted(calibrated, name, rate)["predicted"]["overlapped"]
+        return step_time.predicted(calibrated, name, rate)["predicted"]["overlapped"]
 
-    for name in links.STRATEGIES:
+    for name in link_sweep.STRATEGIES:
         assert step(name, "400mbit") < step(name, "200mbit") < step(name, "100mbit") < math.inf
     assert step("HSDP 2x2", "100mbit") < step("FSDP2, kept", "100mbit") < step("FSDP2", "100mbit")
 
 
 def test_under_gloo_only_ddp_hides_something(calibrated):
-    for name in links.STRATEGIES:
-        times = step_trial.predicted(calibrated, name, "100mbit")["predicted"]
+    for name in link_sweep.STRATEGIES:
+        times = step_time.predicted(calibrated, name, "100mbit")["predicted"]
         assert times["overlapped"] == pytest.approx(times["in turn"]) or name == "DDP"
     assert times["compute"] == pytest.approx(0.3)
-    times = step_trial.predicted(calibrated, "DDP", "100mbit")["predicted"]
+    times = step_time.predicted(calibrated, "DDP", "100mbit")["predicted"]
     assert times["overlapped"] < 0.9 * times["in turn"]
 
 
@@ -77,19 +78,19 @@ STEPS = (0.8, 1.1, 1.0, 1.05, 1.4)  # a step of the slowest rank, over its predi
 @pytest.fixture
 def without_runs(calibrated, monkeypatch):
     """Rank 1 is the slowest. Returns a function that sets how its steps compare with their predictions."""
-    monkeypatch.setattr(step_trial, "calibration", lambda steps: calibrated)
+    monkeypatch.setattr(step_time, "calibration", lambda steps: calibrated)
 
     def steps_are(ratios):
         def runs(rates, function, steps):
-            assert function is step_trial.measure
+            assert function is step_time.measure
             for rate in rates:
-                slowest, others = {}, {name: [0.01] * 5 for name in links.STRATEGIES}
-                for name in links.STRATEGIES:
-                    step = step_trial.predicted(calibrated, name, rate)["predicted"]["overlapped"]
+                slowest, others = {}, {name: [0.01] * 5 for name in link_sweep.STRATEGIES}
+                for name in link_sweep.STRATEGIES:
+                    step = step_time.predicted(calibrated, name, rate)["predicted"]["overlapped"]
                     slowest[name] = [ratio * step for ratio in ratios]
                 yield rate, [others, slowest, others, others]
 
-        monkeypatch.setattr(links, "at_each_speed", runs)
+        monkeypatch.setattr(link_sweep, "at_each_speed", runs)
         return runs
 
     steps_are(STEPS)
@@ -103,8 +104,8 @@ def test_predictions_are_on_disk_before_the_first_run(without_runs, calibrated, 
         seen.append(json.loads((tmp_path / "record.json").read_text()))
         yield from runs(*arguments)
 
-    monkeypatch.setattr(links, "at_each_speed", watched)
-    step_trial.main(step_trial.Config(rates="100mbit", record=str(tmp_path / "record.json")))
+    monkeypatch.setattr(link_sweep, "at_each_speed", watched)
+    step_time.main(step_time.Config(rates="100mbit", record=str(tmp_path / "record.json")))
     (before,) = seen
     assert len(before["rows"]) == 4 and not any("measured" in row for row in before["rows"])
     after = json.loads((tmp_path / "record.json").read_text())
@@ -120,18 +121,18 @@ def test_predictions_are_on_disk_before_the_first_run(without_runs, calibrated, 
 def test_a_prediction_that_is_more_than_15_percent_off_ends_in_an_error(ratio, words, without_runs, tmp_path):
     """With what was measured on disk all the same."""
     without_runs([ratio] * 5)
-    config = step_trial.Config(record=str(tmp_path / "record.json"))
+    config = step_time.Config(record=str(tmp_path / "record.json"))
     if words is None:
-        step_trial.main(config)
+        step_time.main(config)
     else:
         with pytest.raises(SystemExit) as exit_:
-            step_trial.main(config)
+            step_time.main(config)
         assert words in exit_.value.code and "15%" in exit_.value.code
     assert all("measured" in row for row in json.loads((tmp_path / "record.json").read_text())["rows"])
 
 
 def test_the_table_says_what_was_predicted_and_measured_and_the_spread(without_runs, tmp_path, capsys):
-    step_trial.main(step_trial.Config(record=str(tmp_path / "record.json")))
+    step_time.main(step_time.Config(record=str(tmp_path / "record.json")))
     shown = capsys.readouterr().out.splitlines()
     for row in json.loads((tmp_path / "record.json").read_text())["rows"]:
         (line,) = (line for line in shown if f"{row['rate']}  {row['strategy']}  " in line)
@@ -143,5 +144,5 @@ def test_the_table_says_what_was_predicted_and_measured_and_the_spread(without_r
 def test_where_there_is_no_link_it_says_how_to_make_one(monkeypatch, tmp_path):
     monkeypatch.delenv("FSDP_LABS_LINK", raising=False)
     with refused("make slurm LINK"):
-        step_trial.main(step_trial.Config(record=str(tmp_path / "record.json")))
+        step_time.main(step_time.Config(record=str(tmp_path / "record.json")))
     assert not list(tmp_path.iterdir())

@@ -1,9 +1,9 @@
 """The GPU hour: what only a machine with GPUs can show, in parts of at most eight minutes.
 
-  python gpu_hour.py                    (make gpu) every part, on all GPUs of this machine
-  python gpu_hour.py --part smoke       (make gpu PART=smoke) one of them
-  python gpu_hour.py --dry              (make gpu DRY=1) what it would run
-  python gpu_hour.py --device cpu       a rehearsal of the same steps on the CPU, with small shapes
+  python -m proofs.gpu                    (make gpu) every part, on all GPUs of this machine
+  python -m proofs.gpu --part smoke       (make gpu PART=smoke) one of them
+  python -m proofs.gpu --dry              (make gpu DRY=1) what it would run
+  python -m proofs.gpu --device cpu       a rehearsal of the same steps on the CPU, with small shapes
 
 It needs no network, and of packages what the labs need. Records go to results/reference/<gpu>/ (a rehearsal's to
 results/runs/gpu-hour/), or to --folder; a table says what holds, what does not, and by how much. Started again, a part
@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Literal
 
 from labkit import UserError
-from labkit.measuring import machine, records
-from labkit.running import launch
+from labkit.measuring import records
+from labkit.running import launch, site
 from labkit.running.options import Options, leave, option, parse
 from planner import predict
 
@@ -67,7 +67,7 @@ class Config(Options):
 
     @property
     def gpus(self) -> int:
-        return machine.gpus_here()
+        return site.gpus_here()
 
     @property
     def ranks(self) -> int:
@@ -233,7 +233,7 @@ def worlds(config):
         "LoRA in 8": {"ranks": 8, "lora": 4},
     }
     for name, options in tries.items():
-        yield Step(f"world {name}", (("rank_zero.py", {"max_steps": 6} | options),), as_planned)
+        yield Step(f"world {name}", (("one_rank.py", {"max_steps": 6} | options),), as_planned)
 
 
 def planner(config):
@@ -244,7 +244,7 @@ def planner(config):
     }
     for name, options in tries.items():
         common = LLAMA if config.device == "cuda" else {"precision": "bf16", "max_steps": 9, "preset": "tiny"}
-        yield Step(f"planner {name}", (("rank_zero.py", options | common),), allocated)
+        yield Step(f"planner {name}", (("one_rank.py", options | common),), allocated)
 
 
 def yours(config):
@@ -338,7 +338,7 @@ def earlier(path: Path) -> list[dict]:
             return rows
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         pass
-    raise UserError(f"{path} is not what gpu_hour.py writes: remove it, or give --again")
+    raise UserError(f"{path} is not what proofs/gpu.py writes: remove it, or give --again")
 
 
 def about(part: str, step, found: dict) -> dict:

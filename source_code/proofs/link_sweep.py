@@ -3,9 +3,9 @@
 Inside a practice cluster with a network, as root; it changes the link's speed as it goes, and then back:
 
   make slurm LINK=200mbit && . .slurm/env.sh && cd source_code
-  python links.py                                      five speeds, four strategies, one record each
-  python links.py --rates 200mbit,100mbit --steps 30
-  python links.py --folder results/reference/links-amd-epyc-2-cores     replaces the records that chapter 10 shows
+  python -m proofs.link_sweep                                      five speeds, four strategies, one record each
+  python -m proofs.link_sweep --rates 200mbit,100mbit --steps 30
+  python -m proofs.link_sweep --folder results/reference/link-sweep-amd-epyc-2-cores     replaces the records that chapter 10 shows
 
 A record has the keys of labkit/measuring/records.py that apply, and "link", with times in seconds:
 
@@ -27,8 +27,8 @@ from datetime import datetime
 from pathlib import Path
 
 from labkit import UserError
-from labkit.measuring import practice_link, records
-from labkit.running import cells, launch, options, ranks
+from labkit.measuring import records
+from labkit.running import launch, notebook_ranks, options, practice_link, ranks
 from labkit.running.options import option
 from planner import cost, predict
 
@@ -71,7 +71,7 @@ def at_each_speed(rates, function, *arguments, cluster=None):
     try:
         for rate in rates:
             practice_link.change_link(rate)
-            yield rate, cells.on_ranks(function, *arguments, timeout=600, **settings)
+            yield rate, notebook_ranks.on_ranks(function, *arguments, timeout=600, **settings)
     finally:
         if old:
             practice_link.change_link(old)
@@ -130,7 +130,7 @@ def observe(me, lab, config, steps: int, watched: int) -> dict:
     ends = [time.perf_counter(), *(train() for _ in range(steps))]
     after = counted()
     about = records.new(lab.__file__, asdict(config), me, [me.node])
-    about |= {"nodes": NODES, "command": "links.py"}
+    about |= {"nodes": NODES, "command": "proofs/link_sweep.py"}
     about["data"] = {"name": lab.text.NAME, "train": len(data.train), "test": len(data.validation)}
     moved = {way: (after[way] - before[way]) / steps for way in ("sent", "received")}
     seen = [collectives(train) for _ in range(watched)]
@@ -188,11 +188,11 @@ def busy(of_ranks: tuple, plan, crossing: int) -> float:
 
 def recorded() -> list[dict]:
     """The records that come with the course."""
-    return [records.load(path) for path in sorted(REFERENCE.glob("links-*/*.json"))]
+    return [records.load(path) for path in sorted(REFERENCE.glob("link-sweep-*/*.json"))]
 
 
 def main(config):
-    folder = Path(config.folder or launch.RUNS / f"links-{datetime.now():%Y%m%d-%H%M%S}")
+    folder = Path(config.folder or launch.RUNS / f"link-sweep-{datetime.now():%Y%m%d-%H%M%S}")
     if config.folder:  # not after minutes of training
         records.check_writable(folder / "record.json", "--folder")
     for record in sweep(config.rates.split(","), config.steps):

@@ -5,12 +5,12 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
-import drill
 import pytest
 from forked import by_value
 from labkit.running import launch
 from labkit.training import checkpoints, manifest, ownership, saving
 from labkit.training.checkpoint_folder import CheckpointFolder
+from proofs import crash
 
 pytestmark = pytest.mark.long
 TRIALS = 1  # of each configuration: one of each kind. `make drill` tries 60
@@ -21,17 +21,17 @@ def runs(tmp_path_factory):
     """Where the trials' runs go: a folder that no other test writes to. The undisturbed run of each is made once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "RUNS", tmp_path_factory.mktemp("runs"))
-        patch.setattr(drill, "undisturbed", functools.cache(drill.undisturbed))
+        patch.setattr(crash, "undisturbed", functools.cache(crash.undisturbed))
         yield launch.RUNS
 
 
 @pytest.fixture(scope="module")
 def rows(runs, seed):
-    print(f"to repeat them: python drill.py --trials {TRIALS} --seed {seed}")
-    return drill.run(TRIALS, seed)
+    print(f"to repeat them: python -m proofs.crash --trials {TRIALS} --seed {seed}")
+    return crash.run(TRIALS, seed)
 
 
-@pytest.mark.parametrize("name", drill.CONFIGURATIONS)
+@pytest.mark.parametrize("name", crash.CONFIGURATIONS)
 def test_a_disturbed_run_goes_on_as_if_nothing_had_happened(name, rows):
     mine = [row for row in rows if row["configuration"] == name]
     assert len(mine) == TRIALS
@@ -40,7 +40,7 @@ def test_a_disturbed_run_goes_on_as_if_nothing_had_happened(name, rows):
 
 
 def test_each_kind_is_tried_and_nothing_is_left(rows, runs):
-    assert {row["kind"] for row in rows} == set(drill.KINDS)
+    assert {row["kind"] for row in rows} == set(crash.KINDS)
     assert not list(runs.iterdir())
 
 
@@ -50,16 +50,16 @@ def phase_of(event: int, phases: dict) -> str:
 
 def test_many_are_meant_for_saving(runs, seed):
     """Half of them, whatever the seed: of so many draws that chance cannot bring it down to a third."""
-    for name in list(drill.CONFIGURATIONS)[::3]:
-        expected = drill.undisturbed(name)
-        drawn = [drill.moment(name, number, seed, expected) for number in range(400)]
+    for name in list(crash.CONFIGURATIONS)[::3]:
+        expected = crash.undisturbed(name)
+        drawn = [crash.moment(name, number, seed, expected) for number in range(400)]
         phases = Counter(phase_of(event, expected.events[victim]) for victim, event in drawn)
-        assert phases["saving"] >= len(drawn) / 3 and set(phases) == set(drill.PHASES), phases
+        assert phases["saving"] >= len(drawn) / 3 and set(phases) == set(crash.PHASES), phases
 
 
 def test_circumstances_vary(seed):
     drawn = [
-        drill.circumstances(name, n, seed, drill.kind_of(name, n)) for name in drill.CONFIGURATIONS for n in range(15)
+        crash.circumstances(name, n, seed, crash.kind_of(name, n)) for name in crash.CONFIGURATIONS for n in range(15)
     ]
     assert {each["async_checkpoint"] for each, _ in drawn} == {False, True}
     assert {each["keep"] for each, _ in drawn} == {None, 1, 2}
@@ -149,17 +149,17 @@ def tried(runs, monkeypatch):
     """A function: the row of a trial of a kind, of the GPT under DDP, at a moment that lets it show what is broken."""
 
     def of(kind: str) -> dict:
-        expected = drill.undisturbed("GPT, DDP", False)
+        expected = crash.undisturbed("GPT, DDP", False)
         spans = expected.events[0]["saving"]
-        manifest_of_the_second = spans[len(spans) * drill.EVERY // drill.STEPS :][1]
+        manifest_of_the_second = spans[len(spans) * crash.EVERY // crash.STEPS :][1]
         middle = manifest_of_the_second[len(manifest_of_the_second) // 2]
         end = expected.events[0]["after the last save"][-1][0]
-        monkeypatch.setattr(drill, "moment", lambda *_: (0, end if kind == "damage" else middle))
-        monkeypatch.setattr(drill, "poison", lambda *_: (0, drill.EVERY))  # just before a save
-        monkeypatch.setattr(drill, "kind_of", lambda *_: "kill" if kind == "damage" else kind)
+        monkeypatch.setattr(crash, "moment", lambda *_: (0, end if kind == "damage" else middle))
+        monkeypatch.setattr(crash, "poison", lambda *_: (0, crash.EVERY))  # just before a save
+        monkeypatch.setattr(crash, "kind_of", lambda *_: "kill" if kind == "damage" else kind)
         options = {"async_checkpoint": False, "keep": None}
-        monkeypatch.setattr(drill, "circumstances", lambda *_: (options, kind == "damage"))
-        return drill.trial("GPT, DDP", 0, 1, drill.undisturbed)
+        monkeypatch.setattr(crash, "circumstances", lambda *_: (options, kind == "damage"))
+        return crash.trial("GPT, DDP", 0, 1, crash.undisturbed)
 
     return of
 
@@ -167,9 +167,9 @@ def tried(runs, monkeypatch):
 @pytest.mark.parametrize("break_it", BROKEN, ids=lambda function: function.__name__)
 def test_the_drill_sees_what_is_broken(break_it, tried, monkeypatch):
     kind, said = BROKEN[break_it]
-    drill.undisturbed("GPT, DDP", False)  # of the code as it is
-    attempt = drill.attempt
-    monkeypatch.setattr(drill, "attempt", lambda *call: attempt(by_value(on_broken_code), break_it, *call))
+    crash.undisturbed("GPT, DDP", False)  # of the code as it is
+    attempt = crash.attempt
+    monkeypatch.setattr(crash, "attempt", lambda *call: attempt(by_value(on_broken_code), break_it, *call))
     row = tried(kind)
     assert any(said in failure for failure in row["failures"]), row
 

@@ -1,7 +1,7 @@
 """Be rank 0 of a world that is not there: what one rank of gpt_fsdp.py holds and computes, with nothing to share it.
 
-  python rank_zero.py --preset llama3-8b --ranks 64 --precision bf16 --recompute full --batch-size 1 --seq-len 8192
-  python rank_zero.py --ranks 4 --device cpu --record run.json
+  python one_rank.py --preset llama3-8b --ranks 64 --precision bf16 --recompute full --batch-size 1 --seq-len 8192
+  python one_rank.py --ranks 4 --device cpu --record run.json
 
 One GPU measures what each of many would hold: tensors, kernels, the allocator and the time to compute are real. The
 collectives send nothing: torch's process group of the kind "fake" puts this rank's own part where the others' would
@@ -17,8 +17,8 @@ from typing import ClassVar
 import gpt_fsdp
 import torch
 from labkit import UserError
-from labkit.measuring import limits, meters, records, simulate
-from labkit.running import gpus, options, progress, ranks
+from labkit.measuring import meters, records, simulate
+from labkit.running import gpus, options, preflight, progress, ranks
 from labkit.running.options import leave, option
 from labkit.training import text
 from planner import predict
@@ -108,7 +108,7 @@ def main():
     try:
         me = place(config)
         config.arranged(me.world_size)
-        limits.check(config, me)
+        preflight.check(config, me)
         simulate.join(config.ranks)
         result = train(config, me)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""What this machine cannot do for a run, said in a sentence before anything is allocated; and a smaller machine."""
+"""Preflight checks: refuse, in one sentence, a run that this machine cannot serve, before anything is allocated."""
 
 import dataclasses
 import os
@@ -9,7 +9,7 @@ import torch
 from planner import predict
 
 from labkit import UserError
-from labkit.measuring import meters, records, trace
+from labkit.measuring import meters, records
 
 
 def check(config, me):
@@ -65,25 +65,3 @@ def refuse_if_too_big(config, me):
             f"{me.world_size} ranks, and {free / 2**30:.1f} GiB are free: take a smaller model or more ranks "
             "(plan.py says what takes them)"
         )
-
-
-class Budget(trace.StepTrace):
-    """A step trace with a limit: a rank has so many bytes for tensors, and no more. Simulated, on any device.
-
-    Inside, what needs more raises torch.OutOfMemoryError, as on a full GPU; ``timeline()`` then shows how it came to it.
-    Left out, as in every trace: what lies outside tensors, and what an allocator rounds up or reserves.
-    """
-
-    def __init__(self, model, optimizer, device: torch.device, size: int):
-        super().__init__(model, optimizer, device)
-        self.limit, self._live = size, 0
-
-    def _change(self, number, size):
-        more = size - self._size[number]
-        if more > 0 and self._live + more > self.limit:
-            used, limit = self._live / 1024, self.limit / 1024
-            raise torch.OutOfMemoryError(
-                f"out of memory (simulated). Tried to allocate {more / 1024:.1f} KiB; {used:.1f} of {limit:.1f} KiB are in use"
-            )
-        self._live += more
-        super()._change(number, size)

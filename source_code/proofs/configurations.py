@@ -1,4 +1,4 @@
-"""The configurations that trial.py puts on trial: those listed, one for each thing known to matter; and any number drawn.
+"""The configurations that proofs/memory.py puts on trial: those listed, one for each thing known to matter; and any number drawn.
 
 A configuration is {"script", "ranks", "config"}, and of mnist_fsdp.py "batch_size" too; "config" has the options that
 are given, the others are as the lab script has them.

@@ -1,7 +1,7 @@
 """Find out why a run hangs: compare what its ranks left, and name the rank that the others wait for.
 
-  python who_is_missing.py --folder flight     what labkit/measuring/flight.py wrote, or PyTorch's own dumps
-  python who_is_missing.py                     the dumps where PyTorch writes them: in ~/.cache/torch, unless
+  python diagnose_hang.py --folder flight     what labkit/measuring/flight_recorder.py wrote, or PyTorch's own dumps
+  python diagnose_hang.py                     the dumps where PyTorch writes them: in ~/.cache/torch, unless
                                                TORCH_FR_DUMP_TEMP_FILE or XDG_CACHE_HOME says otherwise
 
 It follows who waits for whom, through all process groups (FSDP, HSDP, tensor parallelism, pipelines), and reports first
@@ -33,7 +33,7 @@ from pathlib import Path
 from textwrap import shorten
 
 from labkit import UserError
-from labkit.measuring import flight
+from labkit.measuring import flight_recorder
 from labkit.running import options, ranks
 
 UNEVEN = ("all_to_all", "all_to_all_single", "alltoall_base", "gather", "scatter")  # ranks may give different sizes
@@ -53,7 +53,7 @@ class Blocked:
 
     title: str  # "collective 2 of group tp (ranks 2-3)"
     where: str  # "in group tp, collective 2"
-    waiting: dict[int, flight.Call]
+    waiting: dict[int, flight_recorder.Call]
     missing: frozenset[int]  # ranks that have not arrived; for all that is known, where they have left no record
     hint: tuple[str, ...] = ()  # lines to add
 
@@ -70,10 +70,10 @@ def report(folder: str | Path | None = None, prefix: str | None = None) -> str:
     Raises:
         UserError: the dumps cannot be read.
     """
-    return diagnosis(flight.read(folder, prefix))
+    return diagnosis(flight_recorder.read(folder, prefix))
 
 
-def diagnosis(run: flight.Run) -> str:
+def diagnosis(run: flight_recorder.Run) -> str:
     """Report on a run that has been read, as ``report`` does."""
     groups, places, told = _by_group(run.dumps), run.places, run.told
     lost = _lost(places, told)
@@ -183,7 +183,7 @@ def _of_silent_ranks(silent: list, lost: set, places: dict, one_failed: bool) ->
     return said + [_row(_ranks(some), "", line) for line, some in ended.items()]
 
 
-def _of_a_lost_rank(rank: int, place: flight.Place, one_failed: bool) -> str:
+def _of_a_lost_rank(rank: int, place: flight_recorder.Place, one_failed: bool) -> str:
     if place.state == "stopped":
         return f"rank {rank} is stopped: {place.process} lives, but does nothing; kill -CONT lets it go on"
     if place.state == "gone":
@@ -200,12 +200,14 @@ def _of_a_lost_rank(rank: int, place: flight.Place, one_failed: bool) -> str:
 # Who waits for whom
 
 
-def _compared(group: flight.Group, calls: dict, dumps: dict, places: dict) -> tuple[list[str], list[Blocked], set]:
+def _compared(
+    group: flight_recorder.Group, calls: dict, dumps: dict, places: dict
+) -> tuple[list[str], list[Blocked], set]:
     """Compare what the ranks of a group have called, number by number, up to where they cannot go on.
 
     Args:
         group: the group.
-        calls: {rank: {number: flight.Call}} of those ranks whose record counts.
+        calls: {rank: {number: flight_recorder.Call}} of those ranks whose record counts.
         dumps, places: of the run.
 
     Returns:
@@ -253,7 +255,7 @@ def _missing(group, number: int, arrived: dict, calls: dict, dumps: dict, places
     return frozenset(unknown | {rank for rank in known if max(calls.get(rank) or [0]) < number})
 
 
-def _timed_out(rank: int, call: flight.Call, dumps: dict, places: dict) -> bool:
+def _timed_out(rank: int, call: flight_recorder.Call, dumps: dict, places: dict) -> bool:
     """Check whether a rank lost contact in this call: gloo records that as it does a call that completed."""
     place = places.get(rank)
     return bool(place and LOST_CONTACT.search(place.left or "")) and call.order == dumps[rank].last
@@ -348,7 +350,7 @@ def _of_roots(roots: set, blocked: list[Blocked], dumps: dict, places: dict) -> 
     return said
 
 
-def _where(rank: int, dump: flight.Dump, place: flight.Place | None) -> str:
+def _where(rank: int, dump: flight_recorder.Dump, place: flight_recorder.Place | None) -> str:
     """Report where a rank is or was, or else what it called last."""
     if place and (place.left or place.line):
         had_left = f"rank {rank} had left", f"({place.left})"
@@ -455,14 +457,14 @@ def _of_no_trouble(groups: dict, places: dict) -> list[str]:
     return said
 
 
-def _shown(call: flight.Call) -> str:
+def _shown(call: flight_recorder.Call) -> str:
     """all_reduce of [4, 8] Float"""
     inputs, dtypes = (side[0] or side[1] for side in (call.sizes, call.dtypes))
     tensors = ", ".join(f"{list(size)} {dtype}" for size, dtype in zip_longest(inputs, dtypes, fillvalue=""))
     return f"{call.kind} of {tensors}" if tensors else call.kind
 
 
-def _row(who: str, what: str, *lines: flight.Line | None) -> str:
+def _row(who: str, what: str, *lines: flight_recorder.Line | None) -> str:
     """Who did what, and below it the lines of the program, with their text where the file is here."""
     row = f"  {who} {what}".rstrip()
     for line in filter(None, lines):
@@ -489,7 +491,7 @@ def _list(some) -> str:
 if __name__ == "__main__":
     wanted = options.parse(Options, __doc__)
     try:
-        run = flight.read(wanted.folder, wanted.prefix)
+        run = flight_recorder.read(wanted.folder, wanted.prefix)
         what = f"the dumps {run.prefix}* of {_ranks(run.dumps)}" if run.dumps else f"what {_ranks(run.places)} left"
         print(f"read {what} in {run.folder.absolute()}")
         print(diagnosis(run))

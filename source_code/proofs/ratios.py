@@ -1,6 +1,6 @@
 """Measure the course's claims about speed as ratios, each pair of runs side by side.
 
-  python bench.py                          (or: make bench)
+  python -m proofs.ratios                          (or: make bench)
 
 1. The data set in memory against the usual per-sample loader with two workers a rank: samples/s and accuracy.
 2. What FSDP costs where it cannot help: FSDP2 in one unit on one rank against the plain loop, step time.
@@ -19,8 +19,7 @@ from functools import partial
 from typing import Literal
 
 from labkit import UserError
-from labkit.measuring import machine
-from labkit.running import launch, ranks
+from labkit.running import launch, ranks, site
 from labkit.running.options import Options, option, parse
 from labkit.teaching import plots
 from labkit.training import datasets
@@ -63,7 +62,7 @@ def spread(ratios: list[float]) -> str:
 def loaders(data: str, pairs: int):
     """Samples/s of --loader memory over those of --loader torchvision, and both accuracies."""
     common = {"strategy": "fsdp1", "ranks": 2, "batch_size": 64, "epochs": 1 if data == "mnist" else 4}
-    common["device"] = "cpu" if machine.gpus_here() < 2 else "cuda"
+    common["device"] = "cpu" if site.gpus_here() < 2 else "cuda"
     ratios, accuracies = [], []
     both = (partial(run, "mnist_fsdp.py", data=data, loader=loader, **common) for loader in ("memory", "torchvision"))
     for memory, usual in in_pairs(pairs, "loaders", *both):
@@ -91,7 +90,7 @@ def fsdp_on_one_rank(data: str, pairs: int):
 def saving(pairs: int):
     """Seconds that training stands still for a save with --async-checkpoint over those without."""
     common = {"preset": "small", "ranks": 2, "batch_size": 1, "seq_len": 64, "max_steps": 12, "checkpoint_every": 4}
-    common["device"] = "cpu" if machine.gpus_here() < 2 else "cuda"
+    common["device"] = "cpu" if site.gpus_here() < 2 else "cuda"
 
     def save(meanwhile: bool) -> dict:
         with tempfile.TemporaryDirectory() as folder:

@@ -41,15 +41,15 @@ def real(me, configs):
 
 
 def alone(ranks, configs):
-    import rank_zero
+    import one_rank
     from labkit.measuring import simulate
 
     made_small()
     simulate.join(ranks)
     found = {}
     for name, config in configs.items():
-        about = rank_zero.Config(ranks=ranks, **COMMON | config)
-        found[name] = rank_zero.train(about, rank_zero.place(about))
+        about = one_rank.Config(ranks=ranks, **COMMON | config)
+        found[name] = one_rank.train(about, one_rank.place(about))
     return found
 
 
@@ -66,7 +66,7 @@ def test_peaks_and_traffic_are_those_of_real_ranks(ranks):
 
 
 def test_the_command_shows_the_plan_beside_it_and_writes_a_record(tmp_path):
-    words = "rank_zero.py --ranks 64 --device cpu --batch-size 2 --seq-len 64 --max-steps 10 --record".split()
+    words = "one_rank.py --ranks 64 --device cpu --batch-size 2 --seq-len 64 --max-steps 10 --record".split()
     run = script(*words, tmp_path / "run.json", timeout=60)
     assert run.returncode == 0, run.stderr
     measured, planned = re.search(r"all of it +([\d,]+) +([\d,]+) +\+0\n", run.stdout).groups()

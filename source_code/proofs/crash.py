@@ -1,7 +1,7 @@
 """The fault drill: disturb a run, resume it, and compare with the run that nothing happened to.
 
-  python drill.py                          MNIST and GPT, under DDP and FSDP2: 60 trials; a table and a record
-  python drill.py --trials 4 --seed 7      four trials of each, at other moments
+  python -m proofs.crash                          MNIST and GPT, under DDP and FSDP2: 60 trials; a table and a record
+  python -m proofs.crash --trials 4 --seed 7      four trials of each, at other moments
 
 A trial is of one of four kinds; where, when, and with which options a seed says:
 
@@ -44,7 +44,7 @@ import torch.distributed.checkpoint as dcp
 from labkit import UserError
 from labkit.measuring import meters, records
 from labkit.measuring.trace import local
-from labkit.running import cells, launch, progress, ranks
+from labkit.running import launch, notebook_ranks, progress, ranks
 from labkit.running.options import Options, option, parse
 from labkit.training import checkpoint_folder, checkpoints, datasets, dcp_reading, dcp_writing, manifest, saving
 
@@ -282,7 +282,7 @@ def attempt(function, *arguments) -> tuple[list, str]:
     """Call a function on every rank of a new run: (what each returned, ""), or ([], what the run said as it failed)."""
     here = launch.Cluster(launcher="local")
     try:
-        return cells.on_ranks(function, *arguments, ranks=RANKS, cluster=here, timeout=SECONDS), ""
+        return notebook_ranks.on_ranks(function, *arguments, ranks=RANKS, cluster=here, timeout=SECONDS), ""
     except launch.RunFailed as error:
         return [], str(error)
 
@@ -535,7 +535,7 @@ class Drill(Options):
 def main():
     options = parse(Drill, __doc__)
     try:
-        path = records.new_path("drill", options.record)
+        path = records.new_path("crash", options.record)
         rows = run(options.trials, options.seed, lambda rows: records.write_rows(path, rows, seed=options.seed))
     except UserError as error:
         ranks.leave(str(error))

@@ -15,7 +15,7 @@ CPU with stacks of 84 frames, 2,000 calls take 5 MiB of memory, 0.6 MB on disk, 
 first stack of a process takes 1 s, with PyTorch 2.11 3 s.)
 
 When the rank calls collectives again, what it has left is removed: it was a pause. Four times in ``quiet`` seconds the
-date of where_3 is set, as a sign of life, and that of flight_3, as long as it holds. ``who_is_missing.py`` compares the
+date of where_3 is set, as a sign of life, and that of flight_3, as long as it holds. ``diagnose_hang.py`` compares the
 ranks. A process that was killed, or stopped (``kill -STOP``), writes nothing more: that tells it from the others.
 
 Private PyTorch used here, and only here: ``_dump_fr_trace`` and ``_dump_nccl_trace``, and the names and ranks of process
@@ -483,7 +483,7 @@ def _dump_in(entries: list[dict], groups: dict[str, Group]) -> Dump:
         if (name == "" and len(groups) > 1) or (name != "" and "" in groups):
             raise UserError(
                 "gloo does not record in which process group a collective was called if PyTorch writes the dump, or with "
-                "TORCH_DISTRIBUTED_DEBUG=DETAIL: record with labkit/measuring/flight.py, and without that variable"
+                "TORCH_DISTRIBUTED_DEBUG=DETAIL: record with labkit/measuring/flight_recorder.py, and without that variable"
             )
         if name == "" and groups:
             name = next(iter(groups))
@@ -554,7 +554,7 @@ def _lines(stack: str) -> list[Line]:
 
 def _outside(lines: list[Line]) -> list[Line]:
     """Nothing, if it is the recorder where the rank is: the line that has called it says nothing of the program."""
-    return [] if any(line.file.endswith("labkit/measuring/flight.py") for line in lines) else lines
+    return [] if any(line.file.endswith("labkit/measuring/flight_recorder.py") for line in lines) else lines
 
 
 def own(lines: list[Line]) -> tuple[Line, ...]:

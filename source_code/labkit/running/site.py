@@ -1,27 +1,25 @@
-"""What this machine is, what a notebook's settings would do here, and what the kernel says a process holds."""
+"""What this site offers: its Slurm partitions, GPUs and memory, and where a notebook's labs would run."""
 
 import contextlib
-import math
 import os
 import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 from labkit import UserError
+from labkit.measuring import host_memory
 
 GIB = 2**30
-ROOT = Path("/")
 SINFO_SECONDS = 10  # how long a cluster may take to answer
 # Where packages look for Slurm's configuration, and where a node keeps the one that its controller has sent it
 SLURM_CONFS = ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf/slurm.conf")
 
 
-def about(lab) -> str:
+def describe_machine(lab) -> str:
     """A small table for people. lab: a notebook's settings (``labkit.running.lab.Lab``)."""
-    import torch  # not above: ``resident`` measures what importing it costs
+    import torch  # not above: chapter 00 measures what importing it costs
     import torch.distributed as dist
 
     from labkit.measuring import records
@@ -30,62 +28,15 @@ def about(lab) -> str:
     backends = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     rows = {
         "processor": records.hardware(torch.device("cpu")),
-        "memory": f"{memory() / GIB:.1f} GiB",
+        "memory": f"{host_memory.total() / GIB:.1f} GiB",
         "GPUs": ", ".join(gpus) or "none that PyTorch sees",
         "Slurm": _slurm(),
         "backends": ", ".join(name for name, there in backends.items() if there)
         + ("" if gpus else " (nccl needs GPUs)" if backends["nccl"] else ""),
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}, {platform.system()}",
-        "the labs": what_a_lab_does(lab),
+        "the labs": launch_description(lab),
     }
     return "\n".join(f"{name:10} {value}" for name, value in rows.items())
-
-
-def memory() -> int:
-    """Bytes of memory this process may use: the machine's, or less where a container or a job limits it."""
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([physical, *(limit for limit, _ in _memory_limits())])
-
-
-def free_memory() -> float:
-    """Bytes of memory that this process can still use, if nobody else does; infinity where the kernel does not say."""
-    free = [limit - used for limit, used in _memory_limits()]
-    with contextlib.suppress(OSError):
-        free.append(_numbers(ROOT / "proc/meminfo")["MemAvailable:"] * 1024)
-    return max(0, min(free, default=math.inf))
-
-
-def _memory_limits() -> Iterator[tuple[int, int]]:
-    """(limit, bytes used) of each control group that this process is in: its job's (Slurm's --mem), its container's.
-
-    Only what the process sees of them: in a container, that is the container's group and those below.
-    """
-    groups = ROOT / "sys/fs/cgroup"
-    with contextlib.suppress(OSError):  # not on macOS
-        for line in (ROOT / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers == "":
-                yield from _limits_above(groups, path, ("memory.max", "memory.current", ""))
-            elif "memory" in controllers.split(","):  # version 1
-                files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-                yield from _limits_above(groups / "memory", path, files)
-
-
-def _limits_above(top: Path, path: str, files: tuple[str, str, str]) -> Iterator[tuple[int, int]]:
-    """The limits of the group at ``path`` and of those around it, up to ``top``: all of them hold."""
-    maximum, current, prefix = files
-    inner = top / path.strip("/")
-    for group in (inner, *inner.parents[: len(inner.parts) - len(top.parts)]):
-        with contextlib.suppress(OSError, ValueError):  # no such group here, or "max": no limit
-            limit, stat = int((group / maximum).read_text()), _numbers(group / "memory.stat")
-            # Files that were read are counted as used, and given up when the memory is wanted.
-            cached = stat[f"{prefix}active_file"] + stat[f"{prefix}inactive_file"]
-            yield limit, int((group / current).read_text()) - cached
-
-
-def _numbers(file: Path) -> dict[str, int]:
-    """{first word: second} of a file's lines."""
-    return {words[0]: int(words[1]) for words in map(str.split, file.read_text().splitlines())}
 
 
 class NoSlurm(Exception):
@@ -132,7 +83,7 @@ def gpus_of_a_node(partition: str | None) -> int:
     return max((sum(map(int, re.findall(r"\bgpu(?::[^:,(]+)?:(\d+)", node))) for node in nodes), default=0)
 
 
-def is_practice() -> bool:
+def is_practice_cluster() -> bool:
     """Whether the cluster is the course's own, whose GPU slots hold no hardware."""
     return bool(re.search(r"^ClusterName\s*=\s*practice$", _asked("scontrol", "show", "config"), re.M))
 
@@ -160,37 +111,10 @@ def _slurm() -> str:
         return str(error)
 
 
-def what_a_lab_does(lab) -> str:
+def launch_description(lab) -> str:
     """What ``lab.run`` and ``lab.on_ranks`` will do, in words."""
     gpus = lab.device_of() == "cuda"
     if lab.uses_slurm():
         where = f" on partition {lab.partition}" if lab.partition else ""
         return f"{lab.ranks} ranks, started by srun{where}, computing on the nodes' {'GPUs' if gpus else 'CPUs'}"
     return f"{lab.ranks} ranks on this machine, started by python, computing on its {'GPUs' if gpus else 'CPU'}"
-
-
-def resident_from_here() -> int:
-    """Bytes resident now; the peak that ``resident`` tells counts anew, on Linux. Elsewhere: the peak so far."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-        return resident()
-    except OSError:
-        return resident(peak=True)
-
-
-def resident(peak: bool = False) -> int:
-    """Bytes of this process that lie in physical memory (RSS) now; peak: the most there ever were.
-
-    What ``top`` calls RES. Linux counts it in /proc/self/status; elsewhere ``ps`` and ``getrusage`` tell.
-    """
-    try:
-        name = "VmHWM:" if peak else "VmRSS:"
-        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-        return int(line.split()[1]) * 1024
-    except OSError:  # macOS, where getrusage counts bytes
-        import resource
-
-        if peak:
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        said = subprocess.run(["ps", "-o", "rss=", "-p", str(os.getpid())], capture_output=True, text=True)
-        return int(said.stdout) * 1024

@@ -13,15 +13,15 @@ from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 
+import diagnose_hang
 import pytest
 import torch
 import torch.distributed as dist
-import who_is_missing
 from commands import script
 from forked import by_value, forked
 from labkit import UserError
-from labkit.measuring import flight
-from labkit.running import cells, launch
+from labkit.measuring import flight_recorder
+from labkit.running import launch, notebook_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -31,7 +31,7 @@ QUIET = 1.0  # seconds
 
 def shared(me, folder, of_this_rank):
     """Two all-reduces, then what this test has for the rank, on a group with a short time-out."""
-    with flight.recorder(folder, quiet=QUIET):
+    with flight_recorder.recorder(folder, quiet=QUIET):
         group = dist.new_group(timeout=timedelta(seconds=4))
         for _ in range(2):
             dist.all_reduce(torch.ones(4), group=group)
@@ -89,10 +89,10 @@ def after(folder, case) -> str:
     """What is said of a run of four ranks in which ``case`` happens. It has 60 s in all."""
     by_value(shared)
     try:
-        cells.on_ranks(shared, str(folder), case, ranks=4, cluster=HERE, timeout=60)
+        notebook_ranks.on_ranks(shared, str(folder), case, ranks=4, cluster=HERE, timeout=60)
     except launch.RunFailed:
         assert case is not agree
-    return who_is_missing.report(folder)
+    return diagnose_hang.report(folder)
 
 
 @pytest.mark.long
@@ -138,7 +138,7 @@ def on_a_mesh(me, folder, case):
     """HSDP on 2 x 2 ranks; before the second step rank 3 does what ``case`` is."""
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
-    with flight.recorder(folder, quiet=QUIET):
+    with flight_recorder.recorder(folder, quiet=QUIET):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         for name in mesh.mesh_dim_names:
             _set_pg_timeout(timedelta(seconds=4), mesh[name].get_group())
@@ -159,8 +159,8 @@ def on_a_mesh(me, folder, case):
 def test_of_a_mesh_the_rank_is_named_for_which_all_wait(case, tmp_path):
     by_value(on_a_mesh)
     with pytest.raises(launch.RunFailed):
-        cells.on_ranks(on_a_mesh, str(tmp_path), case, ranks=4, cluster=HERE, timeout=60)
-    said = who_is_missing.report(tmp_path)
+        notebook_ranks.on_ranks(on_a_mesh, str(tmp_path), case, ranks=4, cluster=HERE, timeout=60)
+    said = diagnose_hang.report(tmp_path)
     if case == "is killed":
         assert said.startswith("rank 3 is dead: process ") and "did not arrive" not in said, said
         return
@@ -176,7 +176,7 @@ def test_of_a_mesh_the_rank_is_named_for_which_all_wait(case, tmp_path):
 def destroys(me, folder):
     """Rank 0 is done, and has destroyed its process groups; rank 1 calls one collective more than it."""
     group = dist.new_group(timeout=timedelta(seconds=4))
-    with flight.recorder(folder, quiet=QUIET):
+    with flight_recorder.recorder(folder, quiet=QUIET):
         dist.all_reduce(torch.ones(4), group=group)
         if me.rank == 0:
             return dist.destroy_process_group(group)
@@ -187,8 +187,8 @@ def destroys(me, folder):
 def test_a_rank_that_has_destroyed_its_groups_is_still_compared(tmp_path):
     by_value(destroys)
     with pytest.raises(launch.RunFailed):
-        cells.on_ranks(destroys, str(tmp_path), ranks=2, cluster=HERE, timeout=60)
-    said = who_is_missing.report(tmp_path)
+        notebook_ranks.on_ranks(destroys, str(tmp_path), ranks=2, cluster=HERE, timeout=60)
+    said = diagnose_hang.report(tmp_path)
     assert (
         said.startswith("rank 0 did not arrive at collective 2 of group ") and "rank 0 had left (finished)" in said
     ), said
@@ -197,7 +197,7 @@ def test_a_rank_that_has_destroyed_its_groups_is_still_compared(tmp_path):
 def pauses(me, folder, is_killed_at_once):
     """Rank 2 is quiet for so long that all ranks leave what they have; it goes on, and is killed."""
     kept = Path(folder, "flight_2")
-    with flight.recorder(folder, quiet=QUIET):
+    with flight_recorder.recorder(folder, quiet=QUIET):
         dist.all_reduce(torch.ones(4))
         if me.rank == 2:
             until(kept.exists)
@@ -219,16 +219,16 @@ def until(true):
 def test_a_rank_that_paused_before_it_was_killed_is_dead(is_killed_at_once, tmp_path):
     by_value(pauses)
     with pytest.raises(launch.RunFailed):
-        cells.on_ranks(pauses, str(tmp_path), is_killed_at_once, ranks=3, cluster=HERE, timeout=60)
+        notebook_ranks.on_ranks(pauses, str(tmp_path), is_killed_at_once, ranks=3, cluster=HERE, timeout=60)
     assert is_killed_at_once or not (tmp_path / "flight_2").exists()
-    said = who_is_missing.report(tmp_path)
+    said = diagnose_hang.report(tmp_path)
     assert said.startswith("rank 2 is dead: process") and "did not arrive" not in said, said
 
 
 def computes_for_long(folder) -> str:
     """What is written of a rank that runs Python, and calls no collective, for longer than ``quiet``."""
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
-    with flight.recorder(folder, quiet=QUIET):
+    with flight_recorder.recorder(folder, quiet=QUIET):
         until(Path(folder, "flight_0").exists)
         return Path(folder, "where_0").read_text()
 
@@ -236,14 +236,16 @@ def computes_for_long(folder) -> str:
 def test_stacks_that_change_are_read_while_they_stand_still(tmp_path):
     """Else the process may crash: the watcher writes them, which holds the interpreter; faulthandler's thread cannot."""
     text = forked(computes_for_long, tmp_path)
-    assert f"\n{flight.IS_QUIET} " in text and " in computes_for_long\n" in text and "Timeout" not in text, text
+    assert f"\n{flight_recorder.IS_QUIET} " in text and " in computes_for_long\n" in text and "Timeout" not in text, (
+        text
+    )
 
 
 def raises_without_room(folder) -> str:
     """What a training that fails says, where nothing more can be written."""
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    with pytest.raises(ValueError) as error, flight.recorder(folder, quiet=0.1):
+    with pytest.raises(ValueError) as error, flight_recorder.recorder(folder, quiet=0.1):
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))  # bytes a file may have
         time.sleep(0.3)  # the watcher, too, wants to write
         raise ValueError("the training's own")
@@ -258,8 +260,8 @@ def test_a_recorder_that_cannot_write_changes_nothing(tmp_path):
 STUCK = """
 import re, sys
 sys.path.insert(0, sys.argv[1])
-from labkit.measuring import flight
-with flight.recorder(sys.argv[2], quiet=0.4):
+from labkit.measuring import flight_recorder
+with flight_recorder.recorder(sys.argv[2], quiet=0.4):
     re.match(r"(a+)+b", "a" * 60)
 """
 
@@ -271,19 +273,19 @@ def test_a_rank_that_holds_the_interpreter_is_told_and_says_where_when_it_is_end
         try:
             until((where := tmp_path / "flight" / "where_1").exists)
             until(lambda: time.time() - where.stat().st_mtime > 0.5)
-            said = who_is_missing.report(tmp_path / "flight")
+            said = diagnose_hang.report(tmp_path / "flight")
             assert said.startswith("rank 1 is there (process ") and "none of its Python runs" in said, said
         finally:
             rank.terminate()
-    said = who_is_missing.report(tmp_path / "flight")
+    said = diagnose_hang.report(tmp_path / "flight")
     assert said.startswith("these were ended from outside") and "stuck.py:6 in <module>:  re.match" in said, said
 
 
 WAITING = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from labkit.measuring import flight
-with flight.recorder(sys.argv[2]):
+from labkit.measuring import flight_recorder
+with flight_recorder.recorder(sys.argv[2]):
     print("in", flush=True)
     sys.stdin.read()
 """
@@ -295,26 +297,26 @@ def test_a_process_that_is_stopped_is_told_from_one_that_is_dead(tmp_path):
     with subprocess.Popen(words, env=os.environ | {"RANK": "1"}, **pipes) as rank:
         try:
             assert rank.stdout.readline() == b"in\n"
-            assert who_is_missing.report(tmp_path).startswith(f"rank 1 is there (process {rank.pid} on ")
+            assert diagnose_hang.report(tmp_path).startswith(f"rank 1 is there (process {rank.pid} on ")
             rank.send_signal(signal.SIGSTOP)
             os.waitpid(rank.pid, os.WUNTRACED)
-            assert who_is_missing.report(tmp_path).startswith(f"rank 1 is stopped: process {rank.pid} ")
+            assert diagnose_hang.report(tmp_path).startswith(f"rank 1 is stopped: process {rank.pid} ")
             about = tmp_path / "where_1"  # as if it were of another node: then its date tells
             about.write_text(about.read_text().replace(Path("/proc/sys/kernel/random/boot_id").read_text()[:36], "x"))
-            assert who_is_missing.report(tmp_path).startswith(f"rank 1 is there (process {rank.pid} on ")
+            assert diagnose_hang.report(tmp_path).startswith(f"rank 1 is there (process {rank.pid} on ")
             os.utime(about, (time.time() - 61,) * 2)
-            assert who_is_missing.report(tmp_path).startswith(f"rank 1 is dead or stopped: process {rank.pid} ")
+            assert diagnose_hang.report(tmp_path).startswith(f"rank 1 is dead or stopped: process {rank.pid} ")
         finally:
             rank.kill()
 
 
 def test_a_rank_of_another_node_without_a_sign_of_life_is_dead_or_stopped(tmp_path):
-    dumped(tmp_path, [[entry(1), entry(2, state="started")]] * 2 + [[entry(1)]], flight.FLIGHT)
+    dumped(tmp_path, [[entry(1), entry(2, state="started")]] * 2 + [[entry(1)]], flight_recorder.FLIGHT)
     for rank, age in enumerate((0, 1, 30)):
         where = tmp_path / f"where_{rank}"
         where.write_text(f'process 7 on node-{rank}\n{{"beat": 1, "on": null}}\n')
         os.utime(where, (10**9 - age,) * 2)
-    said = who_is_missing.report(tmp_path)
+    said = diagnose_hang.report(tmp_path)
     assert said.startswith("rank 2 is dead or stopped: process 7 on node-2 "), said
     assert "  ranks 0-1 are waiting in group default_pg, collective 2, for rank 2: all_reduce of [8] Float" in said
 
@@ -324,10 +326,10 @@ def test_a_rank_of_another_node_without_a_sign_of_life_is_dead_or_stopped(tmp_pa
 )
 def test_a_rank_that_is_gone_may_have_been_ended_because_another_one_failed(left, why, tmp_path):
     (tmp_path / "where_0").write_text(f'process 1 on here\n{{"beat": 1, "on": null}}\n{left}')
-    known = {"on": flight._machine(), "pid": os.getpid(), "began": "another time"}
+    known = {"on": flight_recorder._machine(), "pid": os.getpid(), "began": "another time"}
     (tmp_path / "where_1").write_text(f"process 2 on here\n{json.dumps(known)}\n")
     os.utime(tmp_path / "where_0", (1, 1))
-    said = who_is_missing.report(tmp_path)
+    said = diagnose_hang.report(tmp_path)
     assert re.search(f"rank 1 is dead: process 2 on here ended without a word; .*{why}", said), said
 
 
@@ -335,22 +337,22 @@ def test_a_rank_that_is_gone_may_have_been_ended_because_another_one_failed(left
 def test_a_record_says_nothing_of_what_came_after_it(age, tmp_path):
     """Ended before the recorder saw that it had gone on, rank 1 lacks a collective in its record alone."""
     waiting = [entry(1), entry(2, state="started")]
-    dumped(tmp_path, [waiting, [entry(1)]], flight.FLIGHT)
+    dumped(tmp_path, [waiting, [entry(1)]], flight_recorder.FLIGHT)
     for rank in range(2):
         stack = '  File "/home/me/train.py", line 7 in train\n'
-        (tmp_path / f"where_{rank}").write_text(f"process 7 on node\n{{}}\n{flight.SIGNAL}\n{stack}")
+        (tmp_path / f"where_{rank}").write_text(f"process 7 on node\n{{}}\n{flight_recorder.SIGNAL}\n{stack}")
         os.utime(tmp_path / f"flight_{rank}", (10**9 - age,) * 2)
-    said = who_is_missing.report(tmp_path)
+    said = diagnose_hang.report(tmp_path)
     assert ("rank 1 did not arrive at collective 2 " in said) == (age < 0), said
     assert ("these were ended from outside" in said) == (age > 0), said
 
 
 def test_a_rank_that_was_ended_in_the_recorder_is_at_no_line_of_the_program(tmp_path):
-    frames = [(flight.__file__, 90, "recorder"), ("/usr/lib/python3.12/contextlib.py", 158, "__exit__")]
+    frames = [(flight_recorder.__file__, 90, "recorder"), ("/usr/lib/python3.12/contextlib.py", 158, "__exit__")]
     frames.append(("/home/me/train.py", 254, "main"))
     stack = "\n".join(f'  File "{file}", line {line} in {function}' for file, line, function in frames)
-    (tmp_path / "where_0").write_text(f"process 7 on node-1\n{{}}\n{flight.SIGNAL}\n{stack}\n")
-    said = who_is_missing.report(tmp_path)
+    (tmp_path / "where_0").write_text(f"process 7 on node-1\n{{}}\n{flight_recorder.SIGNAL}\n{stack}\n")
+    said = diagnose_hang.report(tmp_path)
     assert said.startswith("these were ended from outside, "), said
     assert said.endswith(":\n  rank 0"), said
 
@@ -367,7 +369,7 @@ def recorded(folder, environ: dict, of_group=None, group_is_first=True) -> list[
 
     join(group_is_first)
     try:
-        with flight.recorder(folder):
+        with flight_recorder.recorder(folder):
             join(not group_is_first)
     except UserError as error:
         return [str(error)]
@@ -416,7 +418,7 @@ def dumped(folder: Path, of_ranks: list[list[dict]], prefix="nccl_trace_rank_", 
         config = {"0": {"name": "0", "desc": "default_pg", "ranks": str(ranks)}}
         dump = {"version": "2.10", "pg_config": config, "nccl_version": "2.27.5", "pg_status": {}, "entries": entries}
         (folder / f"{prefix}{rank}").write_bytes(pickle.dumps(dump))
-    return who_is_missing.report(folder, prefix)
+    return diagnose_hang.report(folder, prefix)
 
 
 def test_a_dump_of_nccl_names_who_did_not_arrive_and_its_last_line(tmp_path):
@@ -521,7 +523,7 @@ def of_groups(folder: Path, of_ranks: list, groups: dict = MESH, clocks: dict | 
             (folder / f"comm_lib_trace_rank_{rank}").write_bytes(
                 pickle.dumps({"pg_config": config, "entries": entries})
             )
-    return who_is_missing.report(folder)
+    return diagnose_hang.report(folder)
 
 
 DONE, HANGS = {"state": "completed"}, {"state": "started"}
@@ -633,7 +635,7 @@ def test_groups_with_the_same_name_and_ranks_are_kept_apart(tmp_path):
     for rank in range(2):
         entries = [*both, entry(1, state="started", line=12) | {"process_group": ("2", "mesh_dp")}][: 2 - rank]
         (tmp_path / f"flight_{rank}").write_bytes(pickle.dumps({"pg_config": config, "entries": entries}))
-    said = who_is_missing.report(tmp_path)
+    said = diagnose_hang.report(tmp_path)
     assert said.startswith("rank 1 did not arrive at collective 1 of group mesh_dp (ranks 0-1)"), said
 
 
@@ -645,12 +647,10 @@ def test_a_rank_whose_record_has_lost_a_call_is_not_missing(tmp_path):
     mine = {"w": config["w"]}
     for rank, (known, entries) in enumerate([(mine, [entry(1) | retired]), (config, later)]):
         (tmp_path / f"flight_{rank}").write_bytes(pickle.dumps({"pg_config": known, "entries": entries}))
-    assert who_is_missing.report(tmp_path).startswith("no rank is missing")
+    assert diagnose_hang.report(tmp_path).startswith("no rank is missing")
     hangs = entry(1) | retired | {"retired": False}
     (tmp_path / "flight_0").write_bytes(pickle.dumps({"pg_config": mine, "entries": [hangs]}))
-    assert who_is_missing.report(tmp_path).startswith(
-        "rank 1 did not arrive at collective 1 of group world (ranks 0-1)"
-    )
+    assert diagnose_hang.report(tmp_path).startswith("rank 1 did not arrive at collective 1 of group world (ranks 0-1)")
 
 
 @pytest.mark.parametrize(
@@ -665,7 +665,7 @@ def test_calls_of_which_the_group_is_not_recorded_are_refused(config, name, tmp_
     with pytest.raises(
         UserError, match=r"gloo does not record in which process group .*: record with labkit/measuring"
     ):
-        who_is_missing.report(tmp_path)
+        diagnose_hang.report(tmp_path)
 
 
 def test_a_rank_without_a_dump_is_told(tmp_path):
@@ -690,7 +690,7 @@ def test_what_nccl_is_in_this_pytorch_does_not_matter(where, monkeypatch):
     monkeypatch.setattr(c10d, "_dump_fr_trace", of_gloo_alone if where == "before 2.15" else recorders)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
-    assert flight._last_call() == 7
+    assert flight_recorder._last_call() == 7
 
 
 def dumps_a_trace(environ: dict) -> list[str]:
@@ -698,7 +698,7 @@ def dumps_a_trace(environ: dict) -> list[str]:
     os.environ.update(environ)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch._C._distributed_c10d._dump_fr_trace_file(0)
-    folder, prefix = flight.located()
+    folder, prefix = flight_recorder.located()
     return [str(path) for path in folder.glob(f"{prefix}*")]
 
 
@@ -743,7 +743,7 @@ def test_the_kind_of_dumps_that_is_there_is_found_or_asked_for(environ, folder, 
         (tmp_path / name).touch()
     environ = {name: value.format(tmp_path) for name, value in environ.items()}
     try:
-        assert flight.located(tmp_path if folder else None, None, environ) == (tmp_path, found)
+        assert flight_recorder.located(tmp_path if folder else None, None, environ) == (tmp_path, found)
     except UserError as error:
         assert found in str(error)
 
@@ -751,7 +751,7 @@ def test_the_kind_of_dumps_that_is_there_is_found_or_asked_for(environ, folder, 
 def test_the_command_says_what_it_has_read(tmp_path):
     (tmp_path / "torch").mkdir()
     dumped(tmp_path / "torch", [[entry(1)]] * 3, "comm_lib_trace_rank_")
-    run = script("who_is_missing.py", env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)})
+    run = script("diagnose_hang.py", env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)})
     assert run.stdout.splitlines()[0] == f"read the dumps comm_lib_trace_rank_* of ranks 0-2 in {tmp_path}/torch"
 
 
@@ -763,23 +763,23 @@ def test_dumps_of_an_earlier_run_are_left_out_and_said_to_be(tmp_path):
     dumped(tmp_path, [waiting, waiting, [entry(1)], waiting])
     for rank, date in enumerate(fresh):
         os.utime(tmp_path / f"nccl_trace_rank_{rank}", (date - 999 * (rank > 3),) * 2)
-    said = who_is_missing.report(tmp_path)
+    said = diagnose_hang.report(tmp_path)
     assert said.startswith("rank 2 did not arrive at collective 2 of group default_pg (ranks 0-3)\n"), said
     old = "left out, as of an earlier run: what ranks 4-7 left (of a run of 8 ranks; nccl_trace_rank_"
     assert said.splitlines()[-1].startswith(old) and said.endswith("is of one of 4); remove it"), said
     os.utime(tmp_path / "nccl_trace_rank_2", (10**9 - 60,) * 2)
-    said = who_is_missing.report(tmp_path)
+    said = diagnose_hang.report(tmp_path)
     assert said.startswith("rank 2 is dead, or has not begun, or waits in no collective"), said
     assert "earlier run: what rank 2 left (written 60 s before the first call in nccl_trace_rank_" in said, said
 
 
 def test_what_a_larger_run_has_left_in_the_recorders_folder_is_left_out(tmp_path):
-    dumped(tmp_path, [[entry(1)]] * 4, flight.FLIGHT)
-    dumped(tmp_path, [[entry(1)]] * 2, flight.FLIGHT)
+    dumped(tmp_path, [[entry(1)]] * 4, flight_recorder.FLIGHT)
+    dumped(tmp_path, [[entry(1)]] * 2, flight_recorder.FLIGHT)
     for rank in range(4):
         (tmp_path / f"where_{rank}").write_text("process 7 on node-1\n{}\nleft: finished\n")
         os.utime(tmp_path / f"flight_{rank}", (10**9 + (rank < 2),) * 2)
-    said = who_is_missing.report(tmp_path)
+    said = diagnose_hang.report(tmp_path)
     assert said.startswith("no rank is missing: ") and "earlier run: what ranks 2-3 left (of a run of 4" in said, said
 
 
@@ -797,18 +797,18 @@ def test_what_a_larger_run_has_left_in_the_recorders_folder_is_left_out(tmp_path
     ],
 )
 def test_a_program_is_told_from_libraries_by_where_they_are(file, is_own):
-    some = flight.Line("/usr/lib/python3.11/queue.py", 1, "get"), flight.Line(file, 2, "f")
-    assert flight.own(list(some)) == (some[1:] if is_own else some[:1])
+    some = flight_recorder.Line("/usr/lib/python3.11/queue.py", 1, "get"), flight_recorder.Line(file, 2, "f")
+    assert flight_recorder.own(list(some)) == (some[1:] if is_own else some[:1])
 
 
 def calls_often(folder) -> int:
     """How many of 500 calls are kept."""
     os.environ["RANK"] = "0"
-    with flight.recorder(folder):
+    with flight_recorder.recorder(folder):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         for _ in range(500):
             dist.all_reduce(torch.ones(1))
-    (calls,) = flight.read(folder).dumps[0].calls.values()
+    (calls,) = flight_recorder.read(folder).dumps[0].calls.values()
     return len(calls)
 
 
@@ -855,7 +855,7 @@ def spoilt(how: str, folder: Path):
 )
 def test_a_damaged_or_hostile_dump_is_one_sentence(how, said, tmp_path):
     spoilt(how, tmp_path)
-    run = script("who_is_missing.py", "--folder", tmp_path)
+    run = script("diagnose_hang.py", "--folder", tmp_path)
     assert run.returncode == 2 and run.stdout == ""
     assert len(run.stderr.splitlines()) == 1 and said in run.stderr, run.stderr
     assert not list(Path(launch.SOURCE).glob("caught"))
@@ -864,5 +864,5 @@ def test_a_damaged_or_hostile_dump_is_one_sentence(how, said, tmp_path):
 def test_a_folder_that_cannot_be_written_to_is_told_before_the_work_begins(tmp_path, world_of_one):
     (tmp_path / "flight").touch()
     with pytest.raises(UserError, match=r"cannot be written to .*flight \(File exists\): name another folder"):
-        with flight.recorder(tmp_path / "flight"):
+        with flight_recorder.recorder(tmp_path / "flight"):
             pytest.fail("it began")

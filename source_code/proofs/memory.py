@@ -1,9 +1,9 @@
 """Put the predictions on trial: train in dozens of configurations, and compare peak memory and traffic with the arithmetic.
 
-  python trial.py                          all of them (five minutes on two cores); a table, and a record in results/runs/
-  python trial.py --every 6 --record trial.json
-  python trial.py --random 60 --seed 7     so many drawn at random from all that the labs accept; what is refused is listed
-  python trial.py --simulated              Llama 3's shapes on 8 to 1024 ranks: predicted beside simulated
+  python -m proofs.memory                          all of them (five minutes on two cores); a table, and a record in results/runs/
+  python -m proofs.memory --every 6 --record trial.json
+  python -m proofs.memory --random 60 --seed 7     so many drawn at random from all that the labs accept; what is refused is listed
+  python -m proofs.memory --simulated              Llama 3's shapes on 8 to 1024 ranks: predicted beside simulated
 
 Each configuration trains for five steps on the CPU, where the meters count to the byte; those with equally many ranks
 share launches. The record has the rows of a launch as soon as it is over. What is compared: every category that stays
@@ -22,18 +22,19 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import date
 
-import configurations
 import pandas
 import torch
-from configurations import lab_of
 from labkit import UserError, holds
 from labkit.measuring import records
 from labkit.measuring.differences import largest
 from labkit.measuring.meters import TRACED_STEPS
-from labkit.running import cells, launch, progress, ranks
+from labkit.running import launch, notebook_ranks, progress, ranks
 from labkit.running.options import Options, option, parse
 from labkit.training import deepspeed_zero
 from planner import predict, zero
+
+from proofs import configurations
+from proofs.configurations import lab_of
 
 PERSISTENT = ("parameters", "gradients", "optimizer state")
 STEPS = TRACED_STEPS[-1] + 1
@@ -167,7 +168,7 @@ def run(tried: list[dict]) -> Iterator[dict]:
         mine = [one for one in tried if one["ranks"] == count]
         for first in range(0, len(mine), PER_LAUNCH):
             some, cluster = mine[first : first + PER_LAUNCH], launch.Cluster(launcher="local")
-            measured = cells.on_ranks(measure, some, ranks=count, cluster=cluster, timeout=600)
+            measured = notebook_ranks.on_ranks(measure, some, ranks=count, cluster=cluster, timeout=600)
             for one, *results in zip(some, *measured, strict=True):
                 yield compare_ranks(one, results)
 
@@ -254,7 +255,7 @@ def chosen(options: Trial) -> tuple[list[dict], list[dict]]:
 def main():
     options, rows = parse(Trial, __doc__), []
     try:
-        path = records.new_path("trial", options.record)
+        path = records.new_path("memory", options.record)
         tried, refused = chosen(options)
         about = {"refused": refused} if options.random else {}
         for row in (simulate(*one) for one in LLAMA) if options.simulated else run(tried):

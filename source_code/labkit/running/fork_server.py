@@ -137,7 +137,7 @@ def _received(connection) -> int:
 def address(*modules: str) -> str:
     """The address of this process's own warm process, which is started at the first call. modules: it imports too."""
     name = PREFIX + secrets.token_hex(16)
-    words = [sys.executable, "-u", "-m", "labkit.running.warm", name, *modules]
+    words = [sys.executable, "-u", "-m", "labkit.running.fork_server", name, *modules]
     words += [module for module in IF_IMPORTED if module in sys.modules]
     # It ends when its standard input does: with this process, however that ends. A group of its own keeps Ctrl-C away.
     folder = Path(__file__).resolve().parents[2]

@@ -3,8 +3,8 @@
 Inside a practice cluster with a network, as root; it changes the link's speed as it goes, and then back:
 
   make slurm LINK=200mbit && . .slurm/env.sh && cd source_code
-  python step_trial.py                     three speeds, four strategies: three minutes; a table, and a record
-  python step_trial.py --record results/reference/step-times-intel-xeon-2-cores.json
+  python -m proofs.step_time                     three speeds, four strategies: three minutes; a table, and a record
+  python -m proofs.step_time --record results/reference/step-time-intel-xeon-2-cores.json
 
 One run is for calibration: one strategy on the link before it is slowed. PyTorch's profiler says how long its
 collectives took; the rest of a step is what it computes. (It is one of FSDP's, which under gloo waits for each call, so
@@ -20,18 +20,19 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 
-import links
 from labkit import UserError
-from labkit.measuring import practice_link, records
+from labkit.measuring import records
 from labkit.measuring.differences import largest
-from labkit.running import options, ranks
+from labkit.running import options, practice_link, ranks
 from labkit.running.options import option
 from planner import cost, predict
 from planner.flops import of_hardware
 
+from proofs import link_sweep
+
 SIZE = {"batch_size": 12, "seq_len": 128}  # computing takes about as long as the link
 CALIBRATION = "FSDP2, kept"
-NODE_SIZE = links.RANKS // links.NODES
+NODE_SIZE = link_sweep.RANKS // link_sweep.NODES
 WITHIN = 0.15  # of a measured step lies its prediction: what the course says of it
 ROUNDS = 3  # through all strategies, so that what disturbs the machine for a while does not meet one of them only
 
@@ -40,7 +41,9 @@ ROUNDS = 3  # through all strategies, so that what disturbs the machine for a wh
 class Config(options.Options):
     """What to try. The command line is made from these fields."""
 
-    rates: str = option("400mbit,200mbit,100mbit", "speeds of the link, with commas between them", form=links.RATES)
+    rates: str = option(
+        "400mbit,200mbit,100mbit", "speeds of the link, with commas between them", form=link_sweep.RATES
+    )
     steps: int = option(4, f"steps to time in each of {ROUNDS} rounds", least=2)
     record: str | None = option(None, "where the record goes (default: results/runs/)")
 
@@ -50,17 +53,17 @@ def calibrate(me, steps: int) -> dict:
     import torch.distributed as dist
 
     groups = [dist.new_group(range(first, first + NODE_SIZE)) for first in range(0, me.world_size, NODE_SIZE)]
-    small = {"among all": links.calls(), "within": links.calls(group=groups[me.rank // NODE_SIZE])}
-    return links.measure(me, steps, SIZE, [CALIBRATION])[CALIBRATION] | small
+    small = {"among all": link_sweep.calls(), "within": link_sweep.calls(group=groups[me.rank // NODE_SIZE])}
+    return link_sweep.measure(me, steps, SIZE, [CALIBRATION])[CALIBRATION] | small
 
 
 def calibration(steps: int) -> dict:
     """Run it: {"record", and in seconds "step", "communication", "compute", the latencies; "node bandwidth"}."""
-    ((_, of_ranks),) = links.at_each_speed(["none"], calibrate, steps)
-    record = links.summary(CALIBRATION, "none", of_ranks)
+    ((_, of_ranks),) = link_sweep.at_each_speed(["none"], calibrate, steps)
+    record = link_sweep.summary(CALIBRATION, "none", of_ranks)
     step, communication = (statistics.median(record["link"][name]) for name in ("steps", "communication"))
     latency, within = (  # of a step of a ring: an all-reduce takes 2 (n − 1)
-        typical(of_ranks, name) / (2 * (n - 1)) for name, n in (("among all", links.RANKS), ("within", NODE_SIZE))
+        typical(of_ranks, name) / (2 * (n - 1)) for name, n in (("among all", link_sweep.RANKS), ("within", NODE_SIZE))
     )
     return {
         "record": record,
@@ -100,17 +103,17 @@ def predicted(calibrated: dict, name: str, rate: str) -> dict:
 def config_of(name: str) -> dict:
     import gpt_fsdp
 
-    return asdict(gpt_fsdp.Config(**SIZE | links.STRATEGIES[name]))
+    return asdict(gpt_fsdp.Config(**SIZE | link_sweep.STRATEGIES[name]))
 
 
 def measure(me, steps: int) -> dict:
     """{strategy: seconds of each of its steps on this rank}. Every rank runs it."""
     import gpt_fsdp
 
-    taken = {name: [] for name in links.STRATEGIES}
+    taken = {name: [] for name in link_sweep.STRATEGIES}
     for _ in range(ROUNDS):
-        for name, given in links.STRATEGIES.items():
-            seen = links.observe(me, gpt_fsdp, gpt_fsdp.Config(**SIZE | given), steps, watched=0)
+        for name, given in link_sweep.STRATEGIES.items():
+            seen = link_sweep.observe(me, gpt_fsdp, gpt_fsdp.Config(**SIZE | given), steps, watched=0)
             taken[name] += [after - before for before, after in pairwise(seen["ends"])]
     return taken
 
@@ -135,14 +138,14 @@ def line(row: dict) -> str:
 
 
 def main(config: Config):
-    path, rates = records.new_path("step-times", config.record), config.rates.split(",")
+    path, rates = records.new_path("step-time", config.record), config.rates.split(",")
     about = {"calibration": calibration(ROUNDS * config.steps)}
-    rows = [predicted(about["calibration"], name, rate) for rate in rates for name in links.STRATEGIES]
+    rows = [predicted(about["calibration"], name, rate) for rate in rates for name in link_sweep.STRATEGIES]
     records.write_rows(path, rows, **about)
     print(f"a step computes for {about['calibration']['compute']:.3f} s; {len(rows)} predictions are in {path}")
     print("    link  strategy    predicted  measured   from … to         difference  exposed", flush=True)
     about["measured_from"] = now()
-    for rate, of_ranks in links.at_each_speed(rates, measure, config.steps):
+    for rate, of_ranks in link_sweep.at_each_speed(rates, measure, config.steps):
         for number, row in enumerate(rows):
             if row["rate"] == rate:
                 rows[number] = compared(row, of_ranks)
@@ -152,7 +155,7 @@ def main(config: Config):
     print(f"the largest difference is {worst:.1%}; record: {path}")
     if not worst <= WITHIN:
         sys.exit(
-            f"step_trial.py: {worst:.1%} is more than {WITHIN:.0%}: was the machine busy, or is the planner wrong?"
+            f"proofs/step_time.py: {worst:.1%} is more than {WITHIN:.0%}: was the machine busy, or is the planner wrong?"
         )
 
 

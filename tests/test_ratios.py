@@ -1,9 +1,9 @@
-"""bench.py: the runs of a pair take turns in going first, ratios are the right way up, and the labs have what it reads."""
+"""proofs/ratios.py: the runs of a pair take turns in going first, ratios are the right way up, and the labs have what it reads."""
 
 import re
 
-import bench
 import pytest
+from proofs import ratios
 
 DATA = "mnist-5k"
 BENCHES = {  # its arguments; what tells the numerator of the ratio from the denominator
@@ -28,9 +28,9 @@ def test_in_every_second_pair_the_other_run_goes_first(name, monkeypatch, capsys
             "checkpoints": {"stall": size},
         }
 
-    monkeypatch.setattr(bench, "run", run)
-    monkeypatch.setattr(bench.plots, "caption", lambda record: "where")
-    getattr(bench, name)(*arguments, pairs=3)
+    monkeypatch.setattr(ratios, "run", run)
+    monkeypatch.setattr(ratios.plots, "caption", lambda record: "where")
+    getattr(ratios, name)(*arguments, pairs=3)
     assert order in ([True, False, False, True, True, False], [False, True, True, False, False, True])
     assert ": 2.00 (2.00–2.00, 3 pairs)\n" in capsys.readouterr().out
 
@@ -39,9 +39,9 @@ def test_in_every_second_pair_the_other_run_goes_first(name, monkeypatch, capsys
 @pytest.mark.parametrize("name", BENCHES)
 def test_one_pair_of_short_runs(name, monkeypatch, capsys):
     """The labs themselves, for as few steps as are timed and saved."""
-    real, arguments = bench.run, BENCHES[name][0]
+    real, arguments = ratios.run, BENCHES[name][0]
     short = {"max_steps": 10} | ({"preset": "tiny"} if name == "saving" else {"batch_size": 4, "epochs": 1})
-    monkeypatch.setattr(bench, "run", lambda lab, **options: real(lab, **options | short))
-    getattr(bench, name)(*arguments, pairs=1)
+    monkeypatch.setattr(ratios, "run", lambda lab, **options: real(lab, **options | short))
+    getattr(ratios, name)(*arguments, pairs=1)
     printed = capsys.readouterr().out
     assert re.search(r": (\d+\.\d\d) \(\1–\1, 1 pairs\)\n", printed), printed

@@ -12,9 +12,9 @@ import psutil
 import pytest
 from conftest import SOURCE
 from labkit import UserError
-from labkit.running import launch, warm
+from labkit.running import fork_server, launch
 
-pytestmark = pytest.mark.skipif(not warm.possible(), reason="programs are not forked here (no Linux, or GPUs)")
+pytestmark = pytest.mark.skipif(not fork_server.possible(), reason="programs are not forked here (no Linux, or GPUs)")
 
 SHOW = """
 import os, random, sys
@@ -34,7 +34,7 @@ def program(tmp_path):
     def start(code, *words, python=sys.executable, **env):
         path.write_text(code)
         with outputs[0].open("w") as out, outputs[1].open("w") as err:
-            process = warm.start([python, "-u", str(path), *words], SOURCE, os.environ | env, out, err)
+            process = fork_server.start([python, "-u", str(path), *words], SOURCE, os.environ | env, out, err)
         started.append(process)
         return process, lambda: [output.read_text() for output in outputs]
 
@@ -67,18 +67,18 @@ def test_it_is_what_python_would_have_started(program, tmp_path):
     "when", ["as Python starts", pytest.param("after it has imported torch", marks=pytest.mark.long)]
 )
 def test_a_warm_process_that_cannot_start_is_one_sentence(when, program, monkeypatch):
-    monkeypatch.delenv(warm.VARIABLE, raising=False)  # that of all tests
+    monkeypatch.delenv(fork_server.VARIABLE, raising=False)  # that of all tests
     if when == "as Python starts":
         monkeypatch.setattr(sys, "executable", "/bin/false")
     else:
         monkeypatch.setitem(sys.modules, "no_such_module", ModuleType("no_such_module"))
-        monkeypatch.setattr(warm, "IF_IMPORTED", ("no_such_module",))
-    warm.address.cache_clear()
+        monkeypatch.setattr(fork_server, "IF_IMPORTED", ("no_such_module",))
+    fork_server.address.cache_clear()
     try:
         with pytest.raises(UserError, match="ended while it imported PyTorch: .* FSDP_LABS_WARM=0"):
             program("print('never')")
     finally:
-        warm.address.cache_clear()
+        fork_server.address.cache_clear()
 
 
 def test_what_is_edited_counts_at_once(program):
@@ -168,9 +168,9 @@ def test_it_can_be_told_to_end(program):
 ASK = f"""
 import sys
 sys.path.insert(0, {str(SOURCE)!r})
-from labkit.running import warm
-process = warm.start([sys.executable, "-u", sys.argv[1]], ".", __import__("os").environ, sys.stdout, sys.stderr)
-print(process.pid, warm.address() if sys.argv[2] == "own" else "", flush=True)
+from labkit.running import fork_server
+process = fork_server.start([sys.executable, "-u", sys.argv[1]], ".", __import__("os").environ, sys.stdout, sys.stderr)
+print(process.pid, fork_server.address() if sys.argv[2] == "own" else "", flush=True)
 process.wait()
 """
 
@@ -180,7 +180,7 @@ process.wait()
 def test_it_ends_with_who_asked_for_it_however_that_ends(whose, tmp_path):
     """And so does the warm process, if it was made for who asked."""
     (tmp_path / "wait.py").write_text(WAIT.replace("print('here', flush=True); ", ""))
-    env = {name: value for name, value in os.environ.items() if whose == "shared" or name != warm.VARIABLE}
+    env = {name: value for name, value in os.environ.items() if whose == "shared" or name != fork_server.VARIABLE}
     words = [sys.executable, "-c", ASK, tmp_path / "wait.py", whose]
     asking = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True)
     pid, *address = asking.stdout.readline().split()
@@ -198,25 +198,25 @@ def test_only_its_user_may_ask(program):
     another = ["setpriv", "--reuid=65534", "/usr/bin/env", "python3", "-c"]
     if subprocess.run([*another, ""], capture_output=True, timeout=60).returncode:
         pytest.skip("no Python that another user may start")
-    ask = f"import socket; s = socket.socket(socket.AF_UNIX); s.connect({chr(0) + os.environ[warm.VARIABLE]!r}); print(s.recv(1))"
+    ask = f"import socket; s = socket.socket(socket.AF_UNIX); s.connect({chr(0) + os.environ[fork_server.VARIABLE]!r}); print(s.recv(1))"
     asked = subprocess.run([*another, ask], capture_output=True, timeout=60)
     assert asked.stdout.strip() in (b"b''", b""), asked
     assert b"b''" in asked.stdout or b"ConnectionReset" in asked.stderr, asked.stderr
 
 
 def test_where_it_is_never_used(monkeypatch, tmp_path):
-    monkeypatch.setattr(warm, "GPU_FILES", ())
-    assert warm.possible({}) and not warm.possible({warm.VARIABLE: "0"})
-    monkeypatch.setattr(warm, "GPU_FILES", (str(tmp_path),))
-    assert not warm.possible({}) and not warm.possible({"CUDA_VISIBLE_DEVICES": "0"})
-    assert warm.possible({"CUDA_VISIBLE_DEVICES": ""})  # it is meant for the CPU
+    monkeypatch.setattr(fork_server, "GPU_FILES", ())
+    assert fork_server.possible({}) and not fork_server.possible({fork_server.VARIABLE: "0"})
+    monkeypatch.setattr(fork_server, "GPU_FILES", (str(tmp_path),))
+    assert not fork_server.possible({}) and not fork_server.possible({"CUDA_VISIBLE_DEVICES": "0"})
+    assert fork_server.possible({"CUDA_VISIBLE_DEVICES": ""})  # it is meant for the CPU
 
 
 def test_on_a_machine_with_gpus_runs_on_the_cpu_are_forked_and_no_others(monkeypatch, tmp_path):
-    monkeypatch.setattr(warm, "GPU_FILES", (str(tmp_path),))
+    monkeypatch.setattr(fork_server, "GPU_FILES", (str(tmp_path),))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     forked = []
-    monkeypatch.setattr(warm, "start", lambda words, *rest: forked.append(words) or subprocess.Popen(["true"]))
+    monkeypatch.setattr(fork_server, "start", lambda words, *rest: forked.append(words) or subprocess.Popen(["true"]))
     for device in ("cpu", "cuda", "auto"):
         launch.follow([sys.executable, "-c", "print()"], device=device)
     assert len(forked) == 1
@@ -225,7 +225,7 @@ def test_on_a_machine_with_gpus_runs_on_the_cpu_are_forked_and_no_others(monkeyp
 @pytest.mark.long
 @pytest.mark.parametrize("value", ["1", "fsdp-labs-that-has-ended"])
 def test_without_one_to_share_there_is_one_of_its_own(value, program, monkeypatch):
-    monkeypatch.setenv(warm.VARIABLE, value)
+    monkeypatch.setenv(fork_server.VARIABLE, value)
     process, read = program("import sys; print('torch' in sys.modules)")
     assert process.wait(60) == 0 and read()[0] == "True\n"
 
@@ -233,9 +233,11 @@ def test_without_one_to_share_there_is_one_of_its_own(value, program, monkeypatc
 @pytest.mark.parametrize("setting", [pytest.param("0", marks=pytest.mark.long), "1"])
 def test_a_lab_says_the_same_command_either_way(setting, monkeypatch, capsys, tmp_path):
     if setting == "0":
-        monkeypatch.setenv(warm.VARIABLE, "0")
+        monkeypatch.setenv(fork_server.VARIABLE, "0")
     forks = []
-    monkeypatch.setattr(warm, "start", lambda *given, real=warm.start: forks.append(given) or real(*given))
+    monkeypatch.setattr(
+        fork_server, "start", lambda *given, real=fork_server.start: forks.append(given) or real(*given)
+    )
     cluster = launch.Cluster(launcher="local")
     options = {"cluster": cluster, "record": tmp_path / "run.json", "on_progress": lambda *_: None, "max_steps": 2}
     launch.run("gpt_fsdp.py", device="cpu", ranks=2, **options)

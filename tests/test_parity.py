@@ -4,10 +4,10 @@ import dataclasses
 import json
 import math
 
-import equivalence
 import pytest
 from labkit.measuring.differences import largest_difference
 from labkit.measuring.records import RESULTS
+from proofs import parity
 
 pytestmark = pytest.mark.long
 STEPS = 10  # the command takes more; a forgotten weight decay is seen in these
@@ -21,25 +21,25 @@ RANKS = {"gpt_fsdp": (2,), "gpt_zero": (4,)}
 
 
 def cut(way):
-    if way.lab == equivalence.JAX:
+    if way.lab == parity.JAX:
         return dataclasses.replace(way, **OF_JAX)
     if len(way.ranks) > 1 and way.lab in RANKS:
         way = dataclasses.replace(way, ranks=RANKS[way.lab])
     return dataclasses.replace(way, **FP64) if "fp64" in way.precisions else way
 
 
-WAYS = [cut(way) for way in equivalence.WAYS if way.name != "JAX, replicated"]
+WAYS = [cut(way) for way in parity.WAYS if way.name != "JAX, replicated"]
 RUNS = [(w.name, count, precision) for w in WAYS for count in w.ranks for precision in w.precisions]
 
 
 @pytest.fixture(scope="module")
 def rows():
-    return {(row["way"], row["ranks"], row["precision"]): row for row in equivalence.run(WAYS, STEPS)}
+    return {(row["way"], row["ranks"], row["precision"]): row for row in parity.run(WAYS, STEPS)}
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run[0]}, {run[1]} ranks, {run[2]}")
 def test_its_losses_are_those_of_one_process(run, rows):
-    row, tolerance = rows[run], equivalence.TOLERANCE[run[2]]
+    row, tolerance = rows[run], parity.TOLERANCE[run[2]]
     assert len(row["losses"]) == STEPS
     assert row["difference"] <= tolerance
     assert math.isclose(row["losses"][-1], rows["one process", 1, run[2]]["losses"][-1], rel_tol=tolerance)
@@ -53,13 +53,13 @@ def test_the_training_learns(rows):
 
 def test_the_committed_record_is_of_one_training():
     """Chapter 15 shows it beside two of its rows, which it runs."""
-    (path,) = (RESULTS / "reference").glob("equivalence-*.json")
+    (path,) = (RESULTS / "reference").glob("parity-*.json")
     rows = json.loads(path.read_text())["rows"]
-    assert {row["way"] for row in rows} == {way.name for way in [equivalence.ALONE, *equivalence.WAYS]}
-    alone = {row["precision"]: row["losses"] for row in rows if row["way"] == equivalence.ALONE.name}
+    assert {row["way"] for row in rows} == {way.name for way in [parity.ALONE, *parity.WAYS]}
+    alone = {row["precision"]: row["losses"] for row in rows if row["way"] == parity.ALONE.name}
     for row in rows:
         difference = largest_difference(row["losses"], alone[row["precision"]], relative=True)
-        assert difference == row["difference"] <= equivalence.TOLERANCE[row["precision"]], row["way"]
+        assert difference == row["difference"] <= parity.TOLERANCE[row["precision"]], row["way"]
 
 
 def test_no_ranks_are_started_for_nothing(monkeypatch):
@@ -69,6 +69,6 @@ def test_no_ranks_are_started_for_nothing(monkeypatch):
         started.append(ranks)
         return [[[1.0] * steps for _ in runs]]
 
-    monkeypatch.setattr(equivalence.cells, "on_ranks", on_ranks)
-    rows = equivalence.run([dataclasses.replace(equivalence.WAYS[0], ranks=(2,))], STEPS)
+    monkeypatch.setattr(parity.notebook_ranks, "on_ranks", on_ranks)
+    rows = parity.run([dataclasses.replace(parity.WAYS[0], ranks=(2,))], STEPS)
     assert started == [1, 2] and {row["ranks"] for row in rows} == {1, 2}

@@ -1,7 +1,7 @@
 """One training, however it is shared: the losses of each way to share it, beside those of one process.
 
-  python equivalence.py                    every way, on 2 and on 4 ranks, in float64 and in fp32; a table and a record
-  python equivalence.py --record here.json
+  python -m proofs.parity                    every way, on 2 and on 4 ranks, in float64 and in fp32; a table and a record
+  python -m proofs.parity --record here.json
 
 One model, one set of first values, one order of the text, one global batch. In float64 the ways differ by the order in
 which they add, some 1e-15; what computes something else differs by far more. fp32 is what people train in.
@@ -17,7 +17,7 @@ import pandas
 from labkit import UserError, holds
 from labkit.measuring import meters, records
 from labkit.measuring.differences import largest_difference
-from labkit.running import cells, launch, progress, ranks
+from labkit.running import launch, notebook_ranks, progress, ranks
 from labkit.running.options import Options, option, parse
 from labkit.training import deepspeed_zero, jax_world
 
@@ -127,12 +127,12 @@ def run(ways: list[Way], steps: int = STEPS) -> list[dict]:
         ]
         if not mine:
             continue
-        found = cells.on_ranks(losses_of, mine, steps, ranks=count, cluster=here, timeout=600)[0]
+        found = notebook_ranks.on_ranks(losses_of, mine, steps, ranks=count, cluster=here, timeout=600)[0]
         done += [(way, count, precision, losses) for (way, precision), losses in zip(mine, found, strict=True)]
     if under_jax := [
         (w, count, precision) for w in ways if w.lab == JAX for count in w.ranks for precision in w.precisions
     ]:
-        found = cells.on_ranks(losses_under_jax, under_jax, steps, ranks=1, cluster=here, timeout=600)[0]
+        found = notebook_ranks.on_ranks(losses_under_jax, under_jax, steps, ranks=1, cluster=here, timeout=600)[0]
         done += [(*run, losses) for run, losses in zip(under_jax, found, strict=True)]
 
     alone = {precision: losses for way, _, precision, losses in done if way is ALONE}
@@ -169,7 +169,7 @@ class Equivalence(Options):
 def main():
     options = parse(Equivalence, __doc__)
     try:
-        path = records.new_path("equivalence", options.record)
+        path = records.new_path("parity", options.record)
         rows = run(runnable())
     except UserError as error:
         ranks.leave(str(error))

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from planner import networks
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
@@ -22,6 +21,7 @@ from torch.distributed.fsdp import (
 
 from labkit import UserError
 from labkit.measuring import simulate
+from labkit.training.units import units_of
 
 
 def step(build, ranks: int, strategy: str, precision: str = "fp32", reshard: str = "true") -> dict:
@@ -54,19 +54,6 @@ def step(build, ranks: int, strategy: str, precision: str = "fp32", reshard: str
         return module, optimizer, tuple(inputs), train
 
     return simulate.step(setup)
-
-
-def units_of(module: nn.Module) -> list[nn.Module]:
-    """What becomes a unit of its own: the members of the outermost ModuleLists, each of them once.
-
-    A list inside a member, such as the experts of a block, is gathered with it. A member that is a list itself has no
-    forward around which to gather: its members stand for it.
-    """
-    units = []
-    for child in module.children():
-        is_unit = isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList)
-        units += [child] if is_unit else units_of(child)
-    return list(dict.fromkeys(units))
 
 
 def sharded(module, strategy, precision, reshard, mesh):
