@@ -51,14 +51,19 @@ VALIDATION_SEQUENCES, LOG_EVERY = 32, 50  # the latter in steps
 def build(config, me):
     """(model ready to train, floating-point operations per token)."""
     with torch.device("meta"):  # shapes and no storage: nothing is allocated, however large the model
-        model = models.GPT(config.shape).to(config.dtype)
-        if config.lora:
-            models.add_lora(model, config.lora)
+        model = unsharded(config).to(config.dtype)
     preflight.refuse_if_too_big(config, me)
-    work = flops.per_token(config.shape, config.seq_len, config.lora)
+    return parallelize(model, config, me), flops.per_token(config.shape, config.seq_len, config.lora)
+
+
+def unsharded(config):
+    """The model as one process would train it, wherever new tensors go."""
+    model = models.GPT(config.shape)
+    if config.lora:
+        models.add_lora(model, config.lora)
     for number, block in enumerate(model.blocks):
         change_forward(block, config, number)
-    return parallelize(model, config, me), work
+    return model
 
 
 def change_forward(block, config, number=0):
@@ -270,6 +275,20 @@ def prepare(config, me):
     model, _ = build(config, me)
     optimizer = make_optimizer(model, config)
     return model, optimizer, lambda inputs, targets: train_step(model, optimizer, inputs, targets, config)
+
+
+def untrained(config, me):
+    """(model, optimizer, batch) of a simulated step (labkit/running/simulated_lab.py): sharded, without memory or values."""
+    from labkit.measuring import simulate  # no run needs it
+
+    model = unsharded(config)
+    with simulate.real_tensors():
+        if config.strategy == "fsdp1":
+            model = fsdp1(model, config, me)
+        elif config.strategy == "fsdp2":
+            fsdp2(model, config, me)
+    tokens = torch.zeros(config.accumulate, config.batch_size, config.seq_len, dtype=torch.long)
+    return model, make_optimizer(model, config), (tokens, torch.zeros_like(tokens))
 
 
 def train(config, me, prepare=prepare, compute_loss=compute_loss):

@@ -128,6 +128,19 @@ def train_step(model, optimizer, inputs, targets, config):
     return losses
 
 
+def untrained(config, me):
+    """(model, optimizer, batch) of a simulated step (labkit/running/simulated_lab.py): sharded, without memory or values."""
+    from labkit.measuring import simulate  # no run needs it
+
+    architecture = hf_models.configuration(config.model or config.config, "--model" if config.model else "--config")
+    model = hf_models.without_values(architecture, config.dtype, config.lora)
+    with simulate.real_tensors():
+        model = parallelize(model, config, me)
+    model.forward = hf_models.masks_as_in_a_run()(model.forward)
+    tokens = torch.zeros(config.accumulate, config.batch_size, config.seq_len, dtype=torch.long)
+    return model, make_optimizer(model, config), (tokens, torch.zeros_like(tokens))
+
+
 def training_batches(tokens, config, me, steps):
     """A step's micro-batches on this rank: (inputs, targets), each of shape (accumulate, batch_size, seq_len)."""
     shape = config.accumulate, me.world_size, config.batch_size

@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -104,6 +104,18 @@ def train_step(model, optimizer, images, labels, config):
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()
+
+
+def untrained(config, me):
+    """(model, optimizer, batch) of a simulated step (labkit/running/simulated_lab.py): sharded, without memory or values."""
+    from labkit.measuring import simulate  # no run needs it
+
+    model, size = Net(config.dropout), config.batch_size_of(me.world_size)
+    if config.strategy != "single":
+        with simulate.real_tensors():
+            model = parallelize(model, config, me)
+    batch = torch.zeros(size, 1, 28, 28, dtype=config.dtype), torch.zeros(size, dtype=torch.long)
+    return model, torch.optim.Adadelta(model.parameters(), lr=config.lr), batch
 
 
 def training_batches(digits, config, me, epoch, batch_size, done=0):
@@ -227,6 +239,7 @@ def main(config, me):
 class Config(options.Training):
     """One run. options.Training adds --ranks, --device, --backend, --checkpoint, --resume, --record and --profile."""
 
+    script: ClassVar[str] = "mnist_fsdp.py"
     strategy: Literal["single", "ddp", "fsdp1", "fsdp2"] = option("fsdp2", "one process, or how the ranks share")
     wrap: Literal["unit", "size"] = option(
         "unit", "FSDP: the whole model as one unit, or big layers apart", only=SHARDED

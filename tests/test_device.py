@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+import gpt_fsdp  # noqa: F401  a plan needs its defaults
 import pytest
 from commands import call, command, refused
 from labkit.running import launch, site

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+LABS = {"gpt": gpt_fsdp, "mnist": mnist_fsdp}
 HERE = gpu_operators.VERSION
 BEFORE_GROUPED = (2, 14)  # a PyTorch whose memory-efficient attention takes no grouped heads
 LLAMA = replace(GPT_SHAPES["llama3-8b"], layers=2)
@@ -107,19 +108,20 @@ def name_of(one) -> str:
 
 def simulated(tried: list[dict], cudnn: bool = False) -> list[dict]:
     """In a process of its own: one after the other."""
-    import imagine
+    from labkit.running import simulated_lab
 
     found = []
     for one in tried:
         gpu = gpu_operators.GpuOperators(one["torch"], cudnn)
-        shape = {"shape": one["shape"]} if one["lab"] == "gpt" else {}
-        step = getattr(imagine, one["lab"])
-        found.append(step(one["ranks"], gpu=gpu, workspaces=one["workspaces"], **shape, **one["options"]))
+        lab = LABS[one["lab"]]
+        shape = {"shape": one["shape"]} if one.get("shape") else {}
+        config = type("OfThatShape", (lab.Config,), shape)(**one["options"])
+        found.append(simulated_lab.step(lab, config, one["ranks"], gpu, one["workspaces"]))
     return found
 
 
 def planned(one: dict) -> predict.Plan:
-    config = {"gpt": gpt_fsdp, "mnist": mnist_fsdp}[one["lab"]].Config(**one["options"])
+    config = LABS[one["lab"]].Config(**one["options"])
     record = {"script": f"{one['lab']}_fsdp.py", "ranks": one["ranks"], "device": "cuda", "config": asdict(config)}
     plan = predict.plan_of(record | {"batch_size": config.batch_size})
     if shape := one.get("shape"):

@@ -14,7 +14,7 @@ import transformers
 from commands import script
 from labkit import UserError
 from labkit.measuring import meters, trace
-from labkit.running import launch, notebook_ranks, preflight
+from labkit.running import launch, notebook_ranks, preflight, simulated_lab
 from labkit.training import checkpoints, dcp_reading, hf_models, hf_weights
 from peft import PeftModel
 from planner import predict
@@ -131,10 +131,8 @@ def test_losses_are_those_of_one_process(runs, family):
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_peaks_are_the_simulations(runs, shapes, family):
-    import imagine
-
     options = {"strategy": "fsdp2", "batch_size": SEQUENCES // 4, "seq_len": LENGTH, "device": "cpu"}
-    simulated = imagine.hf(4, config=str(shapes[family]), **options)
+    simulated = simulated_lab.step(hf_fsdp, hf_fsdp.Config(config=str(shapes[family]), **options), ranks=4)
     assert max(runs[family, "fp32"][4][1]) == pytest.approx(sum(simulated["peak"].values()), rel=2e-3)
     torch.distributed.destroy_process_group()
 

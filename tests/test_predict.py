@@ -143,10 +143,12 @@ def test_the_trial_tries_what_it_should():
 # Against PyTorch's own code on tensors without memory
 
 
-def imagined(options):
-    import imagine  # in a process of its own: it can join one world only
+def simulated_step(ranks, options):
+    """In a process of its own: it can join one world only."""
+    import gpt_fsdp
+    from labkit.running import simulated_lab
 
-    return imagine.gpt(**options)
+    return simulated_lab.step(gpt_fsdp, gpt_fsdp.Config(**options), ranks)
 
 
 @pytest.mark.long
@@ -162,8 +164,9 @@ def imagined(options):
     ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()),
 )
 def test_simulated_is_predicted(options):
-    simulated = forked(imagined, {"batch_size": 2, "seq_len": 16} | options)
+    options = {"batch_size": 2, "seq_len": 16} | options
     predicted = plan(**options)
+    simulated = forked(simulated_step, options.pop("ranks"), options)
     # The loss of the step before is not there: a simulation traces its second step.
     assert sum(simulated["peak"].values()) == pytest.approx(predict.total(predicted.peak()[1]), abs=16, rel=1e-3)
     assert memory_proof.counted(simulated["traffic"]) == memory_proof.counted(predicted.traffic())

@@ -20,7 +20,7 @@ from typing import Literal
 
 import torch
 from labkit.measuring import simulate
-from labkit.running import gpus
+from labkit.running import gpus, simulated_lab
 from labkit.running.options import Options, option, parse
 from labkit.training import models
 from planner import networks
@@ -41,11 +41,11 @@ class Asked(Options):
 
 
 def pytorch(asked: Asked) -> int:
-    import imagine
+    import gpt_fsdp
 
     about = {"batch_size": asked.batch_size, "seq_len": asked.seq_len, "precision": asked.precision}
     about |= {"preset": asked.preset, "recompute": asked.recompute}
-    return simulate.tracked_peak(imagine.setup_gpt(asked.ranks, **about))
+    return simulate.tracked_peak(simulated_lab.setup(gpt_fsdp, gpt_fsdp.Config(**about), asked.ranks))
 
 
 def deepspeed(asked: Asked) -> int:

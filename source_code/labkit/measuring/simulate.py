@@ -3,7 +3,7 @@
   simulate.join(128)                       this process becomes rank 0 of 128; collectives send nothing
   memory = simulate.step(setup)            trace one training step by the tracer that also measures real ones
   memory = simulate.step(setup, gpu)       with a GPU's operators (gpu_operators.py)
-  with simulate.ranks_are_real(): …        inside setup, around what makes device meshes
+  with simulate.real_tensors(): …        inside setup, around what makes device meshes
 
 What comes out is *simulated*, never measured: FSDP, autograd and the optimizer ran, and allocated nothing.
 DDP cannot be simulated: its reducer looks inside the tensors.
@@ -50,14 +50,14 @@ def step(setup, gpu: GpuOperators | None = None, workspaces: bool = True) -> dic
 
     setup: called with no arguments and no memory, returns (model, optimizer, batch, train); ``batch`` is a tuple of
     tensors, and ``train(*batch)`` is one step, forward to ``zero_grad``. It must make its tensors itself, and its
-    device meshes (``fully_shard`` may make one too) before, outside, or in ``ranks_are_real()``.
+    device meshes (``fully_shard`` may make one too) before, outside, or in ``real_tensors()``.
 
     gpu: a GPU's operators instead of the CPU's. workspaces: count what these allocate inside them, too.
 
     Returns what a record has under "memory" and "traffic": {"peak": {category: bytes}, "peak_phase",
     "peak_operator", "start", "timeline", "traffic": [{"kind", "count", "bytes", "dimension"}, …]}.
     """
-    with _without_memory() as counters:
+    with _fake_tensors() as counters:
         model, optimizer, batch, train = setup()
         counters.optimizer = optimizer
         about = model, optimizer, torch.device("meta")  # where fake tensors have their storage
@@ -81,7 +81,7 @@ def step(setup, gpu: GpuOperators | None = None, workspaces: bool = True) -> dic
 
 def tracked_peak(setup) -> int:
     """Bytes alive at the peak of two steps, by PyTorch's own tracker for ``fully_shard``; setup: as ``step`` takes it."""
-    with _without_memory() as counters:
+    with _fake_tensors() as counters:
         model, optimizer, batch, train = setup()
         counters.optimizer = optimizer
         tracker = FSDPMemTracker(model, optimizer)
@@ -94,7 +94,7 @@ def tracked_peak(setup) -> int:
 
 
 @contextlib.contextmanager
-def _without_memory():
+def _fake_tensors():
     # The first step fills DTensor's cache of what its operators return, as it does in a real run. On tensors without
     # memory DTensor would think that it is being compiled, and work it out each time, on whole parameters.
     cached = mock.patch.object(_dispatch, "_are_we_tracing", return_value=False)
@@ -117,7 +117,7 @@ def _innermost_line(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def ranks_are_real():
+def real_tensors():
     """A context in which new tensors are real: a device mesh has its ranks in a tensor, and must read them."""
     with unset_fake_temporarily(), mock.patch.object(_fsdp_param, "_chunk_with_empty", _Parts):
         yield

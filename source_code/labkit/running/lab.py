@@ -15,14 +15,13 @@ one GPU, single ranks compute on it, and what needs several runs beside it. A no
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from importlib import import_module
 from importlib.metadata import version
-from pathlib import Path
 
 from planner import predict
 
 from labkit import UserError
 from labkit.running import launch, notebook_ranks, site, slurm
+from labkit.running.options import LABS
 
 
 @dataclass(frozen=True)
@@ -86,13 +85,20 @@ class Lab(launch.Cluster):
         return launch.run(script, **settings | options)
 
     def plan(self, script: str, *, ranks: int | None = None, nodes: int = 1, **options) -> predict.Plan:
-        """Plan the run that ``run`` starts with the same words. UserError: the planner does not know the lab."""
+        """Plan the run that ``run`` starts with the same options.
+
+        Raises:
+            UserError: the planner does not know the lab; or it has not been imported here, so that its defaults are
+                unknown.
+        """
         predict.check_planned(script)
+        if script not in LABS:
+            raise UserError(f"{script} must be imported before it can be planned: import {script.removesuffix('.py')}")
         ranks = ranks or (1 if options.get("strategy") == "single" else self.ranks)
-        config = import_module(Path(script).stem).Config(**options)  # the defaults are the script's
+        config = LABS[script](**options)
         about = {"script": script, "config": asdict(config), "ranks": ranks, "device": self.device_of(ranks, nodes)}
         about["versions"] = {"torch": version("torch")}
-        if script == "mnist_fsdp.py":
+        if hasattr(config, "batch_size_of"):
             about["batch_size"] = config.batch_size_of(ranks)
         return predict.plan_of(about)
 

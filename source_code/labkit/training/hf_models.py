@@ -258,8 +258,8 @@ def save(model, architecture, config):
 
 
 @contextlib.contextmanager
-def as_if_run():
-    """Around a simulation: have the library choose attention masks as it does for real tensors.
+def masks_as_in_a_run():
+    """Have the library choose attention masks for simulated tensors as it does for real ones.
 
     It makes whole masks where it believes to be traced, as on fake tensors; and where sequences are packed into one,
     which it reads from the positions' elements: the lab packs none.

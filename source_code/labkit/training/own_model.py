@@ -38,7 +38,7 @@ def step(build, ranks: int, strategy: str, precision: str = "fp32", reshard: str
     def setup():
         module, inputs, loss_of = build()
         if strategy != "single":
-            with simulate.ranks_are_real():
+            with simulate.real_tensors():
                 module = sharded(module, strategy, precision, reshard, mesh)
         optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], foreach=True)
 
@@ -86,7 +86,7 @@ def load(text: str):
         raise UserError(f"--model {text}: {path} is not a file of Python")
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(Path(path).resolve().parent))
-    with told(f"{path} cannot be imported"):
+    with as_user_error(f"{path} cannot be imported"):
         spec.loader.exec_module(module)
     if not callable(getattr(module, name, None)):
         raise UserError(f"--model {text}: {path} has no function {name}")
@@ -94,7 +94,7 @@ def load(text: str):
 
 
 @contextlib.contextmanager
-def told(what: str):
+def as_user_error(what: str):
     """Tell an error of the user's own code as a sentence."""
     try:
         yield
@@ -107,7 +107,7 @@ def told(what: str):
 
 def blueprint(name: str, build) -> networks.Blueprint:
     """A network of one's own as far as its parameters go: enough for what stays between steps and what is sent."""
-    with told(f"{name} fails"), torch.device("meta"):
+    with as_user_error(f"{name} fails"), torch.device("meta"):
         returned = build()
         if not (isinstance(returned, tuple) and len(returned) == 3 and isinstance(returned[0], torch.nn.Module)):
             raise UserError("it must return (module, inputs, loss)")
