@@ -223,11 +223,11 @@ def _compared(
         if done in seen:
             continue
         missing = frozenset() if done else _missing(group, number, arrived, calls, dumps, places)
-        alike = _alike(arrived)
+        alike = _group_compatible(arrived)
         if not missing and len(alike) == 1:
             continue
         title = f"collective {number} of group {group.label} (ranks {_list(group.ranks)})"
-        apart = () if seen else tuple(_apart_before(number, oldest, calls))
+        apart = () if seen else tuple(_first_divergence(number, oldest, calls))
         if len(alike) > 1:
             said += _differing(title, alike)
             said += ["it went on all the same, probably with wrong numbers"] if done else []
@@ -343,7 +343,7 @@ def _of_roots(roots: set, blocked: list[Blocked], dumps: dict, places: dict) -> 
     for absent, some in sorted(by_absent.items()):
         for held in some:
             said.append(f"{_ranks(absent)} did not arrive at {held.title}")
-            said += [line for alike in _alike(held.waiting) for line in _called(alike)]
+            said += [line for alike in _group_compatible(held.waiting) for line in _called(alike)]
         said += [_where(rank, dumps[rank], places.get(rank)) for rank in absent if rank not in placed]
         said += [line for held in some for line in held.hint]
         placed |= set(absent)
@@ -372,7 +372,7 @@ def _where(rank: int, dump: flight_recorder.Dump, place: flight_recorder.Place |
     return _row(f"rank {rank} last called", f"{which}, {_shown(call)}", call.line)
 
 
-def _apart_before(number: int, oldest: int, calls: dict) -> list[str]:
+def _first_divergence(number: int, oldest: int, calls: dict) -> list[str]:
     """Of the first collective before at which calls fit that were not meant for each other.
 
     Their lines differ, which may be right (``if rank == 0: … else: …``), and a rank has called the line of another one
@@ -391,7 +391,7 @@ def _apart_before(number: int, oldest: int, calls: dict) -> list[str]:
     return []
 
 
-def _alike(arrived: dict) -> list[dict]:
+def _group_compatible(arrived: dict) -> list[dict]:
     """[{rank: its call}] of the ranks whose calls fit together, most ranks first."""
     same = defaultdict(dict)
     for rank, call in sorted(arrived.items()):
@@ -439,7 +439,7 @@ def _last_calls(groups: dict) -> list[str]:
         last = {rank: of[max(of)] for rank, of in calls.items() if of}
         if last:
             said.append(f"the last collective of the others in group {group.label} (ranks {_list(group.ranks)})")
-            said += [line for some in _alike(last) for line in _called(some)]
+            said += [line for some in _group_compatible(last) for line in _called(some)]
     return said
 
 

@@ -317,10 +317,10 @@ def train(config, me, prepare=prepare, compute_loss=compute_loss):
         end = min(config.max_steps, *(step - step % every + every for every in (save_every, LOG_EVERY)))
         batches = training_batches(data.train, config, me, range(step, end))
         local_losses = []
-        for inputs, targets in meter.watch(stop.unless_asked(batches)):
+        for inputs, targets in meter.watch(stop.until_preempted(batches)):
             local_losses += train_one(inputs, targets)
             step += 1
-        stop.leave_if_agreed(me, saver, step, config.max_steps)
+        stop.raise_if_preempted(me, saver, step, config.max_steps)
 
         summed = torch.stack(local_losses).view(-1, config.accumulate).sum(1)
         dist.all_reduce(summed)  # once every LOG_EVERY steps: once a step, only to print, would slow the training

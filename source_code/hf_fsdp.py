@@ -171,12 +171,12 @@ def train(config, me):
         end = min(config.max_steps, *(step - step % every + every for every in (save_every, LOG_EVERY)))
         batches = training_batches(tokens, config, me, range(step, end))
         local_losses = []
-        for inputs, targets in meter.watch(stop.unless_asked(batches)):
+        for inputs, targets in meter.watch(stop.until_preempted(batches)):
             # Dropout as a function of step and rank: resumed on as many ranks, a run draws what it would have drawn.
             torch.manual_seed(config.seed + 1000 * step + me.rank)
             local_losses += train_step(model, optimizer, inputs, targets, config)
             step += 1
-        stop.leave_if_agreed(me, saver, step, config.max_steps)
+        stop.raise_if_preempted(me, saver, step, config.max_steps)
 
         summed = torch.stack(local_losses).view(-1, config.accumulate).sum(1)
         dist.all_reduce(summed)  # once every LOG_EVERY steps: once a step, only to print, would slow the training

@@ -142,7 +142,7 @@ def evaluate(model, digits, config, me, watched=iter):
 
     A sampler that pads would see 10,002 images on 3 ranks. Here the parts differ in size, by one image or so,
     but every rank takes part in the same number of forward passes: under FSDP each of them is a collective.
-    watched: goes through the batches, and may end before the last (``stop.unless_asked``).
+    watched: goes through the batches, and may end before the last (``stop.until_preempted``).
     """
     model.eval()
     total = len(digits.test_images)
@@ -190,12 +190,12 @@ def train(config, me):
         model.train()
         batches = training_batches(digits, config, me, epoch, batch_size, done)
         local_losses = []
-        for images, labels in meter.watch(stop.unless_asked(islice(batches, last_step - step))):
+        for images, labels in meter.watch(stop.until_preempted(islice(batches, last_step - step))):
             # Dropout as a function of step and rank: resumed on as many ranks, a run draws what it would have drawn.
             torch.manual_seed(config.seed + 1000 * step + me.rank)
             local_losses.append(train_step(model, optimizer, images, labels, config))
             step += 1
-        stop.leave_if_agreed(me, saver, step, last_step)
+        stop.raise_if_preempted(me, saver, step, last_step)
 
         summed = torch.stack(local_losses)
         dist.all_reduce(summed)  # once an epoch: once a step, only to print, would slow the training
@@ -203,8 +203,10 @@ def train(config, me):
         diverged = not all(map(math.isfinite, losses))
         if not diverged:  # otherwise the newest checkpoint stays the one before
             saver.save(step)
-        correct, total, test_loss = evaluate(model, digits, config, me, stop.unless_asked if step < last_step else iter)
-        stop.leave_if_agreed(me, saver, step, last_step)
+        correct, total, test_loss = evaluate(
+            model, digits, config, me, stop.until_preempted if step < last_step else iter
+        )
+        stop.raise_if_preempted(me, saver, step, last_step)
         me.say(
             f"epoch {epoch + 1}: loss {statistics.mean(losses[-len(local_losses) :]):.4f}, "
             f"test loss {test_loss:.4f}, accuracy {correct}/{total} ({correct / total:.2%})"

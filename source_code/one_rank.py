@@ -45,7 +45,7 @@ class Config(gpt_fsdp.Config):
             raise UserError("there is nothing worth keeping in a checkpoint of a world that is not there: leave it out")
 
 
-def place(config) -> ranks.Rank:
+def simulated_rank(config) -> ranks.Rank:
     """This process as rank 0 of the world."""
     device, _ = ranks.device_and_backend(config.device, config.backend)
     if device == "cuda":
@@ -106,7 +106,7 @@ def main():
     if config.device == "cpu":
         gpus.hide()
     try:
-        me = place(config)
+        me = simulated_rank(config)
         config.arranged(me.world_size)
         preflight.check(config, me)
         simulate.join(config.ranks)

@@ -41,7 +41,7 @@ def interrupted(train_step, mark: Path, what: str):
                 mark.with_suffix(".pid").write_text(str(os.getpid()))
                 mark.touch()
                 deadline = time.monotonic() + SECONDS
-                while not preemption._asked and time.monotonic() < deadline:
+                while not preemption._received and time.monotonic() < deadline:
                     time.sleep(0.01)
         return train_step(*given)
 

@@ -44,7 +44,7 @@ def call(*command, env=None, cwd=None, timeout=60) -> subprocess.CompletedProces
 def script(*words, env=os.environ, timeout=60) -> subprocess.CompletedProcess:
     """Run ``python words`` in source_code/ and return it with its output, for what it says and does.
 
-    Forked from the tests' warm process, where there can be one: what is tested is not how it starts. It is ended when
+    Forked from the tests' fork server, where there can be one: what is tested is not how it starts. It is ended when
     the time is up.
     """
     command = [sys.executable, "-u", *map(str, words)]

@@ -24,7 +24,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 from labkit.running import fork_server  # noqa: E402
 
-# One warm process for all tests, and for the workers, kernels and ranks that they start: most tests are not about
+# One fork server for all tests, and for the workers, kernels and ranks that they start: most tests are not about
 # starting.
 if fork_server.VARIABLE not in os.environ and fork_server.possible():
     often = ("matplotlib.pyplot", "pandas", "IPython.display", "ipywidgets", *fork_server.IF_IMPORTED)

@@ -117,12 +117,12 @@ def test_time_on_the_link_is_counted_once():
 
     whole = plan(2, strategy="ddp")
     # rank 1 comes late to the first call; the second overlaps it; the third is apart
-    assert link_sweep.busy((seen((0, 5), (3, 7), (10, 11)), seen((2, 5), (3, 7), (10, 11))), whole, 3) == 6
+    assert link_sweep.link_busy_seconds((seen((0, 5), (3, 7), (10, 11)), seen((2, 5), (3, 7), (10, 11))), whole, 3) == 6
     # HSDP: the first reduction of each two is within a node; ranks 0 and 2 are done before 1 and 3 begin
     early, late = seen((0, 1), (1, 3), (6, 7), (7, 8)), seen((0, 4), (4, 6), (6, 8), (8, 9))
     gathers = [("gloo:all_gather", 0, 100)]
     of_ranks = (gathers + early, gathers + late, gathers + early, gathers + late)
-    assert link_sweep.busy(of_ranks, plan(4, mesh="2x2"), 2) == 2 + 2 + 1 + 1
+    assert link_sweep.link_busy_seconds(of_ranks, plan(4, mesh="2x2"), 2) == 2 + 2 + 1 + 1
 
 
 # Exercises

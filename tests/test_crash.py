@@ -21,7 +21,7 @@ def runs(tmp_path_factory):
     """Where the trials' runs go: a folder that no other test writes to. The undisturbed run of each is made once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "RUNS", tmp_path_factory.mktemp("runs"))
-        patch.setattr(crash, "undisturbed", functools.cache(crash.undisturbed))
+        patch.setattr(crash, "reference_run", functools.cache(crash.reference_run))
         yield launch.RUNS
 
 
@@ -51,7 +51,7 @@ def phase_of(event: int, phases: dict) -> str:
 def test_many_are_meant_for_saving(runs, seed):
     """Half of them, whatever the seed: of so many draws that chance cannot bring it down to a third."""
     for name in list(crash.CONFIGURATIONS)[::3]:
-        expected = crash.undisturbed(name)
+        expected = crash.reference_run(name)
         drawn = [crash.moment(name, number, seed, expected) for number in range(400)]
         phases = Counter(phase_of(event, expected.events[victim]) for victim, event in drawn)
         assert phases["saving"] >= len(drawn) / 3 and set(phases) == set(crash.PHASES), phases
@@ -149,7 +149,7 @@ def tried(runs, monkeypatch):
     """A function: the row of a trial of a kind, of the GPT under DDP, at a moment that lets it show what is broken."""
 
     def of(kind: str) -> dict:
-        expected = crash.undisturbed("GPT, DDP", False)
+        expected = crash.reference_run("GPT, DDP", False)
         spans = expected.events[0]["saving"]
         manifest_of_the_second = spans[len(spans) * crash.EVERY // crash.STEPS :][1]
         middle = manifest_of_the_second[len(manifest_of_the_second) // 2]
@@ -159,7 +159,7 @@ def tried(runs, monkeypatch):
         monkeypatch.setattr(crash, "kind_of", lambda *_: "kill" if kind == "damage" else kind)
         options = {"async_checkpoint": False, "keep": None}
         monkeypatch.setattr(crash, "circumstances", lambda *_: (options, kind == "damage"))
-        return crash.trial("GPT, DDP", 0, 1, crash.undisturbed)
+        return crash.trial("GPT, DDP", 0, 1, crash.reference_run)
 
     return of
 
@@ -167,9 +167,9 @@ def tried(runs, monkeypatch):
 @pytest.mark.parametrize("break_it", BROKEN, ids=lambda function: function.__name__)
 def test_the_drill_sees_what_is_broken(break_it, tried, monkeypatch):
     kind, said = BROKEN[break_it]
-    crash.undisturbed("GPT, DDP", False)  # of the code as it is
-    attempt = crash.attempt
-    monkeypatch.setattr(crash, "attempt", lambda *call: attempt(by_value(on_broken_code), break_it, *call))
+    crash.reference_run("GPT, DDP", False)  # of the code as it is
+    attempt = crash.try_run
+    monkeypatch.setattr(crash, "try_run", lambda *call: attempt(by_value(on_broken_code), break_it, *call))
     row = tried(kind)
     assert any(said in failure for failure in row["failures"]), row
 

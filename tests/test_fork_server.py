@@ -1,4 +1,4 @@
-"""A program forked from a warm process is the program that a new Python would be, and ends when it should."""
+"""A program forked from a fork server is the program that a new Python would be, and ends when it should."""
 
 import os
 import random
@@ -100,7 +100,7 @@ def test_each_draws_numbers_of_its_own(program):
 
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "TORCH_SHOW_CPP_STACKTRACES", "PYTHONHASHSEED"])
 def test_what_is_read_at_import_starts_a_new_python(program, name):
-    """A fork would go on with what the warm process was started with."""
+    """A fork would keep what the fork server was started with."""
     process, read = program("import sys; print('torch' in sys.modules)", **{name: "3"})
     assert process.wait(60) == 0 and read()[0] == "False\n"
 
@@ -178,7 +178,7 @@ process.wait()
 @pytest.mark.long
 @pytest.mark.parametrize("whose", ["own", "shared"])
 def test_it_ends_with_who_asked_for_it_however_that_ends(whose, tmp_path):
-    """And so does the warm process, if it was made for who asked."""
+    """And so does the fork server, if it was made for who asked."""
     (tmp_path / "wait.py").write_text(WAIT.replace("print('here', flush=True); ", ""))
     env = {name: value for name, value in os.environ.items() if whose == "shared" or name != fork_server.VARIABLE}
     words = [sys.executable, "-c", ASK, tmp_path / "wait.py", whose]

@@ -85,7 +85,7 @@ def test_a_part_measures_keeps_and_tells(monkeypatch, tmp_path, capsys):
 
 
 def test_a_part_whose_time_is_up_says_what_is_left(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(gpu_proof, "SECONDS", gpu_proof.LEAST - 1)
+    monkeypatch.setattr(gpu_proof, "SECONDS", gpu_proof.MIN_STEP_SECONDS - 1)
     assert rehearse(monkeypatch, tmp_path, [gpt("first"), gpt("second")]) == 1
     assert "2 steps of smoke are left: start it again" in capsys.readouterr().out
 
@@ -116,7 +116,7 @@ def test_a_rehearsal_is_no_reference(monkeypatch, tmp_path):
     assert not (tmp_path / "reference").exists()
     assert len([*tmp_path.glob("runs/gpu-hour/*/rows/smoke.json")]) == 1
     monkeypatch.setattr(launch.records, "hardware", lambda device: "NVIDIA H100 80GB HBM3")
-    assert gpu_proof.place(gpu_proof.Config()) == tmp_path / "reference" / "nvidia-h100-80gb-hbm3"
+    assert gpu_proof.records_folder(gpu_proof.Config()) == tmp_path / "reference" / "nvidia-h100-80gb-hbm3"
 
 
 def test_a_folder_that_cannot_be_is_refused_first(tmp_path):

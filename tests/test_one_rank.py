@@ -49,7 +49,7 @@ def alone(ranks, configs):
     found = {}
     for name, config in configs.items():
         about = one_rank.Config(ranks=ranks, **COMMON | config)
-        found[name] = one_rank.train(about, one_rank.place(about))
+        found[name] = one_rank.train(about, one_rank.simulated_rank(about))
     return found
 
 

@@ -28,7 +28,7 @@ def cut(way):
     return dataclasses.replace(way, **FP64) if "fp64" in way.precisions else way
 
 
-WAYS = [cut(way) for way in parity.WAYS if way.name != "JAX, replicated"]
+WAYS = [cut(way) for way in parity.VARIANTS if way.name != "JAX, replicated"]
 RUNS = [(w.name, count, precision) for w in WAYS for count in w.ranks for precision in w.precisions]
 
 
@@ -55,8 +55,8 @@ def test_the_committed_record_is_of_one_training():
     """Chapter 15 shows it beside two of its rows, which it runs."""
     (path,) = (RESULTS / "reference").glob("parity-*.json")
     rows = json.loads(path.read_text())["rows"]
-    assert {row["way"] for row in rows} == {way.name for way in [parity.ALONE, *parity.WAYS]}
-    alone = {row["precision"]: row["losses"] for row in rows if row["way"] == parity.ALONE.name}
+    assert {row["way"] for row in rows} == {way.name for way in [parity.BASELINE, *parity.VARIANTS]}
+    alone = {row["precision"]: row["losses"] for row in rows if row["way"] == parity.BASELINE.name}
     for row in rows:
         difference = largest_difference(row["losses"], alone[row["precision"]], relative=True)
         assert difference == row["difference"] <= parity.TOLERANCE[row["precision"]], row["way"]
@@ -70,5 +70,5 @@ def test_no_ranks_are_started_for_nothing(monkeypatch):
         return [[[1.0] * steps for _ in runs]]
 
     monkeypatch.setattr(parity.notebook_ranks, "on_ranks", on_ranks)
-    rows = parity.run([dataclasses.replace(parity.WAYS[0], ranks=(2,))], STEPS)
+    rows = parity.run([dataclasses.replace(parity.VARIANTS[0], ranks=(2,))], STEPS)
     assert started == [1, 2] and {row["ranks"] for row in rows} == {1, 2}

@@ -58,7 +58,7 @@ def order_of(me, schedule: str, micro_batches: int) -> list:
     stage = pipeline_timeline.waiting_stage(me, 0.0)
     run = gpt_pipeline.SCHEDULES[schedule](stage, micro_batches, lambda out, _: out.sum(), scale_grads=False)
     x = torch.zeros(micro_batches, 1)
-    (step,) = pipeline_timeline.lanes(
+    (step,) = pipeline_timeline.record_steps(
         stage, lambda: run.step(*([x] if me.rank == 0 else []), target=x, return_outputs=False), 1
     )
     assert 0 < pipeline_timeline.idle_share(step) < 1

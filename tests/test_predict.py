@@ -64,7 +64,7 @@ def test_the_committed_trial_is_of_these_configurations_and_this_arithmetic():
 @pytest.mark.long
 def test_draws_are_what_the_meters_say(seed):
     print(f"to repeat it: python -m proofs.memory --random 12 --seed {seed}")
-    tried, _ = memory_proof.sorted_out(configurations.drawn(seed, 12))
+    tried, _ = memory_proof.split_by_refusal(configurations.drawn(seed, 12))
     # Ten times the listed ones' limit: a night's are new, and a red test should mean a mistake of some size. (With 2.11
     # three of some 170 draws were 2 to 4.6 % above the plan, and very few tokens 10 %.)
     limit = min(10 * LIMIT, 0.15)
@@ -116,7 +116,7 @@ def test_what_a_draw_is_refused_for_is_told():
         configurations.gpt(3, mesh="2x2"),
         plain := configurations.gpt(2),
     ]
-    tried, refused = memory_proof.sorted_out(draws)
+    tried, refused = memory_proof.split_by_refusal(draws)
     assert tried == [plain]
     assert "--prefetch goes with" in refused[0]["refused"] and "is for 4 ranks" in refused[1]["refused"]
 

@@ -557,7 +557,7 @@ def test_a_run_that_is_asked_to_end_saves_and_comes_back_to_the_same_weights(lab
     """However late the signal comes: the run that nobody asks is made afterwards, five steps longer."""
     words = [*LABS[lab], "--checkpoint", tmp_path / "asked", "--resume"]
     ended = asked([*words, *ENDLESS[lab]], at := 6, number, whom, tmp_path)
-    assert ended.returncode == preemption.TRY_AGAIN, ended.stdout + ended.stderr
+    assert ended.returncode == preemption.EXIT_REQUEUE, ended.stdout + ended.stderr
     assert ended.stderr == ""
     saved = int(checkpoints.latest(tmp_path / "asked").name.removeprefix("step-"))
     assert at <= saved and f"asked to end ({signal.Signals(number).name}): saved at step {saved} of" in ended.stdout
@@ -573,7 +573,7 @@ def test_a_run_that_is_asked_to_end_saves_and_comes_back_to_the_same_weights(lab
 def votes(me, asked_in):
     """In which step each rank ends, if only rank 1 is asked, in that step."""
     stop = preemption.Stop(SimpleNamespace(checkpoint="somewhere"))
-    for step, _ in enumerate(stop.unless_asked(range(9))):
+    for step, _ in enumerate(stop.until_preempted(range(9))):
         if me.rank == 1 and step == asked_in:
             os.kill(os.getpid(), signal.SIGUSR1)
     return step, stop.agreed
@@ -613,7 +613,7 @@ def test_a_run_that_is_asked_while_it_evaluates_does_not_evaluate_to_the_end(tmp
         f"from test_saving import asked_during_the_evaluation\nasked_during_the_evaluation({str(tmp_path / 'c')!r})\n"
     )
     run = script(tmp_path / "lab.py")
-    assert run.returncode == preemption.TRY_AGAIN, run.stdout + run.stderr
+    assert run.returncode == preemption.EXIT_REQUEUE, run.stdout + run.stderr
     assert run.stdout.count("evaluated") <= 2 and "saved at step 10 of 30" in run.stdout
     assert names(tmp_path / "c") == ["step-000010"]
 

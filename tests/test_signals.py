@@ -91,7 +91,7 @@ def test_a_run_that_is_told_to_end_leaves_nothing_half_done(lab, which, number, 
     assert "Traceback" not in said or ("loaders" in lab and "resource_sharer.py" in said and "labkit" not in said), said
     saved = tmp_path / "saved"
     for path in checkpoints.stored(saved):
-        assert crash.why_not_whole(path) is None
+        assert crash.validation_error(path) is None
     if (tmp_path / "run.json").exists():
         records.load(tmp_path / "run.json")
     names = {path.name for path in tmp_path.iterdir()} - {"saved", "run.json", "progress"}

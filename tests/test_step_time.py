@@ -41,7 +41,7 @@ def calibrated():
         r for r in link_sweep.recorded() if (r["link"]["strategy"], r["link"]["rate"]) == ("FSDP2, kept", "none")
     )
     known = {"compute": 0.3, "network latency": 2e-4, "node latency": 1e-4}
-    return known | {"record": kept, "node bandwidth": step_time.handed_over(kept, 0.1, 2e-4)}
+    return known | {"record": kept, "node bandwidth": step_time.intra_node_bandwidth(kept, 0.1, 2e-4)}
 
 
 def test_what_a_rank_sends_while_nothing_is_slowed(calibrated):
@@ -51,7 +51,7 @@ def test_what_a_rank_sends_while_nothing_is_slowed(calibrated):
 
 def test_the_last_rank_to_call_says_how_long_a_call_takes():
     of_ranks = [{"small": [5.0, 1.0, 3.0]}, {"small": [2.0, 4.0, 9.0]}]
-    assert step_time.typical(of_ranks, "small") == 2.0  # of 2, 1 and 3
+    assert step_time.median_of_fastest_rank(of_ranks, "small") == 2.0  # of 2, 1 and 3
 
 
 def test_a_faster_link_and_less_to_send_take_less(calibrated):

@@ -106,7 +106,7 @@ class Watch:
         return "training" if self.steps < STEPS else "after the last save"
 
     def whole_now(self) -> set[str]:
-        return {path.name for path in checkpoints.stored(self.folder) if why_not_whole(path) is None}
+        return {path.name for path in checkpoints.stored(self.folder) if validation_error(path) is None}
 
     def end(self, frame):
         """Write down what the drill must know of this moment; then do what is to be done."""
@@ -220,7 +220,7 @@ def train_on_bad_storage(me, lab: str, options: dict, folder: str, victim: int, 
 
 
 @dataclass(frozen=True)
-class Undisturbed:
+class ReferenceRun:
     """The run that nothing happens to.
 
     events: [{phase: ranges of numbers of events} of each rank]; prints: {checkpoint's name: its fingerprint}.
@@ -230,7 +230,7 @@ class Undisturbed:
     prints: dict[str, str]
 
 
-def why_not_whole(path: Path) -> str | None:
+def validation_error(path: Path) -> str | None:
     """Why a checkpoint is not what was written, in a few words; None if it is."""
     try:
         return manifest.difference(path, manifest.read(path)["files"])
@@ -247,11 +247,11 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
-def faults_in(folder: str, expected: Undisturbed) -> list[str]:
+def faults_in(folder: str, expected: ReferenceRun) -> list[str]:
     """What is wrong with the checkpoints in a folder: one is not whole, or has not the undisturbed run's bits."""
     faults = []
     for path in checkpoints.stored(folder):
-        if reason := why_not_whole(path):
+        if reason := validation_error(path):
             faults.append(f"{path.name} is not whole: {reason}")
             continue
         try:
@@ -278,7 +278,7 @@ def living(folder: str) -> list[int]:
 # The drill
 
 
-def attempt(function, *arguments) -> tuple[list, str]:
+def try_run(function, *arguments) -> tuple[list, str]:
     """Call a function on every rank of a new run: (what each returned, ""), or ([], what the run said as it failed)."""
     here = launch.Cluster(launcher="local")
     try:
@@ -287,25 +287,25 @@ def attempt(function, *arguments) -> tuple[list, str]:
         return [], str(error)
 
 
-def room():
+def temp_run_dir():
     """A folder for a run, where runs write; it goes with all that is in it."""
     return tempfile.TemporaryDirectory(dir=records.made(launch.RUNS), prefix=".drill-")
 
 
-def undisturbed(name: str, asynchronous: bool = False) -> Undisturbed:
+def reference_run(name: str, asynchronous: bool = False) -> ReferenceRun:
     """Run a configuration to its end. UserError if it does not come to it."""
     lab, options = CONFIGURATIONS[name]
-    with room() as folder:
+    with temp_run_dir() as folder:
         saved = f"{folder}/saved"
         options = options | {"checkpoint": saved, "async_checkpoint": asynchronous}
-        watched, said = attempt(train_watched, lab, options, folder)
+        watched, said = try_run(train_watched, lab, options, folder)
         if not watched:
             raise UserError(f"{name} does not come to its end, though no rank was killed: {said}")
         events = [by_phase(spans, count) for spans, count in watched]
         prints = {path.name: fingerprint(path) for path in checkpoints.stored(saved)}
         if sorted(prints) != [checkpoints.name_of(step) for step in range(EVERY, STEPS + 1, EVERY)]:
             raise UserError(f"{name} is to save every {EVERY} of {STEPS} steps, and left {', '.join(prints)}")
-        return Undisturbed(events, prints)
+        return ReferenceRun(events, prints)
 
 
 def by_phase(spans: list[tuple[str, int]], count: int) -> dict[str, list[range]]:
@@ -317,7 +317,7 @@ def by_phase(spans: list[tuple[str, int]], count: int) -> dict[str, list[range]]
     return found
 
 
-def moment(name: str, number: int, seed: int, expected: Undisturbed, phases: dict = PHASES) -> tuple[int, int]:
+def moment(name: str, number: int, seed: int, expected: ReferenceRun, phases: dict = PHASES) -> tuple[int, int]:
     """(rank, number of the event) of a trial: always the same for one seed. phases: how often each is drawn."""
     chance = random.Random(f"{seed} {name} {number}")
     victim = chance.randrange(RANKS)
@@ -337,14 +337,14 @@ def circumstances(name: str, number: int, seed: int, kind: str) -> tuple[dict, b
     return options, damaged
 
 
-def trial(name: str, number: int, seed: int, undisturbed=undisturbed) -> dict:
+def trial(name: str, number: int, seed: int, reference_run=reference_run) -> dict:
     """Disturb a run, look, resume, look again: a row of the record, with "failures": sentences, none if all is well."""
     kind = kind_of(name, number)
     lab, options = CONFIGURATIONS[name]
     further, damaged = circumstances(name, number, seed, kind)
     row = {"configuration": name, "trial": number, "kind": kind, **further, "damaged": damaged}
-    expected = undisturbed(name, further["async_checkpoint"])
-    with room() as folder:
+    expected = reference_run(name, further["async_checkpoint"])
+    with temp_run_dir() as folder:
         options = options | further | {"checkpoint": f"{folder}/saved"}
         disturb = {"kill": killed, "second run": doubled, "NaN": poisoned, "I/O error": on_bad_storage}[kind]
         return row | disturb(name, number, seed, expected, lab, options, folder, damaged)
@@ -353,7 +353,7 @@ def trial(name: str, number: int, seed: int, undisturbed=undisturbed) -> dict:
 def killed(name, number, seed, expected, lab, options, folder, damaged) -> dict:
     victim, last = moment(name, number, seed, expected)
     row = {"victim": victim, "event": last}
-    _, said = attempt(train_watched, lab, options, folder, victim, last)
+    _, said = try_run(train_watched, lab, options, folder, victim, last)
     if f"rank {victim} was killed by SIGKILL" not in said:
         return row | {"failures": [f"rank {victim} was not killed: {said}"]}
     row |= json.loads((Path(folder) / "note").read_text())
@@ -364,12 +364,12 @@ def killed(name, number, seed, expected, lab, options, folder, damaged) -> dict:
     lost = [each for each in whole if each not in left]
     newest = checkpoints.latest(options["checkpoint"])
     # One that is whole but for its name is the newest then: it gets its name when the run resumes.
-    unnamed = any(why_not_whole(path) is None for path in Path(options["checkpoint"]).glob("*.partial"))
+    unnamed = any(validation_error(path) is None for path in Path(options["checkpoint"]).glob("*.partial"))
     if damaged and len(left) > 1 and not unnamed:
         part = max(newest.glob("__*"), key=lambda path: path.stat().st_size)
         part.write_bytes(part.read_bytes()[: part.stat().st_size // 2])
         return row | after_damage(lab, options, row, expected, failures, lost, newest, left)
-    return row | after(lab, options, row["steps"], expected, failures, lost)
+    return row | resume_and_compare(lab, options, row["steps"], expected, failures, lost)
 
 
 def after_damage(lab, options, row, expected, failures, lost, newest: Path, left: list[str]) -> dict:
@@ -377,14 +377,14 @@ def after_damage(lab, options, row, expected, failures, lost, newest: Path, left
     before = next(each for each in left if each != newest.name)
     step = int(before.removeprefix("step-")) + EVERY
     length = {"max_steps": step}
-    begun, said = attempt(train, lab, options | length | {"resume": True, "fall_back": True})
+    begun, said = try_run(train, lab, options | length | {"resume": True, "fall_back": True})
     if not begun or begun[0] != step - EVERY:
         return {"lost": len(lost), "failures": [*failures, f"it cannot fall back to {before}: {said or begun}"]}
     there = [path.name for path in checkpoints.stored(options["checkpoint"])]
     lost += [each for each in (before, checkpoints.name_of(step)) if each not in there]
     if not newest.with_suffix(".damaged").exists():
         failures.append(f"{newest.name} was not set aside")
-    ended = after(lab, options, step, expected, failures, lost, aside=[f"{newest.name}.damaged"])
+    ended = resume_and_compare(lab, options, step, expected, failures, lost, aside=[f"{newest.name}.damaged"])
     return ended | {"resumed_at": begun[0], "redone": row["steps"] - begun[0]}
 
 
@@ -396,11 +396,11 @@ def doubled(name, number, seed, expected, lab, options, folder, damaged) -> dict
     row = {"victim": 0, "event": last, "second": other}
     saved, note = Path(options["checkpoint"]), Path(folder) / "note"
     with ThreadPoolExecutor(1) as thread:
-        first = thread.submit(attempt, train_watched, lab, options, folder, 0, last, "waits")
+        first = thread.submit(try_run, train_watched, lab, options, folder, 0, last, "waits")
         while not note.exists() and not first.done():
             time.sleep(0.02)
         before = listing(saved)
-        _, said = attempt(train, lab, options | other)
+        _, said = try_run(train, lab, options | other)
         changed = listing(saved) != before
         (Path(folder) / "goes on").touch()
         ended, told = first.result()
@@ -431,7 +431,7 @@ def poison(name: str, number: int, seed: int) -> tuple[int, int]:
 def poisoned(name, number, seed, expected, lab, options, folder, damaged) -> dict:
     victim, step = poison(name, number, seed)
     row = {"victim": victim, "steps": step}
-    ended, said = attempt(train_poisoned, lab, options, folder, victim, step)
+    ended, said = try_run(train_poisoned, lab, options, folder, victim, step)
     failures = ["a run with a NaN came to its end as if it were well"] if ended else []
     if not ended and "not finite" not in said:
         failures.append(f"it ended for another reason: {said}")
@@ -439,7 +439,9 @@ def poisoned(name, number, seed, expected, lab, options, folder, damaged) -> dic
     whole = [checkpoints.name_of(each) for each in range(EVERY, step, EVERY)]  # saved before
     whole = whole if options["keep"] is None else whole[-1:]
     left = [path.name for path in checkpoints.stored(options["checkpoint"])]
-    return row | after(lab, options, step, expected, failures, [each for each in whole if each not in left])
+    return row | resume_and_compare(
+        lab, options, step, expected, failures, [each for each in whole if each not in left]
+    )
 
 
 def on_bad_storage(name, number, seed, expected, lab, options, folder, damaged) -> dict:
@@ -450,7 +452,7 @@ def on_bad_storage(name, number, seed, expected, lab, options, folder, damaged) 
     failures = []
     for number, more in ((half, {}), (STEPS, {"resume": True})):
         length = {"max_steps": number}
-        begun, said = attempt(train_on_bad_storage, lab, options | length | more, folder, victim, writing, reading)
+        begun, said = try_run(train_on_bad_storage, lab, options | length | more, folder, victim, writing, reading)
         if not begun:
             failures.append(f"an error that passes ended the run: {said}")
     if not list(Path(folder).glob("failed-*")):
@@ -462,9 +464,9 @@ def on_bad_storage(name, number, seed, expected, lab, options, folder, damaged) 
     )
 
 
-def after(lab, options, steps, expected, failures, lost, aside=()) -> dict:
+def resume_and_compare(lab, options, steps, expected, failures, lost, aside=()) -> dict:
     """Resume a run that was disturbed, to its end. steps: how many it had made."""
-    begun, said = attempt(train, lab, options | {"resume": True})
+    begun, said = try_run(train, lab, options | {"resume": True})
     if not begun and "nothing left to train" in said:  # it was killed after its last save
         begun = [STEPS]
     if not begun:
@@ -491,7 +493,7 @@ def run(trials: int, seed: int, done=lambda rows: None) -> list[dict]:
     """So many trials of each configuration: the rows of the record. done: is given those there are, after each trial."""
     rows = []
     for name in CONFIGURATIONS:
-        once = functools.cache(undisturbed)
+        once = functools.cache(reference_run)
         for number in range(trials):
             rows.append(trial(name, number, seed, once))
             done(rows)
@@ -524,7 +526,7 @@ def table(rows: list[dict]):
 
 
 @dataclass(frozen=True)
-class Drill(Options):
+class Config(Options):
     """The command line is made from these fields."""
 
     trials: int = option(15, "trials of each configuration", least=1)
@@ -533,7 +535,7 @@ class Drill(Options):
 
 
 def main():
-    options = parse(Drill, __doc__)
+    options = parse(Config, __doc__)
     try:
         path = records.new_path("crash", options.record)
         rows = run(options.trials, options.seed, lambda rows: records.write_rows(path, rows, seed=options.seed))

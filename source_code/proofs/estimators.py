@@ -28,7 +28,7 @@ from planner.shapes import GPT_SHAPES
 
 
 @dataclass(frozen=True)
-class Asked(Options):
+class Config(Options):
     """What to ask about. The command line is made from these fields."""
 
     preset: Literal[tuple(GPT_SHAPES)] = option("tiny", "size of the model")
@@ -40,31 +40,31 @@ class Asked(Options):
     tracker: bool = option(True, "ask PyTorch's, which walks through a step: minutes for billions of parameters")
 
 
-def pytorch(asked: Asked) -> int:
+def pytorch(config: Config) -> int:
     import gpt_fsdp
 
-    about = {"batch_size": asked.batch_size, "seq_len": asked.seq_len, "precision": asked.precision}
-    about |= {"preset": asked.preset, "recompute": asked.recompute}
-    return simulate.tracked_peak(simulated_lab.setup(gpt_fsdp, gpt_fsdp.Config(**about), asked.ranks))
+    about = {"batch_size": config.batch_size, "seq_len": config.seq_len, "precision": config.precision}
+    about |= {"preset": config.preset, "recompute": config.recompute}
+    return simulate.tracked_peak(simulated_lab.setup(gpt_fsdp, gpt_fsdp.Config(**about), config.ranks))
 
 
-def deepspeed(asked: Asked) -> int:
+def deepspeed(config: Config) -> int:
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 
-    network = networks.gpt(GPT_SHAPES[asked.preset], 1, 1)
+    network = networks.gpt(GPT_SHAPES[config.preset], 1, 1)
     largest = max(prod(shape) for module in network.modules for shape in module.parameters.values())
-    nodes = {"num_gpus_per_node": asked.ranks, "num_nodes": 1}
+    nodes = {"num_gpus_per_node": config.ranks, "num_nodes": 1}
     whole = {"cpu_offload": False, "cpu_offload_params": False, "zero_init": True}
     _, on_gpu, _ = estimate_zero3_model_states_mem_needs(network.numel, largest, **nodes, **whole)
     return on_gpu
 
 
-def accelerate(asked: Asked) -> int:
+def accelerate(config: Config) -> int:
     from accelerate.commands.estimate import estimate_training_usage
     from accelerate.utils import calculate_maximum_sizes
 
     with torch.device("meta"):
-        model = models.GPT(GPT_SHAPES[asked.preset])
+        model = models.GPT(GPT_SHAPES[config.preset])
     size, _ = calculate_maximum_sizes(model)
     return max(estimate_training_usage(size, "float32").values())
 
@@ -76,21 +76,21 @@ ESTIMATORS = {
 }
 
 
-def ask_all(asked: Asked) -> dict:
+def ask_all(config: Config) -> dict:
     """{name: bytes, or a sentence}"""
     found = {}
     for name, (package, ask) in ESTIMATORS.items():
-        if ask is pytorch and not asked.tracker:
+        if ask is pytorch and not config.tracker:
             continue
         if importlib.util.find_spec(package) is None:
             found[name] = f"not installed: pip install {package}"
         else:
             with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):  # DeepSpeed greets
-                found[name] = ask(asked)
+                found[name] = ask(config)
     return found
 
 
 if __name__ == "__main__":
-    options = parse(Asked, __doc__)
+    options = parse(Config, __doc__)
     gpus.hide()
     print(json.dumps(ask_all(options)))

@@ -29,7 +29,7 @@ from labkit.running import launch, site
 from labkit.running.options import Options, leave, option, parse
 from planner import predict
 
-SECONDS, LEAST = 8 * 60, 60  # that a part may take; that a step needs to begin
+SECONDS, MIN_STEP_SECONDS = 8 * 60, 60  # that a part may take; that a step needs to begin
 REFERENCE = launch.SOURCE / "results" / "reference"
 FAILS = "fails"
 LLAMA = {"precision": "bf16", "batch_size": 1, "seq_len": 8192, "max_steps": 9}
@@ -95,7 +95,7 @@ class Step:
 
     def record(self, config, number: int, seconds: float) -> dict:
         """Make one of the runs, in so many seconds at most; its record."""
-        path = place(config) / f"{slug(self.name)}{f'-{number + 1}' if number else ''}.json"
+        path = records_folder(config) / f"{slug(self.name)}{f'-{number + 1}' if number else ''}.json"
         words = [*self.words(config, *self.runs[number]), "--record", str(path)]
         launch.follow([sys.executable, "-u", *words], None, seconds, config.device)
         return records.load(path)
@@ -295,7 +295,7 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def place(config) -> Path:
+def records_folder(config) -> Path:
     """Return the folder of this machine's records: a GPU's are references, a rehearsal's are not."""
     import torch
 
@@ -308,14 +308,14 @@ def place(config) -> Path:
 
 def run_part(name: str, config) -> list[dict]:
     """Run what is not done yet of a part, while its time lasts. Returns the rows of all that is done."""
-    path, deadline = place(config) / "rows" / f"{name}.json", time.monotonic() + SECONDS
+    path, deadline = records_folder(config) / "rows" / f"{name}.json", time.monotonic() + SECONDS
     rows = earlier(path) if path.exists() and not config.again else []
     done, failed = ({each["step"] for each in rows if (each["what"] == FAILS) is bad} for bad in (False, True))
     steps = [step for step in PARTS[name](config) if step.name not in done]
     steps.sort(key=lambda step: step.name in failed)
     for number, step in enumerate(steps):
         left = deadline - time.monotonic()
-        if left < LEAST:
+        if left < MIN_STEP_SECONDS:
             note = f"{len(steps) - number} steps of {name} are left: start it again"
             return [*rows, about(name, step, row("not run, as the part's time is up", holds=False, note=note))]
         print(f"{name}: {step.name}", flush=True)
@@ -377,7 +377,7 @@ def main(config) -> int:
         return 0
     if config.device == "cuda" and not config.gpus:
         raise UserError("PyTorch sees no GPU here: --dry (make gpu DRY=1) says what it would run on one")
-    records.check_writable(place(config) / "rows.json", "--folder")
+    records.check_writable(records_folder(config) / "rows.json", "--folder")
     os.environ.setdefault("FSDP_LABS_DEVICE", "auto" if config.device == "cuda" else "cpu")
     rows = [each for name in names for each in run_part(name, config)]
     print(table(rows))

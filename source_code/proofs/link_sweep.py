@@ -90,11 +90,11 @@ def measure(me, steps: int, size: dict, names) -> dict:
 
 
 def shortest_call() -> float:
-    return min(calls())
+    return min(time_all_reduces())
 
 
-def calls(numbers: int = 64, group=None) -> list[float]:
-    """Seconds of each of 60 all-reduces of so many numbers in fp32, among all ranks or those of a group."""
+def time_all_reduces(numel: int = 64, group=None) -> list[float]:
+    """Time 60 all-reduces of ``numel`` elements in fp32, among all ranks or those of a group; seconds of each."""
     import torch
     import torch.distributed as dist
 
@@ -102,7 +102,7 @@ def calls(numbers: int = 64, group=None) -> list[float]:
     for _ in range(60):
         dist.barrier()
         begin = time.perf_counter()
-        dist.all_reduce(torch.zeros(numbers), group=group)
+        dist.all_reduce(torch.zeros(numel), group=group)
         taken.append(time.perf_counter() - begin)
     return taken
 
@@ -161,7 +161,8 @@ def summary(name: str, rate: str, of_ranks: list[dict]) -> dict:
         "node_size": node_size,
         "steps": [max(of_step) for of_step in zip(*taken, strict=True)],
         "communication": [
-            busy(of_step, plan, crossing) for of_step in zip(*(r["watched"] for r in of_ranks), strict=True)
+            link_busy_seconds(of_step, plan, crossing)
+            for of_step in zip(*(r["watched"] for r in of_ranks), strict=True)
         ],
         "crossings": crossing,
         "latency": max(r["latency"] for r in of_ranks),
@@ -170,7 +171,7 @@ def summary(name: str, rate: str, of_ranks: list[dict]) -> dict:
     return first["about"] | {"batch_size": first["about"]["config"]["batch_size"], "link": link}
 
 
-def busy(of_ranks: tuple, plan, crossing: int) -> float:
+def link_busy_seconds(of_ranks: tuple, plan, crossing: int) -> float:
     """Seconds of a step in which a collective crossed the link. of_ranks: the ``collectives`` of each rank."""
     groups = [of_ranks]
     if plan.replicas > 1:

@@ -47,12 +47,12 @@ def runnable(one: dict) -> bool:
     return one["config"].get("engine") != "deepspeed" or holds(deepspeed_zero.check)
 
 
-def measure(me, tried: list[dict]) -> list[dict]:
+def measure(me, configs: list[dict]) -> list[dict]:
     """Run on every rank: train in each configuration, and return the records' "memory" and "traffic"."""
     results = []
     os.environ.pop(progress.VARIABLE, None)  # a bar that starts again with each run would say nothing
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed would tell a lot
-        for one in tried:
+        for one in configs:
             with deepspeed_zero.contained():
                 measured = (measure_mnist if one["script"] == "mnist_fsdp.py" else measure_gpt)(me, one)
             results.append({"memory": measured["memory"], "traffic": measured["traffic"]})
@@ -114,7 +114,7 @@ def refusal(one: dict) -> str | None:
         return str(error)
 
 
-def sorted_out(drawn: list[dict]) -> tuple[list[dict], list[dict]]:
+def split_by_refusal(drawn: list[dict]) -> tuple[list[dict], list[dict]]:
     """Those that can be tried, and those refused, with the sentence under "refused"."""
     told = [(one, refusal(one)) for one in drawn]
     return [one for one, sentence in told if not sentence], [one | {"refused": why} for one, why in told if why]
@@ -155,7 +155,7 @@ def counted(traffic: list[dict]) -> Counter:
     return sum((Counter({(c["kind"], c["bytes"]): c["count"]}) for c in traffic), Counter())
 
 
-def run(tried: list[dict]) -> Iterator[dict]:
+def run(configs: list[dict]) -> Iterator[dict]:
     """Yield the row of each configuration as soon as the launch that measured it is over.
 
     Args:
@@ -164,8 +164,8 @@ def run(tried: list[dict]) -> Iterator[dict]:
     Raises:
         RunFailed: a launch failed. The rows of the launches before it have been yielded.
     """
-    for count in sorted({one["ranks"] for one in tried}):
-        mine = [one for one in tried if one["ranks"] == count]
+    for count in sorted({one["ranks"] for one in configs}):
+        mine = [one for one in configs if one["ranks"] == count]
         for first in range(0, len(mine), PER_LAUNCH):
             some, cluster = mine[first : first + PER_LAUNCH], launch.Cluster(launcher="local")
             measured = notebook_ranks.on_ranks(measure, some, ranks=count, cluster=cluster, timeout=600)
@@ -234,7 +234,7 @@ def simulated_table(rows: list[dict]) -> pandas.DataFrame:
 
 
 @dataclass(frozen=True)
-class Trial(Options):
+class Config(Options):
     """The trial. The command line is made from these fields."""
 
     every: int = option(1, "take one configuration in so many", least=1)
@@ -244,21 +244,21 @@ class Trial(Options):
     record: str | None = option(None, "where the record goes (default: results/runs/)")
 
 
-def chosen(options: Trial) -> tuple[list[dict], list[dict]]:
+def chosen(options: Config) -> tuple[list[dict], list[dict]]:
     """The configurations to try; and those drawn that are refused, with the sentence under "refused"."""
     if not options.random:
         return [*filter(runnable, configurations.listed())][:: options.every], []
     seed = todays_seed() if options.seed is None else options.seed
-    return sorted_out(configurations.drawn(seed, options.random))
+    return split_by_refusal(configurations.drawn(seed, options.random))
 
 
 def main():
-    options, rows = parse(Trial, __doc__), []
+    options, rows = parse(Config, __doc__), []
     try:
         path = records.new_path("memory", options.record)
-        tried, refused = chosen(options)
+        configs, refused = chosen(options)
         about = {"refused": refused} if options.random else {}
-        for row in (simulate(*one) for one in LLAMA) if options.simulated else run(tried):
+        for row in (simulate(*one) for one in LLAMA) if options.simulated else run(configs):
             rows.append(row)
             records.write_rows(path, rows, **about)  # at once: what goes wrong later costs nothing measured before
         if not rows:  # all were refused

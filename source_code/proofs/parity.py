@@ -30,7 +30,7 @@ JAX = "gpt_jax"  # one process, with devices in the place of ranks
 
 
 @dataclass(frozen=True)
-class Way:
+class Variant:
     """One way to share the training.
 
     lab: the script, which has a Config and a ``prepare``, gpt_jax.py a ``train``. options: of its Config.
@@ -43,103 +43,113 @@ class Way:
     precisions: tuple[str, ...] = tuple(TOLERANCE)
 
 
-ALONE = Way("one process", "gpt_fsdp", {"strategy": "single"}, ranks=(1,))
-WAYS = [
-    Way("DDP", "gpt_fsdp", {"strategy": "ddp"}),
-    Way("FSDP1", "gpt_fsdp", {"strategy": "fsdp1"}),
-    Way("FSDP1, SHARD_GRAD_OP", "gpt_fsdp", {"strategy": "fsdp1", "reshard_after_forward": "false"}),
-    Way("FSDP2", "gpt_fsdp", {}),
-    Way("FSDP2, kept after forward", "gpt_fsdp", {"reshard_after_forward": "false"}),
-    Way("FSDP2, half kept", "gpt_fsdp", {"reshard_after_forward": "2"}),
-    Way("HSDP 2x2", "gpt_fsdp", {"mesh": "2x2"}, ranks=(4,)),
-    *(Way(f"ZeRO-{stage}, torch", "gpt_zero", {"stage": str(stage)}) for stage in (1, 2, 3)),
+BASELINE = Variant("one process", "gpt_fsdp", {"strategy": "single"}, ranks=(1,))
+VARIANTS = [
+    Variant("DDP", "gpt_fsdp", {"strategy": "ddp"}),
+    Variant("FSDP1", "gpt_fsdp", {"strategy": "fsdp1"}),
+    Variant("FSDP1, SHARD_GRAD_OP", "gpt_fsdp", {"strategy": "fsdp1", "reshard_after_forward": "false"}),
+    Variant("FSDP2", "gpt_fsdp", {}),
+    Variant("FSDP2, kept after forward", "gpt_fsdp", {"reshard_after_forward": "false"}),
+    Variant("FSDP2, half kept", "gpt_fsdp", {"reshard_after_forward": "2"}),
+    Variant("HSDP 2x2", "gpt_fsdp", {"mesh": "2x2"}, ranks=(4,)),
+    *(Variant(f"ZeRO-{stage}, torch", "gpt_zero", {"stage": str(stage)}) for stage in (1, 2, 3)),
     # DeepSpeed knows no float64.
     *(
-        Way(f"ZeRO-{stage}, DeepSpeed", "gpt_zero", {"stage": str(stage), "engine": "deepspeed"}, precisions=("fp32",))
+        Variant(
+            f"ZeRO-{stage}, DeepSpeed", "gpt_zero", {"stage": str(stage), "engine": "deepspeed"}, precisions=("fp32",)
+        )
         for stage in (1, 2, 3)
     ),
     # Not on 4 ranks: the model has two heads of keys and values to split.
-    Way("tensor parallel", "gpt_fsdp", {"mesh": "tensor=2"}, ranks=(2,)),
-    Way("FSDP2 2 x tensor parallel 2", "gpt_fsdp", {"mesh": "shard=2,tensor=2"}, ranks=(4,)),
+    Variant("tensor parallel", "gpt_fsdp", {"mesh": "tensor=2"}, ranks=(2,)),
+    Variant("FSDP2 2 x tensor parallel 2", "gpt_fsdp", {"mesh": "shard=2,tensor=2"}, ranks=(4,)),
     *(
-        Way(f"pipeline, {schedule}", "gpt_pipeline", {"schedule": schedule, "accumulate": 4})
+        Variant(f"pipeline, {schedule}", "gpt_pipeline", {"schedule": schedule, "accumulate": 4})
         for schedule in ("gpipe", "1f1b")
     ),
-    *(Way(f"JAX, {strategy}", JAX, {"strategy": strategy}) for strategy in ("replicated", "fsdp", "fsdp-explicit")),
+    *(Variant(f"JAX, {strategy}", JAX, {"strategy": strategy}) for strategy in ("replicated", "fsdp", "fsdp-explicit")),
 ]
 
 
-def config_of(way: Way, count: int, precision: str, steps: int):
+def config_of(variant: Variant, count: int, precision: str, steps: int):
     """The options of one run: the same sequences in a step, whatever the number of ranks that share them."""
-    lab = import_module(way.lab)
-    options = {"max_steps": steps, "seq_len": LENGTH, "precision": precision, "device": "cpu"} | way.options
-    if way.lab == JAX:
+    lab = import_module(variant.lab)
+    options = {"max_steps": steps, "seq_len": LENGTH, "precision": precision, "device": "cpu"} | variant.options
+    if variant.lab == JAX:
         return lab.Config(**options, devices=count, batch_size=SEQUENCES // count)
-    parts = lab.Config(**options).arranged(count).data * way.options.get("accumulate", 1)
+    parts = lab.Config(**options).arranged(count).data * variant.options.get("accumulate", 1)
     return lab.Config(**options, batch_size=SEQUENCES // parts)
 
 
-def losses_of(me, ways: list[tuple[Way, str]], steps: int) -> list[list[float]]:
+def losses_of(me, variants: list[tuple[Variant, str]], steps: int) -> list[list[float]]:
     """Run on every rank: the losses of each (way, precision), step by step."""
     import gpt_fsdp
 
     os.environ.pop(progress.VARIABLE, None)  # a bar that starts again with each run would say nothing
     meters.TRACED_STEPS = range(0)  # tracing slows, and here the losses are asked for
     found = []
-    for way, precision in ways:
+    for variant, precision in variants:
         # Dozens of runs would each tell their losses.
         with contextlib.redirect_stdout(io.StringIO()), deepspeed_zero.contained():
-            lab = import_module(way.lab)
-            config = config_of(way, me.world_size, precision, steps)
+            lab = import_module(variant.lab)
+            config = config_of(variant, me.world_size, precision, steps)
             found.append(gpt_fsdp.train(config, me, lab.prepare, lab.compute_loss)["losses"])
     return found
 
 
-def losses_under_jax(me, runs: list[tuple[Way, int, str]], steps: int) -> list[list[float]]:
+def losses_under_jax(me, runs: list[tuple[Variant, int, str]], steps: int) -> list[list[float]]:
     """The same of each (way, devices, precision), in one process."""
     os.environ.pop(progress.VARIABLE, None)
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiling is most of these short runs
     jax_world.load(max(RANKS), "cpu")  # JAX makes its devices once; smaller runs take some of them
     found = []
-    for way, count, precision in runs:
+    for variant, count, precision in runs:
         with contextlib.redirect_stdout(io.StringIO()):
             world = jax_world.load(count, "cpu", precision)
-            found.append(import_module(JAX).train(config_of(way, count, precision, steps), world)["losses"])
+            found.append(import_module(JAX).train(config_of(variant, count, precision, steps), world)["losses"])
     return found
 
 
-def runnable() -> list[Way]:
+def runnable() -> list[Variant]:
     """The ways that this machine can go: without DeepSpeed or JAX, the others."""
-    ways = [way for way in WAYS if way.options.get("engine") != "deepspeed" or holds(deepspeed_zero.check)]
-    return [way for way in ways if way.lab != JAX or holds(jax_world.check)]
+    variants = [
+        variant for variant in VARIANTS if variant.options.get("engine") != "deepspeed" or holds(deepspeed_zero.check)
+    ]
+    return [variant for variant in variants if variant.lab != JAX or holds(jax_world.check)]
 
 
-def run(ways: list[Way], steps: int = STEPS) -> list[dict]:
+def run(variants: list[Variant], steps: int = STEPS) -> list[dict]:
     """[{"way", "ranks", "precision", "losses", "difference"}, …]: the largest relative difference to one process."""
     here = launch.Cluster(launcher="local")
     done = []
     for count in (1, *RANKS):
         mine = [
-            (way, precision)
-            for way in [ALONE, *ways]
-            if count in way.ranks and way.lab != JAX
-            for precision in way.precisions
+            (variant, precision)
+            for variant in [BASELINE, *variants]
+            if count in variant.ranks and variant.lab != JAX
+            for precision in variant.precisions
         ]
         if not mine:
             continue
         found = notebook_ranks.on_ranks(losses_of, mine, steps, ranks=count, cluster=here, timeout=600)[0]
-        done += [(way, count, precision, losses) for (way, precision), losses in zip(mine, found, strict=True)]
+        done += [(variant, count, precision, losses) for (variant, precision), losses in zip(mine, found, strict=True)]
     if under_jax := [
-        (w, count, precision) for w in ways if w.lab == JAX for count in w.ranks for precision in w.precisions
+        (w, count, precision) for w in variants if w.lab == JAX for count in w.ranks for precision in w.precisions
     ]:
         found = notebook_ranks.on_ranks(losses_under_jax, under_jax, steps, ranks=1, cluster=here, timeout=600)[0]
         done += [(*run, losses) for run, losses in zip(under_jax, found, strict=True)]
 
-    alone = {precision: losses for way, _, precision, losses in done if way is ALONE}
+    alone = {precision: losses for variant, _, precision, losses in done if variant is BASELINE}
     rows = []
-    for way, count, precision, losses in done:
+    for variant, count, precision, losses in done:
         difference = largest_difference(losses, alone[precision], relative=True)
-        about = {"way": way.name, "lab": way.lab, "options": way.options, "ranks": count, "precision": precision}
+        about = {
+            "way": variant.name,
+            "lab": variant.lab,
+            "options": variant.options,
+            "ranks": count,
+            "precision": precision,
+        }
         rows.append(about | {"losses": losses, "difference": difference})
     return rows
 
@@ -160,14 +170,14 @@ def table(rows: list[dict]) -> pandas.DataFrame:
 
 
 @dataclass(frozen=True)
-class Equivalence(Options):
+class Config(Options):
     """The command line is made from these fields."""
 
     record: str | None = option(None, "where the record goes (default: results/runs/)")
 
 
 def main():
-    options = parse(Equivalence, __doc__)
+    options = parse(Config, __doc__)
     try:
         path = records.new_path("parity", options.record)
         rows = run(runnable())

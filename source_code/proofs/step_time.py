@@ -53,7 +53,10 @@ def calibrate(me, steps: int) -> dict:
     import torch.distributed as dist
 
     groups = [dist.new_group(range(first, first + NODE_SIZE)) for first in range(0, me.world_size, NODE_SIZE)]
-    small = {"among all": link_sweep.calls(), "within": link_sweep.calls(group=groups[me.rank // NODE_SIZE])}
+    small = {
+        "among all": link_sweep.time_all_reduces(),
+        "within": link_sweep.time_all_reduces(group=groups[me.rank // NODE_SIZE]),
+    }
     return link_sweep.measure(me, steps, SIZE, [CALIBRATION])[CALIBRATION] | small
 
 
@@ -63,7 +66,8 @@ def calibration(steps: int) -> dict:
     record = link_sweep.summary(CALIBRATION, "none", of_ranks)
     step, communication = (statistics.median(record["link"][name]) for name in ("steps", "communication"))
     latency, within = (  # of a step of a ring: an all-reduce takes 2 (n − 1)
-        typical(of_ranks, name) / (2 * (n - 1)) for name, n in (("among all", link_sweep.RANKS), ("within", NODE_SIZE))
+        median_of_fastest_rank(of_ranks, name) / (2 * (n - 1))
+        for name, n in (("among all", link_sweep.RANKS), ("within", NODE_SIZE))
     )
     return {
         "record": record,
@@ -72,11 +76,11 @@ def calibration(steps: int) -> dict:
         "compute": step - communication,
         "network latency": latency,
         "node latency": within,
-        "node bandwidth": handed_over(record, communication, latency),
+        "node bandwidth": intra_node_bandwidth(record, communication, latency),
     }
 
 
-def handed_over(record: dict, communication: float, latency: float) -> float:
+def intra_node_bandwidth(record: dict, communication: float, latency: float) -> float:
     """Bytes a second that a rank sends where no link is slowed: as fast as the machine hands messages over."""
     plan = predict.plan_of(record)
     calls = [(c["count"], cost.ring_bytes(c, plan, NODE_SIZE, "gloo")) for c in plan.traffic()]
@@ -84,7 +88,7 @@ def handed_over(record: dict, communication: float, latency: float) -> float:
     return sent / (communication - steps * latency)
 
 
-def typical(of_ranks: list[dict], name: str) -> float:
+def median_of_fastest_rank(of_ranks: list[dict], name: str) -> float:
     """The median of the calls. One begins when the last rank makes it, so that rank's time counts."""
     return statistics.median(map(min, zip(*(rank[name] for rank in of_ranks), strict=True)))
 

@@ -1,7 +1,7 @@
-"""When each stage of a pipeline computes: a lane for each rank, and the share of the time in which it waits.
+"""Record when each stage of a pipeline computes: one row per rank, and the share of the time in which it waits.
 
-``watched`` notes when one stage computes, ``lanes`` brings the notes of all together. ``waiting_stage`` is a stage whose
-computing is a timed wait, as a host waits for its GPU: its lanes show the schedule alone, on any number of cores.
+``recording`` notes when one stage computes; ``record_steps`` collects the rows of all ranks. ``waiting_stage`` is a stage
+that waits instead of computing, as a host waits for its GPU: its rows show the schedule alone, on any number of cores.
 """
 
 import contextlib
@@ -15,12 +15,14 @@ from torch.distributed.pipelining import PipelineStage
 
 
 @contextlib.contextmanager
-def watched(stage: PipelineStage) -> Iterator[list[dict]]:
+def recording(stage: PipelineStage) -> Iterator[list[dict]]:
     """Note what a stage computes within the context, in order.
 
-    Yields the list that fills: {"action": "forward" or "backward", "micro_batch": its number, "begin", "end"}, the
-    latter in seconds of ``time.perf_counter``, which the processes of one machine share. The last stage's loss is in
-    none of them: PyTorch computes it between a forward and what follows.
+    The last stage's loss is in no note: PyTorch computes it between a forward and what follows.
+
+    Yields:
+        The list that fills: {"action": "forward" or "backward", "micro_batch": its number, "begin", "end"}, in seconds of
+        ``time.perf_counter``, which the processes of one machine share.
     """
     notes, originals = [], (stage.forward_one_chunk, stage.backward_one_chunk)
 
@@ -46,46 +48,48 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def lanes(stage: PipelineStage, step: Callable[[], object], steps: int) -> list[list[list[dict]]]:
-    """Run ``step`` so many times, and note when each rank computes: for each step a lane per rank, as ``watched`` has it.
+def record_steps(stage: PipelineStage, step: Callable[[], object], steps: int) -> list[list[list[dict]]]:
+    """Run a step ``steps`` times and record when each rank computes. Collective; the ranks must be on one machine.
 
-    Times are seconds since the step's first forward began. Collective; the ranks must be of one machine. The first
-    step of all is not noted: the stages get to know each other in it.
+    One more step runs first and is not recorded: in it the stages exchange shapes.
+
+    Returns:
+        [step][rank][note], with notes as ``recording`` yields them, in seconds since the step's first forward began.
     """
     step()
     found = []
     for _ in range(steps):
         dist.barrier()
-        with watched(stage) as notes:
+        with recording(stage) as notes:
             step()
         every = [None] * dist.get_world_size()
         dist.all_gather_object(every, notes)
-        start = min(note["begin"] for lane in every for note in lane)
-        for note in (note for lane in every for note in lane):
+        start = min(note["begin"] for row in every for note in row)
+        for note in (note for row in every for note in row):
             note["begin"], note["end"] = note["begin"] - start, note["end"] - start
         found.append(every)
     return found
 
 
 def span(step: list[list[dict]]) -> float:
-    """Seconds from the first forward's begin to the last backward's end, of one step's lanes."""
-    return max(note["end"] for lane in step for note in lane)
+    """Return the seconds from the first forward's begin to the last backward's end of one recorded step."""
+    return max(note["end"] for row in step for note in row)
 
 
 def idle_share(step: list[list[dict]]) -> float:
-    """Which share of one step's lanes is empty: to be compared with ``planner.pipeline.bubble``."""
-    busy = sum(note["end"] - note["begin"] for lane in step for note in lane)
+    """Return the share of one recorded step in which ranks wait: to be compared with ``planner.pipeline.bubble``."""
+    busy = sum(note["end"] - note["begin"] for row in step for note in row)
     return 1 - busy / (len(step) * span(step))
 
 
 def seconds(step: list[list[dict]]) -> dict[tuple[int, str, int], float]:
-    """How long each (stage, action, micro-batch) of one step's lanes took: see ``planner.pipeline.idle_share``."""
-    notes = [(stage, note) for stage, lane in enumerate(step) for note in lane]
+    """Return the seconds of each (stage, action, micro-batch) of one recorded step: see ``planner.pipeline.idle_share``."""
+    notes = [(stage, note) for stage, row in enumerate(step) for note in row]
     return {(stage, note["action"], note["micro_batch"]): note["end"] - note["begin"] for stage, note in notes}
 
 
 class _Wait(torch.autograd.Function):
-    """Forward and backward take so many seconds, and compute nothing."""
+    """Wait for the given seconds in forward and backward, and compute nothing."""
 
     @staticmethod
     def forward(context, x, forward_seconds, backward_seconds):

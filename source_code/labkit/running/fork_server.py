@@ -1,15 +1,15 @@
-"""Start a Python program without waiting for its imports: fork it from a process that has imported torch already.
+"""Start Python programs fast: fork them from a fork server, a process that has already imported torch.
 
-Importing torch and FSDP is most of a short run's time. ``start`` keeps one process that has done so (the *warm*
-process) and asks it to fork. The fork becomes the program that was asked for: the same words, environment, folder and
-output as ``python words``, a session of its own, and an end with whoever asked for it. Only third-party modules are
-warm: scripts, labkit and planner are read anew each time, so that an edit counts at once.
+Importing torch and FSDP takes most of a short run's time. ``start`` keeps one fork server and has it fork. The fork
+executes the program with the argv, environment, working directory and output that ``start`` was given, in a session of
+its own, and ends with the process that started it. The fork server imports third-party modules only: scripts, labkit and
+planner are read anew for each program, so that an edit takes effect at once.
 
-  FSDP_LABS_WARM     0: never fork, always start a new Python. Or the address of a warm process to share (tests
-                     set it). Otherwise the first ``start`` makes one, which ends with this process.
+  FSDP_LABS_WARM     0: never fork, always start a new Python. Or the address of a fork server to share (tests
+                     set it). Otherwise the first ``start`` starts one, which ends with this process.
 
 Never used for what may compute on a GPU, which does not survive a fork, nor for what srun starts.
-This file is also the program that the warm process runs.
+This file is also the program that the fork server runs.
 """
 
 import atexit
@@ -45,7 +45,7 @@ MODULES = (
     "torch.profiler",
     "torchvision.datasets",
 )
-# Imported too if whoever starts the warm process has them, as its ranks will: they take longer than torch.
+# Imported too if whoever starts the fork server has them, as its ranks will: they take longer than torch.
 IF_IMPORTED = ("peft", "transformers.modeling_utils")
 # What Python and the libraries read while they are imported: a program that wants other values must import them itself.
 READ_AT_IMPORT = (
@@ -69,7 +69,7 @@ NUMBER = struct.Struct("!q")
 
 
 def possible(environ=os.environ) -> bool:
-    """Whether a program with this environment can be forked from a warm process here."""
+    """Return whether a program with this environment can be forked here."""
     none = not any(Path(file).exists() for file in GPU_FILES) or environ.get("CUDA_VISIBLE_DEVICES") == ""
     return sys.platform == "linux" and environ.get(VARIABLE) != "0" and none
 
@@ -78,7 +78,7 @@ def start(words: list[str], cwd, env: dict, stdout, stderr) -> "Process":
     """Start ``python words[1:]``; words[0] is this Python. stdout, stderr: open files, which need a descriptor.
 
     Raises:
-        UserError: the warm process ended while it was starting. What it printed is on this process's stderr.
+        UserError: the fork server ended while it was starting. What it printed is on this process's stderr.
     """
     request = pickle.dumps((words, str(cwd), dict(env)))
     try:
@@ -112,7 +112,7 @@ class Process:
         self.pid = _received(connection)
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code, as ``Popen.wait`` gives it. timeout: seconds; raises subprocess.TimeoutExpired."""
+        """Return the exit code as ``Popen.wait`` does. timeout: seconds; raises subprocess.TimeoutExpired."""
         if self.returncode is None:
             if not select.select([self._connection], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(self.args, timeout)
@@ -129,13 +129,13 @@ class Process:
 def _received(connection) -> int:
     data = connection.recv(NUMBER.size, socket.MSG_WAITALL)
     if len(data) < NUMBER.size:
-        raise ConnectionError(f"the warm process has ended (set {VARIABLE}=0 to do without one)")
+        raise ConnectionError(f"the fork server has ended (set {VARIABLE}=0 to do without one)")
     return NUMBER.unpack(data)[0]
 
 
 @functools.cache
 def address(*modules: str) -> str:
-    """The address of this process's own warm process, which is started at the first call. modules: it imports too."""
+    """Return the address of this process's own fork server; the first call starts it. modules: more modules for it to import."""
     name = PREFIX + secrets.token_hex(16)
     words = [sys.executable, "-u", "-m", "labkit.running.fork_server", name, *modules]
     words += [module for module in IF_IMPORTED if module in sys.modules]
@@ -154,11 +154,11 @@ def address(*modules: str) -> str:
 _kept = []  # a Popen that is forgotten closes its pipes
 
 
-# The warm process
+# The fork server
 
 
 def serve(name: str, *modules: str) -> tuple:
-    """Import, listen, and fork at every request. Returns in the forks: the request."""
+    """Import, listen, and fork for every request. Returns the request, in each fork only."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind("\0" + name)  # an abstract name: no file to clean up; who may connect is checked
     listener.listen(64)
@@ -175,12 +175,12 @@ def serve(name: str, *modules: str) -> tuple:
         _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if user == os.getuid() and os.fork() == 0:
             listener.close()
-            return attend(connection)
+            return supervise(connection)
         connection.close()
 
 
-def attend(connection) -> tuple:
-    """Fork the program and stay as its keeper: tell its end, and end it if whoever asked is gone. Returns in the program."""
+def supervise(connection) -> tuple:
+    """Fork the program and supervise it: report its exit code, and end it if its starter is gone. Returns in the program."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     header, outputs, _, _ = socket.recv_fds(connection, NUMBER.size, 2)
     (size,) = NUMBER.unpack(header)
@@ -209,8 +209,8 @@ def attend(connection) -> tuple:
     os._exit(0)
 
 
-def become(words: list[str], cwd: str, env: dict):
-    """Be the program: in this process if what it imports would be the same, else as a new Python."""
+def exec_program(words: list[str], cwd: str, env: dict):
+    """Execute the program: in this process if its imports would be the same, else in a new Python."""
     os.chdir(cwd)
     python, unbuffered, *rest = words
     as_imported = {name: value for name, value in env.items() if name.startswith(READ_AT_IMPORT)} == IMPORTED_WITH
@@ -235,7 +235,7 @@ def become(words: list[str], cwd: str, env: dict):
 
 
 def end(code):
-    """End as Python ends with ``sys.exit(code)``. Its own way out spends more than a second on taking torch apart."""
+    """Exit as Python does after ``sys.exit(code)``, without the second that it takes to tear torch down."""
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1
@@ -247,4 +247,4 @@ def end(code):
 
 
 if __name__ == "__main__":
-    become(*serve(*sys.argv[1:]))
+    exec_program(*serve(*sys.argv[1:]))

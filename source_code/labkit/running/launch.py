@@ -402,7 +402,9 @@ def submit(script: str, *, ranks: int, nodes: int = 1, cluster: Cluster | None =
     request = cluster.request(ranks, nodes, script_options.get("device", "auto"), tasks_of(script, nodes))
     mark = path.with_suffix(".progress")
     # A folder a job: another cluster, or this one installed anew, gives the same numbers to other jobs.
-    executor = submitit.SlurmExecutor(folder=records.made(path.with_suffix(".job")), max_num_timeout=submitit_job.LIVES)
+    executor = submitit.SlurmExecutor(
+        folder=records.made(path.with_suffix(".job")), max_num_timeout=submitit_job.MAX_REQUEUES
+    )
     executor.update_parameters(
         job_name=Path(script).stem,
         setup=[f"export {progress.VARIABLE}={shlex.quote(str(mark))}", f"cd {shlex.quote(str(SOURCE))}"],

@@ -1,8 +1,8 @@
-"""End a run in good order when it is asked to: every rank after the same step, with its state saved.
+"""Shut down gracefully on a signal: every rank stops after the same step, with its state saved.
 
-Slurm warns a job before its time is up or it is preempted, with the signal that ``sbatch --signal`` names; submitit
-asks for SIGUSR2; torchrun, other schedulers and people send SIGTERM. The warning may reach the ranks one by one, in
-different steps, or only some of them: they vote.
+Before it preempts a job or ends it at its time limit, Slurm sends the signal that ``sbatch --signal`` names; submitit
+uses SIGUSR2; torchrun, other schedulers and people send SIGTERM. The signal may reach only some ranks, or reach them in
+different steps. So the ranks vote.
 """
 
 import contextlib
@@ -12,25 +12,25 @@ from collections.abc import Iterable, Iterator
 
 from labkit.running import job_status
 
-# torch is imported where it is needed: a queued job imports this file (resumable.py), and until it has done so, and only
-# then listens, the warning that is to requeue it would end it.
+# torch is imported only where it is needed: a queued job imports this file (submitit_job.py), and until its signal
+# handlers are installed, the warning that should requeue it would end it.
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 SIGNALS = (signal.SIGTERM, *WARNINGS)
-TRY_AGAIN = 75  # the exit code: EX_TEMPFAIL of sysexits.h. The job templates in slurm/ requeue a job that ends so
+EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h. The job templates in slurm/ requeue a job with this exit code
+
+_received = 0  # the signal that has reached this process
 
 
-_asked = 0  # the signal that has reached this process
+class Preempted(Exception):
+    """The run has stopped on a signal, after it saved its state."""
 
 
-class Stopped(Exception):
-    """This run was asked to end, and has saved where it is."""
+def install_handlers(config):
+    """Note signals from now on instead of ending by them. Call it early: Slurm may warn a job that has just begun.
 
-
-def listen(config):
-    """From now on, note the signals instead of ending by them. As soon as possible: Slurm may warn a job that begins.
-
-    config.checkpoint: a folder, or None: then there is nowhere to save. SIGTERM ends the run at once, and to what is
-    only a warning it pays no heed.
+    Args:
+        config: its ``checkpoint`` is a folder, or None. Without one there is nowhere to save: SIGTERM ends the run at
+            once, and warnings are ignored.
     """
     saves = getattr(config, "checkpoint", None)
     signal.signal(signal.SIGTERM, _note if saves else signal.SIG_DFL)
@@ -39,12 +39,12 @@ def listen(config):
 
 
 def _note(number, frame):
-    global _asked
-    _asked = number
+    global _received
+    _received = number
 
 
 class Stop:
-    """Whether the run has been asked to end. Every rank makes one. config: see ``listen``."""
+    """The ranks' vote on whether to stop. Every rank makes one. config: see ``install_handlers``."""
 
     def __init__(self, config):
         import torch.distributed as dist
@@ -53,12 +53,12 @@ class Stop:
         self.vote = self.votes = None
         # Messages of its own, in the CPU's memory: a GPU need not be waited for.
         self.group = dist.new_group(backend="gloo") if config.checkpoint else None
-        listen(config)
+        install_handlers(config)
 
-    def unless_asked(self, batches: Iterable) -> Iterator:
-        """The batches, as long as the ranks have not agreed to end. Collective.
+    def until_preempted(self, batches: Iterable) -> Iterator:
+        """Yield batches until the ranks have agreed to stop. Collective.
 
-        Around the batches of training and of an evaluation: both take longer than a warning may leave.
+        Use it for the batches of training and of evaluation: either may take longer than the time that a warning leaves.
         """
         for batch in batches:
             if self.group and self._voted():
@@ -66,9 +66,9 @@ class Stop:
             yield batch
 
     def _voted(self) -> bool:
-        """Whether a rank had been asked when this was last called. The next votes are counted meanwhile.
+        """Return whether any rank had received a signal at the previous call, and start the next vote.
 
-        That goes on during the step, so that it costs next to nothing; the run ends a step later for it.
+        The vote runs during the step and so costs next to nothing; in return the run stops one step later.
         """
         import torch
         import torch.distributed as dist
@@ -78,22 +78,22 @@ class Stop:
             if number := int(self.votes):
                 self.agreed = signal.Signals(number).name
                 return True
-        self.votes = torch.tensor(_asked)
+        self.votes = torch.tensor(_received)
         self.vote = dist.all_reduce(self.votes, dist.ReduceOp.MAX, self.group, async_op=True)
         return False
 
-    def leave_if_agreed(self, me, saver, step: int, last_step: int):
-        """Save and end this rank if the ranks have agreed to end. Collective.
+    def raise_if_preempted(self, me, saver, step: int, last_step: int):
+        """Save, and end this rank, if the ranks have agreed to stop. Collective.
 
         Args:
             me: a ``ranks.Rank``.
             saver: a ``saving.Saver``.
-            step: how many steps the state has behind it.
-            last_step: how many the run was to have.
+            step: steps trained so far.
+            last_step: steps that the run should have trained.
 
         Raises:
-            Stopped: the state is saved.
-            UserError: it could not be.
+            Preempted: the state is saved.
+            UserError: the state could not be saved.
         """
         import torch.distributed as dist
 
@@ -104,19 +104,19 @@ class Stop:
         me.say(f"asked to end ({self.agreed}): saved at step {step} of {last_step}; --resume goes on from there")
         if me.rank == 0:
             job_status.note("asked", step)
-        dist.barrier(self.group)  # nobody's end shall be the others' lost contact
-        raise Stopped
+        dist.barrier(self.group)  # a rank that ends early would look to the others like a lost connection
+        raise Preempted
 
 
-def pass_on(processes: list[int]):
-    """Hand the signals that this process gets, or has got already, to the ranks that it has started."""
+def forward_signals(processes: list[int]):
+    """Forward the signals that this process receives, or has received already, to the ranks that it has started."""
 
-    def pass_on(number, frame=None):
+    def forward(number, frame=None):
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, number)
 
     for number in SIGNALS:
-        signal.signal(number, pass_on)
-    if _asked:
-        pass_on(_asked)
+        signal.signal(number, forward)
+    if _received:
+        forward(_received)

@@ -1,7 +1,7 @@
-"""A lab's run as submitit queues it: one that was asked to end goes back to the queue, and on from its checkpoint.
+"""A lab's run as a submitit job: on preemption or at its time limit it is requeued, and resumes from its checkpoint.
 
-submitit has Slurm warn the job with SIGUSR2. In the job's first task it then calls ``checkpoint()``, keeps what that
-returns for the job's next life, and requeues it.
+submitit has Slurm warn the job with SIGUSR2. In the job's first task it then calls ``checkpoint()``, stores the command
+that this returns for the job's next start, and requeues the job. (Job templates do the same by slurm/requeue.sh.)
 """
 
 import contextlib
@@ -16,14 +16,17 @@ from submitit.core.utils import DelayedSubmission, FailedJobError
 from labkit import UserError
 from labkit.running import preemption
 
-LIVES = 10**6  # how often submitit may requeue a job (unasked: three times); its training ends it, or MAX_IDLE does
-MAX_IDLE = 3  # how many starts in a row may save nothing before the job ends: slurm/requeue.sh's MAX_RESTARTS
+MAX_REQUEUES = 10**6  # submitit's default is 3; here the end of training ends the job, or MAX_IDLE does
+MAX_IDLE = 3  # consecutive starts that may save nothing before the job ends: slurm/requeue.sh's MAX_RESTARTS
 
 
 class Command:
-    """Runs a command in each task of the job.
+    """A command that runs in each task of the job.
 
-    resumes: whether, started again, it goes on where it was. idle: how many starts before this one saved nothing.
+    Attributes:
+        words: the command.
+        resumes: whether it resumes from its checkpoint when it is started again.
+        idle: consecutive starts before this one that saved nothing.
     """
 
     def __init__(self, words: list[str], resumes: bool, idle: int = 0):
@@ -35,8 +38,8 @@ class Command:
         self.newest = self._newest()
         self.process = subprocess.Popen(self.words).pid
         code = self._wait()
-        if code == preemption.TRY_AGAIN and self.resumes:
-            if os.environ["SLURM_PROCID"] == "0":  # where only the command was asked to end, so is submitit now
+        if code == preemption.EXIT_REQUEUE and self.resumes:
+            if os.environ["SLURM_PROCID"] == "0":  # where only the command got the signal, submitit gets it now
                 os.kill(os.getpid(), signal.SIGUSR2)
             while True:  # the job ends this task when it goes back to the queue
                 signal.pause()
@@ -44,17 +47,19 @@ class Command:
             raise FailedJobError(f"exit code {code}")
 
     def checkpoint(self) -> DelayedSubmission | None:
-        """Called in submitit's signal handler: what is to be run in the job's next life, once the command has saved.
+        """Wait until the command has saved, and return what to run at the job's next start. submitit's signal handler calls it.
 
-        None: a user's error, as where nothing can be saved, or too many starts that saved nothing: it would begin where it
-        began, again and again.
+        Returns:
+            None if the job should end: after a user's error, or after too many starts that saved nothing.
         """
         if not self.resumes:
             return None
         if self.process:  # else the warning came before anything had begun
             with contextlib.suppress(ProcessLookupError):  # Slurm may have warned submitit only
                 os.kill(self.process, signal.SIGUSR2)
-            if (code := self._wait()) == 0:  # it was done: submitit requeues or fails, so the next life does nothing
+            if (
+                code := self._wait()
+            ) == 0:  # it was done: submitit can only requeue or fail, so the next start does nothing
                 return DelayedSubmission(Command(["true"], resumes=False))
             if code == 2:
                 return None
@@ -62,7 +67,7 @@ class Command:
         return None if idle > MAX_IDLE else DelayedSubmission(Command(self.words, self.resumes, idle))
 
     def _newest(self) -> str | None:
-        """The name of the newest checkpoint in the command's --checkpoint folder."""
+        """Return the name of the newest checkpoint in the command's --checkpoint folder."""
         if "--checkpoint" not in self.words:
             return None
         folder = Path(self.words[self.words.index("--checkpoint") + 1])
@@ -70,13 +75,13 @@ class Command:
         return max(names, key=lambda name: int(name.partition("-")[2]), default=None)
 
     def _wait(self) -> int:
-        """The command's exit code. No lock is held meanwhile, and it can be asked again: the handler may come between."""
+        """Return the command's exit code. It can be called again: the signal handler may interrupt the first call."""
         ended = os.waitid(os.P_PID, self.process, os.WEXITED | os.WNOWAIT)
         return ended.si_status if ended.si_code == os.CLD_EXITED else 128 + ended.si_status
 
 
 def minutes(limit: str | None) -> int | None:
-    """A time limit as Slurm writes it (``90``, ``1:30:00``, ``2-12``, ``30:00``), in whole minutes. UserError."""
+    """Convert a time limit as Slurm writes it (``90``, ``1:30:00``, ``2-12``, ``30:00``) to whole minutes. UserError if it is none."""
     if limit is None:
         return None
     days, dash, rest = limit.rpartition("-")

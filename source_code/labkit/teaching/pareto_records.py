@@ -1,7 +1,7 @@
-"""Records of several configurations that take turns in one launch: watched one after the other, timed afterwards.
+"""Make the records of a Pareto plot: several configurations in one launch, memory traced first, then timed in turns.
 
-run, everywhere: {"config", "model", "optimizer", "batch": micro-batches, "step": a function, "flops": per token}, as
-attributes.
+A run, everywhere, has these attributes: config, model, optimizer, batch (micro-batches), step (a function), and flops
+(floating-point operations per token).
 """
 
 import torch
@@ -10,13 +10,13 @@ from labkit.measuring import meters, records
 from labkit.running.progress import Progress
 from labkit.training import text
 
-WATCHED = 4  # steps: the fewest by which the meter has seen a peak
+TRACED_STEPS = 4  # the fewest by which the meter has seen a peak
 
 
-def watched(me, run) -> dict:
-    """The part of a record that is known before the times are: what ran, its memory and its traffic. Collective."""
-    meter = meters.Meter(run.model, run.optimizer, me.device, progress=Progress(me, WATCHED))
-    for _ in meter.watch([run.batch] * WATCHED):
+def memory_record(me, run) -> dict:
+    """Measure the memory and traffic of a run: its record, without the times. Collective."""
+    meter = meters.Meter(run.model, run.optimizer, me.device, progress=Progress(me, TRACED_STEPS))
+    for _ in meter.watch([run.batch] * TRACED_STEPS):
         run.step()
     meter.finish()
     about = records.new(run.config.script, vars(run.config), me, [me.node])
@@ -25,7 +25,14 @@ def watched(me, run) -> dict:
 
 
 def add_times(me, found: list[dict], runs: list, steps: list[dict]):
-    """Complete the records ``found``. steps: {"median", "p10", "p90", "steps"} of each run, in seconds. Collective."""
+    """Add step times and throughput to the records of ``memory_record``. Collective.
+
+    Args:
+        me: a ``ranks.Rank``.
+        found: the records, changed in place.
+        runs: the run of each record.
+        steps: {"median", "p10", "p90", "steps"} of each run's step times, in seconds.
+    """
     peak = meters.ceiling(torch.float32, me)
     for run, record, step in zip(runs, found, steps, strict=True):
         sequences = _sequences(run, me)
@@ -36,5 +43,5 @@ def add_times(me, found: list[dict], runs: list, steps: list[dict]):
 
 
 def _sequences(run, me) -> int:
-    """In a step, of all ranks."""
+    """Return the sequences of a step, of all ranks together."""
     return run.config.batch_size * run.config.accumulate * me.world_size
