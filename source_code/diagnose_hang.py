@@ -75,23 +75,23 @@ def report(folder: str | Path | None = None, prefix: str | None = None) -> str:
 
 def diagnosis(run: flight_recorder.Run) -> str:
     """Report on a run that has been read, as ``report`` does."""
-    groups, places, told = _by_group(run.dumps), run.places, run.told
-    lost = _lost(places, told)
-    unsaid = lost | _outdated(groups, told)  # what these have written may be of a pause before
+    groups, places, valid_until = _by_group(run.dumps), run.places, run.valid_until
+    lost = _lost(places, valid_until)
+    unsaid = lost | _outdated(groups, valid_until)  # what these have written may be of a pause before
     dumps = {rank: dump for rank, dump in run.dumps.items() if rank not in unsaid}
-    groups, told = _by_group(dumps), {rank: until for rank, until in told.items() if rank not in unsaid}
+    groups, valid_until = _by_group(dumps), {rank: until for rank, until in valid_until.items() if rank not in unsaid}
     members = {rank for dump in run.dumps.values() for group in dump.calls for rank in group.ranks}
-    silent = sorted((members | set(places)) - set(told))
+    silent = sorted((members | set(places)) - set(valid_until))
 
-    lines = _of_failures(places, told)
+    lines = _of_failures(places, valid_until)
     one_failed = bool(lines)
     lines += _of_silent_ranks(silent, lost, places, one_failed)
     blocked, clashing = _messages(dumps), set()
     for group, calls in groups.items():
-        said, held, apart = _compared(group, calls, dumps, places)
-        lines += said
+        findings, held, diverged = _compared(group, calls, dumps, places)
+        lines += findings
         blocked += held
-        clashing |= apart
+        clashing |= diverged
     blocked.sort(key=lambda held: min((call.order for call in held.waiting.values()), default=0))  # in step, as a rule
     roots, rest = _of_the_waiting(blocked, clashing, dumps, places)
     lines += roots
@@ -108,24 +108,24 @@ def diagnosis(run: flight_recorder.Run) -> str:
 
 def _by_group(dumps: dict) -> dict:
     """Sort the calls of all ranks by group: {group: {rank: {number: Call}}}."""
-    found = defaultdict(dict)
+    pending = defaultdict(dict)
     for rank, dump in dumps.items():
         for group, calls in dump.calls.items():
-            found[group][rank] = calls
-    return found
+            pending[group][rank] = calls
+    return pending
 
 
-def _of_failures(places: dict, told: dict) -> list[str]:
+def _of_failures(places: dict, valid_until: dict) -> list[str]:
     """Of ranks that did not fail because of another one."""
     alike = defaultdict(list)
     for rank, place in sorted(places.items()):
-        aborted = rank in told and place.left == "Aborted"  # as NCCL's watchdog does with ranks that wait
+        aborted = rank in valid_until and place.left == "Aborted"  # as NCCL's watchdog does with ranks that wait
         if place.left not in (None, "finished") and not LOST_CONTACT.search(place.left) and not aborted:
             alike[shorten(place.left, 160, placeholder=" …"), place.line].append(rank)
     return [_row(f"{_ranks(some)} failed:", left, line).strip() for (left, line), some in alike.items()]
 
 
-def _lost(places: dict, told: dict) -> set:
+def _lost(places: dict, valid_until: dict) -> set:
     """The ranks that are dead or stopped, as far as can be known.
 
     Where all were killed at once, as a launcher may do, the ones that were dead before show in the dates alone.
@@ -138,49 +138,51 @@ def _lost(places: dict, told: dict) -> set:
         if place.left is not None or place.ended or place.state == "there":
             continue
         alone = place.state == "gone" and (over or some_live)
-        early = rank in told and last - place.seen > 4 * place.beat
+        early = rank in valid_until and last - place.seen > 4 * place.beat
         may_live = place.state is None and not over and time.time() - place.seen < 4 * place.beat
-        mute = rank not in told and place.line is None and not may_live
+        mute = rank not in valid_until and place.line is None and not may_live
         if place.state == "stopped" or alone or early or mute:
             lost.add(rank)
     return lost
 
 
-def _outdated(groups: dict, told: dict) -> set:
+def _outdated(groups: dict, valid_until: dict) -> set:
     """Ranks whose record holds until a moment after which others of their group have called something."""
-    found = set()
+    pending = set()
     for calls in groups.values():
         last = max((call.created for of in calls.values() for call in of.values()), default=0) / 1e9
-        found |= {rank for rank in calls if told[rank] < last}
-    return found
+        pending |= {rank for rank in calls if valid_until[rank] < last}
+    return pending
 
 
 def _of_silent_ranks(silent: list, lost: set, places: dict, one_failed: bool) -> list[str]:
     """What can be known of ranks without a flight record that counts."""
-    said, ended = [], defaultdict(list)
+    findings, ended = [], defaultdict(list)
     for rank in silent:
         place = places.get(rank)
         if place is None:
-            said.append(
+            findings.append(
                 f"rank {rank} is dead, or has not begun, or waits in no collective, or writes elsewhere: there is nothing of it "
                 "here (PyTorch's nccl2 writes a dump only on ranks whose own collective failed or timed out)"
             )
         elif rank in lost:
-            said.append(_of_a_lost_rank(rank, place, one_failed))
+            findings.append(_of_a_lost_rank(rank, place, one_failed))
             if place.line:
-                said.append(_row("it had been quiet before, at", "", place.line))
+                findings.append(_row("it had been quiet before, at", "", place.line))
         elif place.line or place.ended:  # a signal's handler wrote that; a record needs the interpreter
             ended[place.line].append(rank)
         elif place.state == "there" and time.time() - place.seen > 4 * place.beat:
-            said.append(
+            findings.append(
                 f"rank {rank} is there ({place.process}), but none of its Python runs: a thread that is stuck outside of "
                 "it holds the interpreter; kill -TERM ends it, and it says where it was"
             )
         elif not place.left:
-            said.append(f"rank {rank} is there ({place.process}), and has not been quiet for long: look again later")
+            findings.append(
+                f"rank {rank} is there ({place.process}), and has not been quiet for long: look again later"
+            )
     if ended:
-        said.append("these were ended from outside, and left no flight record that counts:")
-    return said + [_row(_ranks(some), "", line) for line, some in ended.items()]
+        findings.append("these were ended from outside, and left no flight record that counts:")
+    return findings + [_row(_ranks(some), "", line) for line, some in ended.items()]
 
 
 def _of_a_lost_rank(rank: int, place: flight_recorder.Place, one_failed: bool) -> str:
@@ -216,7 +218,7 @@ def _compared(
     """
     oldest = max((min(of) for of in calls.values() if of), default=0)  # ranks keep the last ones
     numbers = sorted({number for of in calls.values() for number in of if number >= oldest})
-    said, seen = [], set()  # seen: whether what was found went on; NCCL can go on although calls differ
+    findings, seen = [], set()  # seen: whether what was found went on; NCCL can go on although calls differ
     for number in numbers:
         arrived = {rank: of[number] for rank, of in calls.items() if number in of}
         done = all(call.state == "completed" for call in arrived.values())
@@ -227,19 +229,19 @@ def _compared(
         if not missing and len(alike) == 1:
             continue
         title = f"collective {number} of group {group.label} (ranks {_list(group.ranks)})"
-        apart = () if seen else tuple(_first_divergence(number, oldest, calls))
+        diverged = () if seen else tuple(_first_divergence(number, oldest, calls))
         if len(alike) > 1:
-            said += _differing(title, alike)
-            said += ["it went on all the same, probably with wrong numbers"] if done else []
-            said += apart
-            apart = ()
+            findings += _differing(title, alike)
+            findings += ["it went on all the same, probably with wrong numbers"] if done else []
+            findings += diverged
+            diverged = ()
         seen.add(done)
         if not done:
             waiting = {rank: call for rank, call in arrived.items() if call.waits}
             where = f"in group {group.label}, collective {number}"
-            held = [Blocked(title, where, waiting, missing, apart)] if missing else []
-            return said, held, set(waiting) if len(alike) > 1 else set()
-    return said, [], set()
+            held = [Blocked(title, where, waiting, missing, diverged)] if missing else []
+            return findings, held, set(waiting) if len(alike) > 1 else set()
+    return findings, [], set()
 
 
 def _missing(group, number: int, arrived: dict, calls: dict, dumps: dict, places: dict) -> frozenset:
@@ -265,7 +267,7 @@ def _messages(dumps: dict) -> list[Blocked]:
     """Find the sends and receives in which ranks wait, since the other rank has not called its part."""
     both = {(group, rank, call.peer, call.kind) for rank, dump in dumps.items() for group, call in dump.messages}
     other = {"send": "recv", "recv": "send"}
-    found = {}
+    pending = {}
     for rank, dump in dumps.items():
         for group, call in dump.messages:
             if (group, call.peer, rank, other[call.kind]) not in both:
@@ -274,8 +276,8 @@ def _messages(dumps: dict) -> list[Blocked]:
                 title = f"rank {rank}'s {way} in group {group.label} (ranks {_list(group.ranks)})"
                 missing = frozenset() if call.peer is None else frozenset((call.peer,))
                 held = Blocked(title, f"in group {group.label}, in a {call.kind}", {rank: call}, missing)
-                found.setdefault((group, rank, call.peer, call.kind), held)
-    return list(found.values())
+                pending.setdefault((group, rank, call.peer, call.kind), held)
+    return list(pending.values())
 
 
 def _of_the_waiting(blocked: list[Blocked], clashing: set, dumps: dict, places: dict) -> tuple[list[str], list[str]]:
@@ -294,15 +296,15 @@ def _of_the_waiting(blocked: list[Blocked], clashing: set, dumps: dict, places: 
         for rank in held.waiting:
             waits_for[rank] |= held.missing
     roots = {rank for held in blocked for rank in held.missing} - set(waits_for) - clashing
-    said = _of_roots(roots & set(dumps), blocked, dumps, places)
+    findings = _of_roots(roots & set(dumps), blocked, dumps, places)
     for_any = {rank for rank, others in waits_for.items() if not others}  # whose message may be from any rank
     explained = _waiting_for(roots | clashing | for_any, waits_for)
     circles = set()
     while circle := _circle(waits_for, explained):
-        said.append(f"deadlock: {_ranks(circle)} wait for each other, in a circle")
+        findings.append(f"deadlock: {_ranks(circle)} wait for each other, in a circle")
         for rank, its_next in pairwise([*circle, circle[0]]):
             held = next(held for held in blocked if rank in held.waiting and its_next in held.missing)
-            said += _waits([rank], held, {its_next})
+            findings += _waits([rank], held, {its_next})
         circles |= set(circle)
         explained |= _waiting_for(set(circle), waits_for)
     rest = []
@@ -310,16 +312,16 @@ def _of_the_waiting(blocked: list[Blocked], clashing: set, dumps: dict, places: 
         some = sorted(set(held.waiting) - circles)
         if some and not held.missing & roots & set(dumps):  # else it has been said with the root
             rest += _waits(some, held, held.missing)
-    return said, rest
+    return findings, rest
 
 
 def _waiting_for(some: set, waits_for: dict) -> set:
     """Find these ranks and all that wait for them, directly or through others."""
-    found, new = set(some), set(some)
+    pending, new = set(some), set(some)
     while new:
-        new = {rank for rank, others in waits_for.items() if others & new} - found
-        found |= new
-    return found
+        new = {rank for rank, others in waits_for.items() if others & new} - pending
+        pending |= new
+    return pending
 
 
 def _circle(waits_for: dict, explained: set) -> list[int]:
@@ -339,15 +341,15 @@ def _of_roots(roots: set, blocked: list[Blocked], dumps: dict, places: dict) -> 
     for held in blocked:
         if absent := tuple(sorted(held.missing & roots)):
             by_absent[absent].append(held)
-    said, placed = [], set()
+    findings, placed = [], set()
     for absent, some in sorted(by_absent.items()):
         for held in some:
-            said.append(f"{_ranks(absent)} did not arrive at {held.title}")
-            said += [line for alike in _group_compatible(held.waiting) for line in _called(alike)]
-        said += [_where(rank, dumps[rank], places.get(rank)) for rank in absent if rank not in placed]
-        said += [line for held in some for line in held.hint]
+            findings.append(f"{_ranks(absent)} did not arrive at {held.title}")
+            findings += [line for alike in _group_compatible(held.waiting) for line in _called(alike)]
+        findings += [_where(rank, dumps[rank], places.get(rank)) for rank in absent if rank not in placed]
+        findings += [line for held in some for line in held.hint]
         placed |= set(absent)
-    return said
+    return findings
 
 
 def _where(rank: int, dump: flight_recorder.Dump, place: flight_recorder.Place | None) -> str:
@@ -405,12 +407,12 @@ def _group_compatible(arrived: dict) -> list[dict]:
 
 def _differing(title: str, alike: list) -> list[str]:
     usual, *others = alike
-    said = []
+    findings = []
     for odd in others:
         pair = [next(iter(some.values())) for some in (odd, usual)]
         what = next(what for what in WORDS if getattr(pair[0], what) != getattr(pair[1], what))
-        said.append(f"{_ranks(odd)} and {_ranks(usual)} differ in {WORDS[what]} at {title}")
-    return said + [line for some in alike for line in _called(some)]
+        findings.append(f"{_ranks(odd)} and {_ranks(usual)} differ in {WORDS[what]} at {title}")
+    return findings + [line for some in alike for line in _called(some)]
 
 
 def _called(calls: dict, depth: int = 0) -> list[str]:
@@ -434,27 +436,27 @@ def _waits(ranks: list, held: Blocked, missing) -> list[str]:
 
 
 def _last_calls(groups: dict) -> list[str]:
-    said = []
+    findings = []
     for group, calls in groups.items():
         last = {rank: of[max(of)] for rank, of in calls.items() if of}
         if last:
-            said.append(f"the last collective of the others in group {group.label} (ranks {_list(group.ranks)})")
-            said += [line for some in _group_compatible(last) for line in _called(some)]
-    return said
+            findings.append(f"the last collective of the others in group {group.label} (ranks {_list(group.ranks)})")
+            findings += [line for some in _group_compatible(last) for line in _called(some)]
+    return findings
 
 
 def _of_no_trouble(groups: dict, places: dict) -> list[str]:
     """All ranks have called the same."""
     counts = ", ".join(f"{max(map(len, calls.values()))} of group {group.label}" for group, calls in groups.items())
-    said = [f"no rank is missing: in each group all ranks have called the same collectives (the last {counts})"]
+    findings = [f"no rank is missing: in each group all ranks have called the same collectives (the last {counts})"]
     hanging = {rank: place for rank, place in places.items() if place.left != "finished"}
     if hanging:
-        said.append(
+        findings.append(
             "if it hangs all the same, look at where the ranks are: storage, a GPU or the network may be waiting"
         )
     for rank, place in sorted(hanging.items()):
-        said.append(_row(f"rank {rank} " + ("left" if place.left else "is at"), place.left or "", place.line))
-    return said
+        findings.append(_row(f"rank {rank} " + ("left" if place.left else "is at"), place.left or "", place.line))
+    return findings
 
 
 def _shown(call: flight_recorder.Call) -> str:

@@ -133,7 +133,7 @@ def untrained(config, me):
     from labkit.measuring import simulate  # no run needs it
 
     architecture = hf_models.configuration(config.model or config.config, "--model" if config.model else "--config")
-    model = hf_models.without_values(architecture, config.dtype, config.lora)
+    model = hf_models.without_weights(architecture, config.dtype, config.lora)
     with simulate.real_tensors():
         model = parallelize(model, config, me)
     model.forward = hf_models.masks_as_in_a_run()(model.forward)

@@ -86,7 +86,7 @@ def test_the_courses_records_obey_the_law(record):
     shortest, speed = min(link["communication"]), practice_link.bytes_per_second(link["rate"])
     if link["rate"] == "100mbit":
         assert shortest == pytest.approx(by_law(record), rel=0.12)
-    in_a_full_bucket = link["crossings"] * practice_link.saved_up(link["rate"])
+    in_a_full_bucket = link["crossings"] * practice_link.burst_bytes(link["rate"])
     assert 0.9 * (leaving(record) - in_a_full_bucket) / speed < shortest < 1.15 * by_law(record)
 
 
@@ -218,7 +218,7 @@ def leaving(record):
 def test_no_communication_is_shorter_than_what_a_full_bucket_leaves_over_bandwidth(live, strategy, rate):
     """How much longer it takes depends on what else the machine does: that is proofs/link_sweep.py's to say, not a test's."""
     record = live[1][strategy, rate]
-    left = leaving(record) - record["link"]["crossings"] * practice_link.saved_up(rate)
+    left = leaving(record) - record["link"]["crossings"] * practice_link.burst_bytes(rate)
     assert min(record["link"]["communication"]) > 0.85 * left / practice_link.bytes_per_second(rate)
 
 

@@ -52,7 +52,7 @@ def test_many_are_meant_for_saving(runs, seed):
     """Half of them, whatever the seed: of so many draws that chance cannot bring it down to a third."""
     for name in list(crash.CONFIGURATIONS)[::3]:
         expected = crash.reference_run(name)
-        drawn = [crash.moment(name, number, seed, expected) for number in range(400)]
+        drawn = [crash.drawn_event(name, number, seed, expected) for number in range(400)]
         phases = Counter(phase_of(event, expected.events[victim]) for victim, event in drawn)
         assert phases["saving"] >= len(drawn) / 3 and set(phases) == set(crash.PHASES), phases
 
@@ -154,7 +154,7 @@ def tried(runs, monkeypatch):
         manifest_of_the_second = spans[len(spans) * crash.EVERY // crash.STEPS :][1]
         middle = manifest_of_the_second[len(manifest_of_the_second) // 2]
         end = expected.events[0]["after the last save"][-1][0]
-        monkeypatch.setattr(crash, "moment", lambda *_: (0, end if kind == "damage" else middle))
+        monkeypatch.setattr(crash, "drawn_event", lambda *_: (0, end if kind == "damage" else middle))
         monkeypatch.setattr(crash, "poison", lambda *_: (0, crash.EVERY))  # just before a save
         monkeypatch.setattr(crash, "kind_of", lambda *_: "kill" if kind == "damage" else kind)
         options = {"async_checkpoint": False, "keep": None}

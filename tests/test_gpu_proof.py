@@ -16,7 +16,7 @@ LABS = ("mnist_fsdp.py", "gpt_fsdp.py", "hf_fsdp.py", "one_rank.py")
 
 def shown(monkeypatch, capsys, gpus, **settings):
     monkeypatch.setattr(gpu_proof.site, "gpus_here", lambda: gpus)
-    assert gpu_proof.main(gpu_proof.Config(dry=True, **settings)) == 0
+    assert gpu_proof.main(gpu_proof.Config(dry_run=True, **settings)) == 0
     return [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("      ")]
 
 
@@ -48,7 +48,7 @@ def test_make_says_what_it_would_run_in_a_part():
 def test_without_a_gpu_it_says_so():
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     run = script("-m", "proofs.gpu", "--part", "smoke", env=env)
-    assert run.returncode == 2 and run.stderr.count("\n") == 1 and "--dry" in run.stderr
+    assert run.returncode == 2 and run.stderr.count("\n") == 1 and "--dry-run" in run.stderr
 
 
 # A part of its own, rehearsed on the CPU
@@ -81,7 +81,7 @@ def test_a_part_measures_keeps_and_tells(monkeypatch, tmp_path, capsys):
     assert rehearse(monkeypatch, tmp_path, [gpt("planned"), mended]) == 0
     assert "5 hold, 0 do not" in capsys.readouterr().out
     with pytest.raises(pytest.fail.Exception, match="run again"):
-        rehearse(monkeypatch, tmp_path, [gpt("planned")], again=True)
+        rehearse(monkeypatch, tmp_path, [gpt("planned")], force=True)
 
 
 def test_a_part_whose_time_is_up_says_what_is_left(monkeypatch, tmp_path, capsys):

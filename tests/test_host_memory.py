@@ -108,6 +108,6 @@ def test_ranks_share_what_their_job_has_left(kernel, monkeypatch):
     monkeypatch.setattr(
         meters.dist, "all_gather_object", lambda every, mine: every.__setitem__(slice(None), [mine] * 2)
     )
-    for backend, free in {"gloo": 60 * MIB / 2, "fake": 60 * MIB}.items():  # in a fake world nobody else is there
+    for backend, free in {"gloo": 60 * MIB / 2, "fake": 60 * MIB}.items():  # in a simulated world no other rank runs
         me = SimpleNamespace(node="a", backend=backend)
         assert meters.free_memory_of_a_rank(me, torch.device("cpu")) == free

@@ -320,7 +320,7 @@ def test_rows_of_a_part_that_are_none(text, tmp_path, monkeypatch):
     config = gpu_proof.Config(device="cpu", folder=str(tmp_path))
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "smoke.json").write_text(text)
-    with refused("smoke.json", "proofs/gpu.py", "--again"):
+    with refused("smoke.json", "proofs/gpu.py", "--force"):
         gpu_proof.run_part("smoke", config)
 
 

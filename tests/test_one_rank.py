@@ -1,4 +1,4 @@
-"""Rank 0 of a world that is not there holds and sends what rank 0 of a real one does."""
+"""Rank 0 of a simulated world holds and sends what rank 0 of a real one does."""
 
 import contextlib
 import dataclasses
@@ -58,11 +58,11 @@ def alone(ranks, configs):
 def test_peaks_and_traffic_are_those_of_real_ranks(ranks):
     configs = CONFIGS | (HSDP if ranks == 4 else {})
     measured = Lab(launcher="local", ranks=ranks, device="cpu").on_ranks(by_value(real), configs)[0]
-    imagined = forked(alone, ranks, configs)
+    simulated = forked(alone, ranks, configs)
     for name in configs:
         for key in ("peak", "start", "peak_phase", "peak_operator"):
-            assert imagined[name]["memory"][key] == measured[name]["memory"][key], (name, key)
-        assert imagined[name]["traffic"] == measured[name]["traffic"], name
+            assert simulated[name]["memory"][key] == measured[name]["memory"][key], (name, key)
+        assert simulated[name]["traffic"] == measured[name]["traffic"], name
 
 
 def test_the_command_shows_the_plan_beside_it_and_writes_a_record(tmp_path):
@@ -75,3 +75,9 @@ def test_the_command_shows_the_plan_beside_it_and_writes_a_record(tmp_path):
     assert (record["ranks"], record["nodes"], record["backend"]) == (64, 1, "fake")
     assert record["memory"]["peak_by_rank"] is None and record["time"]["samples_per_second"] is None  # of one only
     assert f"{sum(record['memory']['peak'].values()):,}" == measured
+
+
+def test_a_record_with_the_commands_earlier_name_is_read(tmp_path):
+    path = tmp_path / "record.json"
+    records.write(path, {"schema": records.SCHEMA, "script": "rank_zero.py", "config": {}, "ranks": 8})
+    assert records.load(path)["script"] == "one_rank.py"

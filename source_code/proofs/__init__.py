@@ -1,1 +1,1 @@
-"""What the project proves about itself: each file is a command, run from source_code/ as ``python -m proofs.NAME``."""
+"""Commands that prove what the project claims: each file is one, run from source_code/ as ``python -m proofs.NAME``."""

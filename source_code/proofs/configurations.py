@@ -1,4 +1,4 @@
-"""The configurations that proofs/memory.py puts on trial: those listed, one for each thing known to matter; and any number drawn.
+"""List the configurations that proofs/memory.py trains: one for each option known to matter, and any number of draws.
 
 A configuration is {"script", "ranks", "config"}, and of mnist_fsdp.py "batch_size" too; "config" has the options that
 are given, the others are as the lab script has them.
@@ -14,108 +14,118 @@ def listed() -> list[dict]:
 
     Where matrix products are split among ranks they are 34 or 36 tokens: these must.
     """
-    found = [mnist(1, strategy="single"), mnist(1, strategy="single", precision="fp64")]
-    found += [mnist(n, strategy="ddp") for n in (2, 3, 4)]
+    configs = [mnist(1, strategy="single"), mnist(1, strategy="single", precision="fp64")]
+    configs += [mnist(n, strategy="ddp") for n in (2, 3, 4)]
     for strategy in ("fsdp1", "fsdp2"):
-        found += [mnist(n, strategy=strategy) for n in (2, 3)]
-        found += [mnist(n, strategy=strategy, wrap="size") for n in (2, 3, 4)]
-        found += [mnist(3, strategy=strategy, wrap="size", min_num_params=300, sharding="grad-op")]
+        configs += [mnist(n, strategy=strategy) for n in (2, 3)]
+        configs += [mnist(n, strategy=strategy, wrap="size") for n in (2, 3, 4)]
+        configs += [mnist(3, strategy=strategy, wrap="size", min_num_params=300, sharding="grad-op")]
     for optimizer in ("adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd"):
-        found += [gpt(1, strategy="single", optimizer=optimizer)]
-        found += [gpt(2, strategy="fsdp2", optimizer=optimizer)]
+        configs += [gpt(1, strategy="single", optimizer=optimizer)]
+        configs += [gpt(2, strategy="fsdp2", optimizer=optimizer)]
     for recompute in ("none", "full", "selective"):
-        found += [gpt(1, strategy="single", recompute=recompute, tied=True)]
-        found += [gpt(2, strategy="ddp", recompute=recompute)]
-        found += [gpt(3, strategy=strategy, recompute=recompute) for strategy in ("fsdp1", "fsdp2")]
-        found += [gpt(4, strategy="fsdp2", recompute=recompute, precision="bf16")]
-        found += [gpt(4, strategy="fsdp2", recompute=recompute, mesh="2x2")]
+        configs += [gpt(1, strategy="single", recompute=recompute, tied=True)]
+        configs += [gpt(2, strategy="ddp", recompute=recompute)]
+        configs += [gpt(3, strategy=strategy, recompute=recompute) for strategy in ("fsdp1", "fsdp2")]
+        configs += [gpt(4, strategy="fsdp2", recompute=recompute, precision="bf16")]
+        configs += [gpt(4, strategy="fsdp2", recompute=recompute, mesh="2x2")]
     for keep in ("false", "2"):
-        found += [gpt(4, strategy="fsdp2", reshard_after_forward=keep)]
-    found += [gpt(3, strategy="fsdp1", reshard_after_forward="false"), gpt(4, strategy="fsdp1", mesh="2x2")]
-    found += [gpt(2, strategy="fsdp2", lora=4), gpt(3, strategy="fsdp2", lora=3, recompute="full")]
-    found += [gpt(2, strategy=strategy, accumulate=3, sync="last") for strategy in ("ddp", "fsdp1", "fsdp2")]
-    found += [gpt(2, strategy="fsdp2", accumulate=2), gpt(4, strategy="fsdp2", prefetch=2)]
-    found += [gpt(3, strategy="fsdp2", tied=True), gpt(2, strategy="fsdp1", precision="bf16")]
-    found += tensor_parallel()
+        configs += [gpt(4, strategy="fsdp2", reshard_after_forward=keep)]
+    configs += [gpt(3, strategy="fsdp1", reshard_after_forward="false"), gpt(4, strategy="fsdp1", mesh="2x2")]
+    configs += [gpt(2, strategy="fsdp2", lora=4), gpt(3, strategy="fsdp2", lora=3, recompute="full")]
+    configs += [gpt(2, strategy=strategy, accumulate=3, sync="last") for strategy in ("ddp", "fsdp1", "fsdp2")]
+    configs += [gpt(2, strategy="fsdp2", accumulate=2), gpt(4, strategy="fsdp2", prefetch=2)]
+    configs += [gpt(3, strategy="fsdp2", tied=True), gpt(2, strategy="fsdp1", precision="bf16")]
+    configs += tensor_parallel()
     for recompute in ("none", "full", "selective"):  # by autocast; AdamW's own peak would be higher than what it does
-        found += [gpt(1, strategy="single", recompute=recompute, precision="bf16", optimizer="sgd", tied=True)]
-        found += [gpt(2, strategy="ddp", recompute=recompute, precision="bf16", optimizer="sgd")]
-    found += [gpt(2, strategy="ddp", precision="bf16", lora=4, batch_size=9)]
+        configs += [gpt(1, strategy="single", recompute=recompute, precision="bf16", optimizer="sgd", tied=True)]
+        configs += [gpt(2, strategy="ddp", recompute=recompute, precision="bf16", optimizer="sgd")]
+    configs += [gpt(2, strategy="ddp", precision="bf16", lora=4, batch_size=9)]
     for strategy in ("ddp", "fsdp1", "fsdp2"):
-        found += [gpt(2, strategy=strategy, precision="bf16", accumulate=3, sync="last")]
-        found += [mnist(3, strategy=strategy, precision="bf16")]
-    found += [mnist(2, strategy="fsdp2", precision="bf16", wrap="size"), mnist(1, strategy="single", precision="bf16")]
+        configs += [gpt(2, strategy=strategy, precision="bf16", accumulate=3, sync="last")]
+        configs += [mnist(3, strategy=strategy, precision="bf16")]
+    configs += [
+        mnist(2, strategy="fsdp2", precision="bf16", wrap="size"),
+        mnist(1, strategy="single", precision="bf16"),
+    ]
     for schedule in ("gpipe", "1f1b"):
-        found += [pipeline(2, schedule=schedule, accumulate=4)]
-        found += [pipeline(4, schedule=schedule, accumulate=6, recompute="full")]
-        found += [pipeline(3, schedule=schedule, accumulate=4, precision="bf16", optimizer="sgd")]
-    return found + accumulating() + choices() + zero()
+        configs += [pipeline(2, schedule=schedule, accumulate=4)]
+        configs += [pipeline(4, schedule=schedule, accumulate=6, recompute="full")]
+        configs += [pipeline(3, schedule=schedule, accumulate=4, precision="bf16", optimizer="sgd")]
+    return configs + accumulating() + choices() + zero()
 
 
 def zero() -> list[dict]:
     """Each stage of DeepSpeed's ZeRO, and of PyTorch's."""
-    found = [zero_run(2, stage="1", precision="bf16", accumulate=2)]
-    found += [zero_run(3, stage="1", recompute="full", tied=True)]
-    found += [zero_run(3, engine="deepspeed", stage="0"), zero_run(3, engine="deepspeed", stage="1", batch_size=9)]
-    found += [zero_run(3, engine="deepspeed", stage=stage, recompute="full", tied=True) for stage in ("2", "3")]
+    configs = [zero_run(2, stage="1", precision="bf16", accumulate=2)]
+    configs += [zero_run(3, stage="1", recompute="full", tied=True)]
+    configs += [zero_run(3, engine="deepspeed", stage="0"), zero_run(3, engine="deepspeed", stage="1", batch_size=9)]
+    configs += [zero_run(3, engine="deepspeed", stage=stage, recompute="full", tied=True) for stage in ("2", "3")]
     for stage in ("0", "1", "2", "3"):
-        found += [zero_run(4, engine="deepspeed", stage=stage, precision="bf16", accumulate=3)]
+        configs += [zero_run(4, engine="deepspeed", stage=stage, precision="bf16", accumulate=3)]
     for stage in ("1", "2", "3"):
-        found += [zero_run(n, stage=stage) for n in (2, 4)]
-        found += [zero_run(n, engine="deepspeed", stage=stage) for n in (2, 4)]
-    found += [zero_run(3, engine="deepspeed", stage="3", recompute=how) for how in ("selective", "alternate")]
-    return [*found, zero_run(2, engine="deepspeed", stage="0", clip=1.0, accumulate=2)]
+        configs += [zero_run(n, stage=stage) for n in (2, 4)]
+        configs += [zero_run(n, engine="deepspeed", stage=stage) for n in (2, 4)]
+    configs += [zero_run(3, engine="deepspeed", stage="3", recompute=how) for how in ("selective", "alternate")]
+    return [*configs, zero_run(2, engine="deepspeed", stage="0", clip=1.0, accumulate=2)]
 
 
 def accumulating() -> list[dict]:
     """Several micro-batches a step, their gradients reduced after each, or after the last; under HSDP, and kept parameters."""
-    found = [gpt(2, strategy=strategy, accumulate=2) for strategy in ("ddp", "fsdp1")]
+    configs = [gpt(2, strategy=strategy, accumulate=2) for strategy in ("ddp", "fsdp1")]
     for sync in ("every", "last"):
-        found += [gpt(3, strategy="fsdp2", accumulate=3, sync=sync, precision="bf16", clip=1.0)]
-        found += [gpt(3, strategy="fsdp1", accumulate=3, sync=sync, reshard_after_forward="false")]
-        found += [gpt(4, strategy=strategy, accumulate=3, sync=sync, mesh="2x2") for strategy in ("fsdp1", "fsdp2")]
-    return found
+        configs += [gpt(3, strategy="fsdp2", accumulate=3, sync=sync, precision="bf16", clip=1.0)]
+        configs += [gpt(3, strategy="fsdp1", accumulate=3, sync=sync, reshard_after_forward="false")]
+        configs += [gpt(4, strategy=strategy, accumulate=3, sync=sync, mesh="2x2") for strategy in ("fsdp1", "fsdp2")]
+    return configs
 
 
 def choices() -> list[dict]:
-    """What people choose besides: which blocks and results to recompute, bf16 throughout, a loss in parts, units."""
+    """List further choices: which blocks and results to recompute, bf16 weights, a chunked loss, the wrapping policy."""
     fsdp1, fsdp2, bf16 = {"strategy": "fsdp1"}, {"strategy": "fsdp2"}, {"precision": "bf16"}
-    alternate, apart, parts = {"recompute": "alternate"}, {"units": "apart"}, {"loss_chunks": 4}
-    sgd = {"optimizer": "sgd"}  # where AdamW's own peak would be higher than what is on trial
+    alternate, wrapped, parts = {"recompute": "alternate"}, {"units": "apart"}, {"loss_chunks": 4}
+    sgd = {"optimizer": "sgd"}  # where AdamW's own peak would be higher than the peak to validate
     pure = bf16 | {"weights": "bf16"}
-    found = [gpt(1, strategy="single", **alternate, **sgd), gpt(2, strategy="ddp", **alternate, **bf16, **sgd)]
-    found += [gpt(3, **fsdp1, **alternate), gpt(4, **fsdp2, **alternate, **bf16), gpt(2, **fsdp2, **alternate, lora=4)]
-    found += [gpt(2, **fsdp2, **alternate, **sgd, mesh="tensor=2", seq_len=34)]
-    found += [gpt(3, **fsdp2, recompute=how, recompute_every=2) for how in ("full", "selective", "alternate")]
-    found += [gpt(2, **fsdp1, recompute="full", recompute_every=3, preset="small", **sgd)]
-    found += [gpt(1, strategy="single", **pure, **sgd), gpt(2, strategy="ddp", **pure, optimizer="adamw-fused")]
-    found += [gpt(3, **fsdp1, **pure), gpt(3, **fsdp2, **pure), gpt(4, **fsdp2, **pure, mesh="2x2")]
-    found += [gpt(2, **fsdp2, **pure, accumulate=3, sync="last"), gpt(2, **fsdp1, **pure, accumulate=3, sync="last")]
-    found += [
+    configs = [gpt(1, strategy="single", **alternate, **sgd), gpt(2, strategy="ddp", **alternate, **bf16, **sgd)]
+    configs += [
+        gpt(3, **fsdp1, **alternate),
+        gpt(4, **fsdp2, **alternate, **bf16),
+        gpt(2, **fsdp2, **alternate, lora=4),
+    ]
+    configs += [gpt(2, **fsdp2, **alternate, **sgd, mesh="tensor=2", seq_len=34)]
+    configs += [gpt(3, **fsdp2, recompute=how, recompute_every=2) for how in ("full", "selective", "alternate")]
+    configs += [gpt(2, **fsdp1, recompute="full", recompute_every=3, preset="small", **sgd)]
+    configs += [gpt(1, strategy="single", **pure, **sgd), gpt(2, strategy="ddp", **pure, optimizer="adamw-fused")]
+    configs += [gpt(3, **fsdp1, **pure), gpt(3, **fsdp2, **pure), gpt(4, **fsdp2, **pure, mesh="2x2")]
+    configs += [gpt(2, **fsdp2, **pure, accumulate=3, sync="last"), gpt(2, **fsdp1, **pure, accumulate=3, sync="last")]
+    configs += [
         gpt(1, strategy="single", **parts, **sgd),
         gpt(1, strategy="single", **parts, **bf16, tied=True, optimizer="momentum"),
     ]
-    found += [gpt(2, strategy="ddp", **parts, accumulate=2), gpt(2, strategy="ddp", **parts, **bf16, batch_size=5)]
-    found += [gpt(3, **fsdp1, **parts, **bf16), gpt(3, **fsdp2, **parts), gpt(3, **fsdp2, **parts, **bf16, tied=True)]
-    found += [gpt(2, **fsdp2, **parts, lora=4), gpt(4, **fsdp2, **parts, **pure, recompute="full")]
-    found += [gpt(3, **strategy, **apart) for strategy in (fsdp1, fsdp2)]
-    found += [gpt(2, **fsdp2, **apart, **bf16, reshard_after_forward="false"), gpt(4, **fsdp2, **apart, prefetch=2)]
-    found += [gpt(1, **fsdp2, **bf16, mesh="1x1", lora=4, batch_size=1)]  # a shard that is all there is
+    configs += [gpt(2, strategy="ddp", **parts, accumulate=2), gpt(2, strategy="ddp", **parts, **bf16, batch_size=5)]
+    configs += [gpt(3, **fsdp1, **parts, **bf16), gpt(3, **fsdp2, **parts), gpt(3, **fsdp2, **parts, **bf16, tied=True)]
+    configs += [gpt(2, **fsdp2, **parts, lora=4), gpt(4, **fsdp2, **parts, **pure, recompute="full")]
+    configs += [gpt(3, **strategy, **wrapped) for strategy in (fsdp1, fsdp2)]
+    configs += [
+        gpt(2, **fsdp2, **wrapped, **bf16, reshard_after_forward="false"),
+        gpt(4, **fsdp2, **wrapped, prefetch=2),
+    ]
+    configs += [gpt(1, **fsdp2, **bf16, mesh="1x1", lora=4, batch_size=1)]  # a shard that is all there is
     # On the CPU what is offloaded stays in the same memory: the same bytes, on two sides (chapter 06).
-    found += [gpt(3, **fsdp2, cpu_offload=True), gpt(2, **fsdp2, **bf16, cpu_offload=True, accumulate=2)]
-    found += [gpt(4, **fsdp1, **pure, clip=1.0), gpt(2, **fsdp1, **apart, **bf16, **parts)]
-    found += [gpt(4, **fsdp2, **apart, **pure, **parts, recompute="full")]
-    return found
+    configs += [gpt(3, **fsdp2, cpu_offload=True), gpt(2, **fsdp2, **bf16, cpu_offload=True, accumulate=2)]
+    configs += [gpt(4, **fsdp1, **pure, clip=1.0), gpt(2, **fsdp1, **wrapped, **bf16, **parts)]
+    configs += [gpt(4, **fsdp2, **wrapped, **pure, **parts, recompute="full")]
+    return configs
 
 
 def tensor_parallel() -> list[dict]:
-    """Products split among two ranks, beside one shard, two, or two replicas; and among four."""
-    found = [gpt(2, mesh="tensor=2", seq_len=34), gpt(2, mesh="tensor=2", seq_len=34, precision="bf16", batch_size=1)]
-    found += [gpt(4, mesh="shard=2,tensor=2", seq_len=34, recompute="selective", accumulate=3, sync="last")]
-    found += [gpt(4, mesh="shard=2,tensor=2", seq_len=34, recompute="full", precision="bf16")]
-    found += [gpt(4, mesh="replicate=2,tensor=2", seq_len=34, tied=True)]
-    found += [gpt(4, mesh="tensor=4", preset="small", seq_len=36)]
-    return [one | {"config": {"strategy": "fsdp2"} | one["config"]} for one in found]
+    """Tensor parallelism over two ranks, with one shard, two, or two replicas; and over four ranks."""
+    configs = [gpt(2, mesh="tensor=2", seq_len=34), gpt(2, mesh="tensor=2", seq_len=34, precision="bf16", batch_size=1)]
+    configs += [gpt(4, mesh="shard=2,tensor=2", seq_len=34, recompute="selective", accumulate=3, sync="last")]
+    configs += [gpt(4, mesh="shard=2,tensor=2", seq_len=34, recompute="full", precision="bf16")]
+    configs += [gpt(4, mesh="replicate=2,tensor=2", seq_len=34, tied=True)]
+    configs += [gpt(4, mesh="tensor=4", preset="small", seq_len=36)]
+    return [one | {"config": {"strategy": "fsdp2"} | one["config"]} for one in configs]
 
 
 def mnist(ranks: int, **config) -> dict:
@@ -176,9 +186,9 @@ SCRIPTS = ("gpt_fsdp.py",) * 6 + ("mnist_fsdp.py", "gpt_pipeline.py", "gpt_zero.
 
 
 def drawn(seed: int, count: int) -> list[dict]:
-    """So many, each option chosen at random, whether or not the choices go together; they have "seed" besides.
+    """Draw ``count`` configurations, each option at random, whether or not the choices go together; each has its "seed".
 
-    The first of a seed are always the same. What is left to the default is not in "config".
+    The first draws of a seed are always the same. "config" leaves out what has its default.
     """
     random = Random(seed)
     return [_draw(random) | {"seed": seed} for _ in range(count)]

@@ -1,22 +1,21 @@
-"""The fault drill: disturb a run, resume it, and compare with the run that nothing happened to.
+"""Inject faults: disturb a run, resume it, and compare it bit by bit with an undisturbed reference run.
 
-  python -m proofs.crash                          MNIST and GPT, under DDP and FSDP2: 60 trials; a table and a record
-  python -m proofs.crash --trials 4 --seed 7      four trials of each, at other moments
+  python -m proofs.crash                        MNIST and GPT, under DDP and FSDP2: 60 trials; a table and a record
+  python -m proofs.crash --trials 4 --seed 7    four trials of each, at other times
 
-A trial is of one of four kinds; where, when, and with which options a seed says:
+A trial injects one of four faults; a seed determines where, when, and with which options:
 
   kill         one of two ranks kills itself (SIGKILL) at the n-th event of its Python: a call or a return, in the lab's
                code, in the course's or in PyTorch's; half of these lie in saving. In some trials the newest checkpoint
-               is damaged then, and the run resumes with --fall-back
+               is then damaged, and the run resumes with --fall-back
   second run   another run is started on the same --checkpoint folder, with the same or another seed
   NaN          a weight of one rank becomes NaN after a step
   I/O error    the storage fails to answer, once while a checkpoint is written and once while one is read
 
-Some trials save with --async-checkpoint, some with --keep. Every run must end with the bits of the run that nothing
-happened to, after repeating no more steps than lie between two checkpoints (twice as many where the newest was still
-being written in the background); no checkpoint that was whole may be lost,
-none half-made or with a NaN in it may have the name of a whole one, a second run must be refused and change nothing,
-and no process may live on.
+Some trials save with --async-checkpoint, some with --keep. Every run must end with the bits of the reference run, after
+repeating no more steps than lie between two checkpoints (twice as many where the newest was still being written in the
+background). No complete checkpoint may be lost, no incomplete one and none with a NaN may have a complete one's name, a
+second run must be refused and change nothing, and no process may survive.
 """
 
 import contextlib
@@ -69,7 +68,7 @@ SECONDS = 120  # after which a run, of two or three, hangs
 
 
 class Watch:
-    """Counts a rank's events (``sys.setprofile``), and at the event ``last`` calls ``then``, after it has written a note.
+    """Count a rank's events (``sys.setprofile``); at the event ``last`` write a note and call ``then``.
 
     spans: where the phases begin, [(phase, number of the event), …]. A thread that saves meanwhile is watched, too.
     """
@@ -109,7 +108,7 @@ class Watch:
         return {path.name for path in checkpoints.stored(self.folder) if validation_error(path) is None}
 
     def end(self, frame):
-        """Write down what the drill must know of this moment; then do what is to be done."""
+        """Write a note of this rank's state for the trial; then inject the fault."""
         self.last = None
         whole = self.whole_now()
         while not Path(frame.f_code.co_filename).is_relative_to(launch.SOURCE):  # where it is in the course's own code
@@ -126,7 +125,7 @@ def be_killed():
 
 
 def waits(goes_on: Path):
-    """Until the drill has tried to start another run."""
+    """Wait until the trial has tried to start a second run."""
 
     def wait():
         deadline = time.monotonic() + SECONDS
@@ -137,7 +136,7 @@ def waits(goes_on: Path):
 
 
 def train(me, lab: str, options: dict) -> int:
-    """Run on every rank: the lab's training, quietly and on few digits. Returns the step it began at."""
+    """Run the lab's training, quietly and on few digits, and return the step it began at. Collective."""
     os.environ.pop(progress.VARIABLE, None)
     meters.TRACED_STEPS = range(0)  # most events would lie in the tracer
     load = datasets.load
@@ -153,7 +152,7 @@ def train(me, lab: str, options: dict) -> int:
 def train_watched(
     me, lab: str, options: dict, folder: str, victim: int | None = None, last: int | None = None, then: str = "killed"
 ):
-    """Run on every rank: the same; the victim is killed, or waits, at its event ``last``, or at the end.
+    """Train as ``train`` does, and kill the victim, or let it wait, at its event ``last``, or at the end. Collective.
 
     Returns (spans, events).
     """
@@ -175,7 +174,7 @@ def train_watched(
 
 
 def train_poisoned(me, lab: str, options: dict, folder: str, victim: int, step: int) -> int:
-    """Run on every rank: the same; the victim's part of a weight becomes NaN after a step."""
+    """Train as ``train`` does, and set the victim's shard of a weight to NaN after a step. Collective."""
     module, calls = import_module(lab), iter(range(1, 10**6))
     train_step = module.train_step
 
@@ -192,7 +191,7 @@ def train_poisoned(me, lab: str, options: dict, folder: str, victim: int, step: 
 
 
 def train_on_bad_storage(me, lab: str, options: dict, folder: str, victim: int, writing: int, reading: int) -> int:
-    """Run on every rank: the same; the victim's n-th file to be written, or read, cannot be, the first time."""
+    """Train as ``train`` does; the victim's n-th file fails to be written, or read, at the first try. Collective."""
     written, read = iter(range(1, 10**6)), iter(range(1, 10**6))
     create, digest = dcp_writing._Hashing.create_stream, manifest.digest
 
@@ -221,7 +220,7 @@ def train_on_bad_storage(me, lab: str, options: dict, folder: str, victim: int, 
 
 @dataclass(frozen=True)
 class ReferenceRun:
-    """The run that nothing happens to.
+    """The undisturbed run.
 
     events: [{phase: ranges of numbers of events} of each rank]; prints: {checkpoint's name: its fingerprint}.
     """
@@ -231,7 +230,7 @@ class ReferenceRun:
 
 
 def validation_error(path: Path) -> str | None:
-    """Why a checkpoint is not what was written, in a few words; None if it is."""
+    """Return how a checkpoint differs from what was written, in a few words; None if it does not."""
     try:
         return manifest.difference(path, manifest.read(path)["files"])
     except UserError as error:
@@ -239,7 +238,7 @@ def validation_error(path: Path) -> str | None:
 
 
 def fingerprint(path: Path) -> str:
-    """One for all tensors of a checkpoint, read as DCP reads them: of their names and bits."""
+    """Hash the names and bits of a checkpoint's tensors, as DCP reads them."""
     digest = hashlib.sha256()
     for name, tensor in sorted(dcp_reading.tensors(path).items()):
         digest.update(name.encode())
@@ -248,7 +247,7 @@ def fingerprint(path: Path) -> str:
 
 
 def faults_in(folder: str, expected: ReferenceRun) -> list[str]:
-    """What is wrong with the checkpoints in a folder: one is not whole, or has not the undisturbed run's bits."""
+    """List the faults of the checkpoints in a folder: an incomplete one, or bits other than the reference run's."""
     faults = []
     for path in checkpoints.stored(folder):
         if reason := validation_error(path):
@@ -265,7 +264,7 @@ def faults_in(folder: str, expected: ReferenceRun) -> list[str]:
 
 
 def living(folder: str) -> list[int]:
-    """The processes of a killed run that are still there; the ranks have left their numbers in the folder."""
+    """Return the process ids of a killed run that are still alive; the ranks wrote their ids to the folder."""
     numbers = {int(word) for file in Path(folder).glob("rank-*") for word in file.read_text().split()}
     there = []
     for number in numbers:
@@ -279,7 +278,7 @@ def living(folder: str) -> list[int]:
 
 
 def try_run(function, *arguments) -> tuple[list, str]:
-    """Call a function on every rank of a new run: (what each returned, ""), or ([], what the run said as it failed)."""
+    """Call a function on every rank of a new run: return (the ranks' results, ""), or ([], the error message)."""
     here = launch.Cluster(launcher="local")
     try:
         return notebook_ranks.on_ranks(function, *arguments, ranks=RANKS, cluster=here, timeout=SECONDS), ""
@@ -288,19 +287,19 @@ def try_run(function, *arguments) -> tuple[list, str]:
 
 
 def temp_run_dir():
-    """A folder for a run, where runs write; it goes with all that is in it."""
+    """Make a temporary folder for a run, where runs write."""
     return tempfile.TemporaryDirectory(dir=records.made(launch.RUNS), prefix=".drill-")
 
 
 def reference_run(name: str, asynchronous: bool = False) -> ReferenceRun:
-    """Run a configuration to its end. UserError if it does not come to it."""
+    """Run a configuration to its end without a fault. UserError if it fails."""
     lab, options = CONFIGURATIONS[name]
     with temp_run_dir() as folder:
         saved = f"{folder}/saved"
         options = options | {"checkpoint": saved, "async_checkpoint": asynchronous}
-        watched, said = try_run(train_watched, lab, options, folder)
+        watched, message = try_run(train_watched, lab, options, folder)
         if not watched:
-            raise UserError(f"{name} does not come to its end, though no rank was killed: {said}")
+            raise UserError(f"{name} does not come to its end, though no rank was killed: {message}")
         events = [by_phase(spans, count) for spans, count in watched]
         prints = {path.name: fingerprint(path) for path in checkpoints.stored(saved)}
         if sorted(prints) != [checkpoints.name_of(step) for step in range(EVERY, STEPS + 1, EVERY)]:
@@ -309,16 +308,16 @@ def reference_run(name: str, asynchronous: bool = False) -> ReferenceRun:
 
 
 def by_phase(spans: list[tuple[str, int]], count: int) -> dict[str, list[range]]:
-    """{phase: ranges of the numbers of its events}, of ``count`` events in all."""
-    found = {phase: [] for phase in PHASES}
+    """Return {phase: ranges of its event numbers}, of ``count`` events in all."""
+    ranges = {phase: [] for phase in PHASES}
     for (phase, begin), (_, end) in zip(spans, [*spans[1:], ("", count)], strict=True):
         if begin < end:
-            found[phase].append(range(begin + 1, end + 1))
-    return found
+            ranges[phase].append(range(begin + 1, end + 1))
+    return ranges
 
 
-def moment(name: str, number: int, seed: int, expected: ReferenceRun, phases: dict = PHASES) -> tuple[int, int]:
-    """(rank, number of the event) of a trial: always the same for one seed. phases: how often each is drawn."""
+def drawn_event(name: str, number: int, seed: int, expected: ReferenceRun, phases: dict = PHASES) -> tuple[int, int]:
+    """Draw (rank, event number) of a trial: always the same for one seed. phases: {phase: its weight}."""
     chance = random.Random(f"{seed} {name} {number}")
     victim = chance.randrange(RANKS)
     (phase,) = chance.choices([*phases], phases.values())
@@ -330,7 +329,7 @@ def kind_of(name: str, number: int) -> str:
 
 
 def circumstances(name: str, number: int, seed: int, kind: str) -> tuple[dict, bool]:
-    """(options of the lab, whether the newest checkpoint is damaged while nobody runs) of a trial."""
+    """Draw (the lab's options, whether to damage the newest checkpoint before the run resumes) of a trial."""
     chance = random.Random(f"options of {seed} {name} {number}")
     damaged = kind == "kill" and chance.random() < 0.5
     options = {"async_checkpoint": chance.random() < 0.5, "keep": chance.choice((None, 2) if damaged else (None, 1, 2))}
@@ -338,7 +337,7 @@ def circumstances(name: str, number: int, seed: int, kind: str) -> tuple[dict, b
 
 
 def trial(name: str, number: int, seed: int, reference_run=reference_run) -> dict:
-    """Disturb a run, look, resume, look again: a row of the record, with "failures": sentences, none if all is well."""
+    """Disturb a run, check it, resume it, check again: a row of the record, whose "failures" are sentences."""
     kind = kind_of(name, number)
     lab, options = CONFIGURATIONS[name]
     further, damaged = circumstances(name, number, seed, kind)
@@ -351,11 +350,11 @@ def trial(name: str, number: int, seed: int, reference_run=reference_run) -> dic
 
 
 def killed(name, number, seed, expected, lab, options, folder, damaged) -> dict:
-    victim, last = moment(name, number, seed, expected)
+    victim, last = drawn_event(name, number, seed, expected)
     row = {"victim": victim, "event": last}
-    _, said = try_run(train_watched, lab, options, folder, victim, last)
-    if f"rank {victim} was killed by SIGKILL" not in said:
-        return row | {"failures": [f"rank {victim} was not killed: {said}"]}
+    _, message = try_run(train_watched, lab, options, folder, victim, last)
+    if f"rank {victim} was killed by SIGKILL" not in message:
+        return row | {"failures": [f"rank {victim} was not killed: {message}"]}
     row |= json.loads((Path(folder) / "note").read_text())
     failures = [f"process {each} lives on" for each in living(folder)]
     failures += faults_in(options["checkpoint"], expected)
@@ -373,13 +372,13 @@ def killed(name, number, seed, expected, lab, options, folder, damaged) -> dict:
 
 
 def after_damage(lab, options, row, expected, failures, lost, newest: Path, left: list[str]) -> dict:
-    """Resume with --fall-back for as long as to the next save: the one resumed from must still be there."""
+    """Resume with --fall-back until the next save: the checkpoint it resumed from must survive."""
     before = next(each for each in left if each != newest.name)
     step = int(before.removeprefix("step-")) + EVERY
     length = {"max_steps": step}
-    begun, said = try_run(train, lab, options | length | {"resume": True, "fall_back": True})
+    begun, message = try_run(train, lab, options | length | {"resume": True, "fall_back": True})
     if not begun or begun[0] != step - EVERY:
-        return {"lost": len(lost), "failures": [*failures, f"it cannot fall back to {before}: {said or begun}"]}
+        return {"lost": len(lost), "failures": [*failures, f"it cannot fall back to {before}: {message or begun}"]}
     there = [path.name for path in checkpoints.stored(options["checkpoint"])]
     lost += [each for each in (before, checkpoints.name_of(step)) if each not in there]
     if not newest.with_suffix(".damaged").exists():
@@ -390,7 +389,7 @@ def after_damage(lab, options, row, expected, failures, lost, newest: Path, left
 
 def doubled(name, number, seed, expected, lab, options, folder, damaged) -> dict:
     phases = {phase: PHASES[phase] for phase in ("training", "saving")}  # while it owns the folder
-    _, last = moment(name, number, seed, expected, phases)
+    _, last = drawn_event(name, number, seed, expected, phases)
     chance = random.Random(f"second of {seed} {name} {number}")
     other = {"seed": chance.choice((1, 2)), "resume": chance.choice((True, False))}
     row = {"victim": 0, "event": last, "second": other}
@@ -400,30 +399,30 @@ def doubled(name, number, seed, expected, lab, options, folder, damaged) -> dict
         while not note.exists() and not first.done():
             time.sleep(0.02)
         before = listing(saved)
-        _, said = try_run(train, lab, options | other)
+        _, message = try_run(train, lab, options | other)
         changed = listing(saved) != before
         (Path(folder) / "goes on").touch()
-        ended, told = first.result()
+        ended, first_message = first.result()
     row |= json.loads(note.read_text()) if note.exists() else {}
     failures = []
-    refused = "is in use by" in said or "give --resume to go on from it" in said
+    refused = "is in use by" in message or "give --resume to go on from it" in message
     if not refused:
-        failures.append(f"the second run was not refused: {said or 'it trained'}")
+        failures.append(f"the second run was not refused: {message or 'it trained'}")
     if changed:
         failures.append("the second run changed the folder")
     if not ended:
-        failures.append(f"the first run did not come to its end: {told}")
+        failures.append(f"the first run did not come to its end: {first_message}")
     taken = {"silent_takeovers": int(not refused)}
     return row | taken | at_the_end(options, expected, failures, [])
 
 
 def listing(folder: Path) -> dict:
-    """{path: its size} of what is in a folder of checkpoints, without what a run is writing."""
+    """Return {path: size} of a folder of checkpoints, without files that a run is writing."""
     return {str(path): path.stat().st_size for path in folder.rglob("*") if ".partial" not in str(path)}
 
 
 def poison(name: str, number: int, seed: int) -> tuple[int, int]:
-    """(rank, step after which one of its weights is NaN) of a trial."""
+    """Draw (rank, step after which one of its weights becomes NaN) of a trial."""
     chance = random.Random(f"NaN of {seed} {name} {number}")
     return chance.randrange(RANKS), chance.randint(1, STEPS)
 
@@ -431,10 +430,10 @@ def poison(name: str, number: int, seed: int) -> tuple[int, int]:
 def poisoned(name, number, seed, expected, lab, options, folder, damaged) -> dict:
     victim, step = poison(name, number, seed)
     row = {"victim": victim, "steps": step}
-    ended, said = try_run(train_poisoned, lab, options, folder, victim, step)
+    ended, message = try_run(train_poisoned, lab, options, folder, victim, step)
     failures = ["a run with a NaN came to its end as if it were well"] if ended else []
-    if not ended and "not finite" not in said:
-        failures.append(f"it ended for another reason: {said}")
+    if not ended and "not finite" not in message:
+        failures.append(f"it ended for another reason: {message}")
     failures += faults_in(options["checkpoint"], expected)
     whole = [checkpoints.name_of(each) for each in range(EVERY, step, EVERY)]  # saved before
     whole = whole if options["keep"] is None else whole[-1:]
@@ -452,9 +451,9 @@ def on_bad_storage(name, number, seed, expected, lab, options, folder, damaged) 
     failures = []
     for number, more in ((half, {}), (STEPS, {"resume": True})):
         length = {"max_steps": number}
-        begun, said = try_run(train_on_bad_storage, lab, options | length | more, folder, victim, writing, reading)
+        begun, message = try_run(train_on_bad_storage, lab, options | length | more, folder, victim, writing, reading)
         if not begun:
-            failures.append(f"an error that passes ended the run: {said}")
+            failures.append(f"an error that passes ended the run: {message}")
     if not list(Path(folder).glob("failed-*")):
         failures.append("no error was injected")
     return (
@@ -465,12 +464,12 @@ def on_bad_storage(name, number, seed, expected, lab, options, folder, damaged) 
 
 
 def resume_and_compare(lab, options, steps, expected, failures, lost, aside=()) -> dict:
-    """Resume a run that was disturbed, to its end. steps: how many it had made."""
-    begun, said = try_run(train, lab, options | {"resume": True})
-    if not begun and "nothing left to train" in said:  # it was killed after its last save
+    """Resume a disturbed run to its end, and compare. steps: the number it had made."""
+    begun, message = try_run(train, lab, options | {"resume": True})
+    if not begun and "nothing left to train" in message:  # it was killed after its last save
         begun = [STEPS]
     if not begun:
-        return {"lost": len(lost), "failures": [*failures, f"it cannot be resumed: {said}"]}
+        return {"lost": len(lost), "failures": [*failures, f"it cannot be resumed: {message}"]}
     most = 2 * EVERY if options["async_checkpoint"] else EVERY
     if (redone := steps - begun[0]) > most:
         failures.append(f"{redone} steps are done again, and at most {most} should be")
@@ -478,19 +477,19 @@ def resume_and_compare(lab, options, steps, expected, failures, lost, aside=()) 
 
 
 def at_the_end(options, expected, failures: list[str], lost: list[str], aside=()) -> dict:
-    """What the row says of the folder that a run has left. aside: names of what was damaged, and may be there."""
+    """Check the folder that a run has left. aside: names of damaged checkpoints, which may remain."""
     failures += [f"{each} was whole and is lost" for each in lost]
-    found = [path.name for path in Path(options["checkpoint"]).iterdir() if not path.name.startswith(".owner-")]
+    ranges = [path.name for path in Path(options["checkpoint"]).iterdir() if not path.name.startswith(".owner-")]
     whole = sorted(expected.prints)[-(options["keep"] or STEPS) :]
-    if sorted(found) != sorted([*whole, *aside]):
-        failures.append(f"it ends with {', '.join(sorted(found))}, and should with {', '.join([*whole, *aside])}")
+    if sorted(ranges) != sorted([*whole, *aside]):
+        failures.append(f"it ends with {', '.join(sorted(ranges))}, and should with {', '.join([*whole, *aside])}")
     faults = faults_in(options["checkpoint"], expected)
     failures += [fault for fault in faults if fault not in failures]
     return {"equal": not faults, "lost": len(lost), "failures": failures}
 
 
 def run(trials: int, seed: int, done=lambda rows: None) -> list[dict]:
-    """So many trials of each configuration: the rows of the record. done: is given those there are, after each trial."""
+    """Run ``trials`` trials of each configuration, and return the rows. done: called with the rows so far, after each trial."""
     rows = []
     for name in CONFIGURATIONS:
         once = functools.cache(reference_run)
@@ -501,7 +500,7 @@ def run(trials: int, seed: int, done=lambda rows: None) -> list[dict]:
 
 
 def table(rows: list[dict]):
-    """A pandas.DataFrame with a line for each configuration."""
+    """Make a pandas.DataFrame with a line for each configuration."""
     import pandas  # here, as every rank of every trial imports this file
 
     lines = []
@@ -527,7 +526,7 @@ def table(rows: list[dict]):
 
 @dataclass(frozen=True)
 class Config(Options):
-    """The command line is made from these fields."""
+    """How many trials. The command line is made from these fields."""
 
     trials: int = option(15, "trials of each configuration", least=1)
     seed: int = option(1, "of the ranks and the moments")

@@ -29,7 +29,7 @@ from planner.shapes import GPT_SHAPES
 
 @dataclass(frozen=True)
 class Config(Options):
-    """What to ask about. The command line is made from these fields."""
+    """The model and the run to estimate. The command line is made from these fields."""
 
     preset: Literal[tuple(GPT_SHAPES)] = option("tiny", "size of the model")
     ranks: int = option(4, "how many ranks share it", least=1, at_most=4096)
@@ -78,16 +78,16 @@ ESTIMATORS = {
 
 def ask_all(config: Config) -> dict:
     """{name: bytes, or a sentence}"""
-    found = {}
+    estimates = {}
     for name, (package, ask) in ESTIMATORS.items():
         if ask is pytorch and not config.tracker:
             continue
         if importlib.util.find_spec(package) is None:
-            found[name] = f"not installed: pip install {package}"
+            estimates[name] = f"not installed: pip install {package}"
         else:
             with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):  # DeepSpeed greets
-                found[name] = ask(config)
-    return found
+                estimates[name] = ask(config)
+    return estimates
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
   python -m proofs.gpu                    (make gpu) every part, on all GPUs of this machine
   python -m proofs.gpu --part smoke       (make gpu PART=smoke) one of them
-  python -m proofs.gpu --dry              (make gpu DRY=1) what it would run
+  python -m proofs.gpu --dry-run          (make gpu DRY=1) what it would run
   python -m proofs.gpu --device cpu       a rehearsal of the same steps on the CPU, with small shapes
 
 It needs no network, and of packages what the labs need. Records go to results/reference/<gpu>/ (a rehearsal's to
@@ -53,13 +53,13 @@ WAYS = {  # of gpt_fsdp.py, each tried for a few steps
 
 @dataclass(frozen=True)
 class Config(Options):
-    """What to run. The command line is made from these fields."""
+    """Which parts to run, and where. The command line is made from these fields."""
 
     part: Literal["smoke", "operators", "worlds", "planner", "yours", "speed", "notebooks", "tests"] | None = option(
         None, "which part (default: one after the other)"
     )
-    dry: bool = option(False, "say what would run, and run nothing")
-    again: bool = option(False, "from the start, though some of it is done")
+    dry_run: bool = option(False, "print what would run, and run nothing")
+    force: bool = option(False, "start over, even where records exist")
     device: Literal["cuda", "cpu"] = option("cuda", "cpu: a rehearsal with small shapes")
     folder: str | None = option(
         None, "where records go (default: results/reference/<gpu>; of a rehearsal, results/runs/gpu-hour)"
@@ -71,7 +71,7 @@ class Config(Options):
 
     @property
     def ranks(self) -> int:
-        """Of runs that take all GPUs; where there is none, as if there were one."""
+        """World size of runs on all GPUs (at least 1); of a rehearsal, 2."""
         return max(1, self.gpus) if self.device == "cuda" else 2
 
 
@@ -94,7 +94,7 @@ class Step:
         return self.judge(*(self.record(config, number, each) for number in range(len(self.runs))))
 
     def record(self, config, number: int, seconds: float) -> dict:
-        """Make one of the runs, in so many seconds at most; its record."""
+        """Make one of the runs, within ``seconds``, and return its record."""
         path = records_folder(config) / f"{slug(self.name)}{f'-{number + 1}' if number else ''}.json"
         words = [*self.words(config, *self.runs[number]), "--record", str(path)]
         launch.follow([sys.executable, "-u", *words], None, seconds, config.device)
@@ -124,7 +124,7 @@ def row(what, measured=None, expected=None, limit=None, holds=None, note="") -> 
     return {"what": what, "measured": measured, "expected": expected, "off": off, "holds": holds, "note": note}
 
 
-# What is said of a record
+# Judging a record
 
 
 def ran(record) -> list[dict]:
@@ -136,31 +136,31 @@ def as_planned(record) -> list[dict]:
     """The tracer's bytes and collectives against the plan."""
     where, terms = predict.peak_of(record)
     plan, memory = predict.plan_of(record), record["memory"]
-    found = [row("tracer's peak, bytes", sum(memory["peak"].values()), predict.total(terms), 1e-4, note=where)]
+    seen = [row("tracer's peak, bytes", sum(memory["peak"].values()), predict.total(terms), 1e-4, note=where)]
     for name, size in predict.by_category(plan.persistent()).items():
-        found.append(row(f"as a step begins, {name}, bytes", memory["start"][name], size, 0))
+        seen.append(row(f"as a step begins, {name}, bytes", memory["start"][name], size, 0))
     counted, planned = (
         sum(e["count"] * e["bytes"] for e in entries) for entries in (record["traffic"], plan.traffic())
     )
-    return [*found, row("collectives of a step, bytes", counted, planned, 0)]
+    return [*seen, row("collectives of a step, bytes", counted, planned, 0)]
 
 
 def as_planned_for_others(record) -> list[dict]:
-    """The same for transformers' modules, which keep small tables as buffers besides the parameters."""
-    return [found for found in as_planned(record) if found["what"] != "as a step begins, parameters, bytes"]
+    """Compare a record of hf_fsdp.py with its plan: transformers' modules have small tables as buffers besides the parameters."""
+    return [seen for seen in as_planned(record) if seen["what"] != "as a step begins, parameters, bytes"]
 
 
 def allocated(record) -> list[dict]:
     """The allocator against the plan: what no arithmetic knows is said as a factor."""
-    found = record["memory"]["allocator"]
-    if not found:  # a rehearsal
+    seen = record["memory"]["allocator"]
+    if not seen:  # a rehearsal
         return as_planned(record)
     plan = predict.total(dataclasses.replace(predict.plan_of(record), workspaces=True).peak()[1])
     return [
-        row("allocated at the peak, bytes", found["allocated"], plan, 0.02),
-        row("reserved over allocated", found["reserved"] / found["allocated"]),
-        row("reserved over the plan", found["reserved"] / plan),
-        row("retries", found["retries"]),
+        row("allocated at the peak, bytes", seen["allocated"], plan, 0.02),
+        row("reserved over allocated", seen["reserved"] / seen["allocated"]),
+        row("reserved over the plan", seen["reserved"] / plan),
+        row("retries", seen["retries"]),
         *compute(record),
     ]
 
@@ -182,11 +182,11 @@ def rate_ratio(one, other) -> list[dict]:
     return [row("samples/s, the first over the second", first / second)]
 
 
-def share(*found) -> list[dict]:
+def share(*seen) -> list[dict]:
     """How much of what multiplying matrices reaches goes into the model."""
     what = "model FLOPs over the measured matmul ceiling"
     how = {False: "eager", True: "compiled"}
-    return [row(what, one["matmul_ceiling_fraction"]["value"], note=how[one["config"]["compile"]]) for one in found]
+    return [row(what, one["matmul_ceiling_fraction"]["value"], note=how[one["config"]["compile"]]) for one in seen]
 
 
 # The parts
@@ -309,7 +309,7 @@ def records_folder(config) -> Path:
 def run_part(name: str, config) -> list[dict]:
     """Run what is not done yet of a part, while its time lasts. Returns the rows of all that is done."""
     path, deadline = records_folder(config) / "rows" / f"{name}.json", time.monotonic() + SECONDS
-    rows = earlier(path) if path.exists() and not config.again else []
+    rows = earlier(path) if path.exists() and not config.force else []
     done, failed = ({each["step"] for each in rows if (each["what"] == FAILS) is bad} for bad in (False, True))
     steps = [step for step in PARTS[name](config) if step.name not in done]
     steps.sort(key=lambda step: step.name in failed)
@@ -320,10 +320,10 @@ def run_part(name: str, config) -> list[dict]:
             return [*rows, about(name, step, row("not run, as the part's time is up", holds=False, note=note))]
         print(f"{name}: {step.name}", flush=True)
         try:
-            found = step.do(config, left)
+            seen = step.do(config, left)
         except UserError as error:  # a failed run is one, too: the others are worth having all the same
-            found = [row(FAILS, holds=False, note=str(error)[-2000:])]
-        rows = [each for each in rows if each["step"] != step.name] + [about(name, step, each) for each in found]
+            seen = [row(FAILS, holds=False, note=str(error)[-2000:])]
+        rows = [each for each in rows if each["step"] != step.name] + [about(name, step, each) for each in seen]
         records.write(path, rows)
     return rows
 
@@ -338,15 +338,15 @@ def earlier(path: Path) -> list[dict]:
             return rows
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         pass
-    raise UserError(f"{path} is not what proofs/gpu.py writes: remove it, or give --again")
+    raise UserError(f"{path} is not what proofs/gpu.py writes: remove it, or give --force")
 
 
-def about(part: str, step, found: dict) -> dict:
-    return {"part": part, "step": step.name} | found
+def about(part: str, step, seen: dict) -> dict:
+    return {"part": part, "step": step.name} | seen
 
 
 def table(rows: list[dict]) -> str:
-    """What holds, what does not, by how much."""
+    """Print which rows hold, which do not, and by how much."""
     lines = [f"{'step':32} {'what':44} {'measured':>16} {'expected':>16} {'off':>10}  holds"]
     for each in rows:
         sizes = [shown(each[name]) for name in ("measured", "expected")]
@@ -369,14 +369,14 @@ def shown(value: float | None) -> str:
 
 def main(config) -> int:
     names = [config.part] if config.part else list(PARTS)
-    if config.dry:
+    if config.dry_run:
         for name in names:
             print(f"{name}:")
             for step in PARTS[name](config):
                 print(f"  {step.name}", *(f"      {line}" for line in step.lines(config)), sep="\n")
         return 0
     if config.device == "cuda" and not config.gpus:
-        raise UserError("PyTorch sees no GPU here: --dry (make gpu DRY=1) says what it would run on one")
+        raise UserError("PyTorch sees no GPU here: --dry-run (make gpu DRY=1) prints what it would run on one")
     records.check_writable(records_folder(config) / "rows.json", "--folder")
     os.environ.setdefault("FSDP_LABS_DEVICE", "auto" if config.device == "cuda" else "cpu")
     rows = [each for name in names for each in run_part(name, config)]

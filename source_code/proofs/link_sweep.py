@@ -3,9 +3,9 @@
 Inside a practice cluster with a network, as root; it changes the link's speed as it goes, and then back:
 
   make slurm LINK=200mbit && . .slurm/env.sh && cd source_code
-  python -m proofs.link_sweep                                      five speeds, four strategies, one record each
+  python -m proofs.link_sweep         five speeds, four strategies, one record each
   python -m proofs.link_sweep --rates 200mbit,100mbit --steps 30
-  python -m proofs.link_sweep --folder results/reference/link-sweep-amd-epyc-2-cores     replaces the records that chapter 10 shows
+  python -m proofs.link_sweep --folder results/reference/link-sweep-amd-epyc-2-cores    replaces chapter 10's records
 
 A record has the keys of labkit/measuring/records.py that apply, and "link", with times in seconds:
 
@@ -47,7 +47,7 @@ REFERENCE = records.RESULTS / "reference"
 
 @dataclass(frozen=True)
 class Config(options.Options):
-    """What to sweep. The command line is made from these fields."""
+    """Speeds and steps. The command line is made from these fields."""
 
     rates: str = option(
         "none,1gbit,400mbit,200mbit,100mbit", "speeds of the link, with commas between them", form=RATES

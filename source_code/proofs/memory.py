@@ -1,13 +1,13 @@
-"""Put the predictions on trial: train in dozens of configurations, and compare peak memory and traffic with the arithmetic.
+"""Validate the planner's memory and traffic: train in dozens of configurations, and compare measured with predicted.
 
-  python -m proofs.memory                          all of them (five minutes on two cores); a table, and a record in results/runs/
-  python -m proofs.memory --every 6 --record trial.json
-  python -m proofs.memory --random 60 --seed 7     so many drawn at random from all that the labs accept; what is refused is listed
-  python -m proofs.memory --simulated              Llama 3's shapes on 8 to 1024 ranks: predicted beside simulated
+  python -m proofs.memory                        all listed configurations: five minutes on two cores
+  python -m proofs.memory --every 6 --record sixth.json
+  python -m proofs.memory --random 60 --seed 7   60 configurations drawn from all that the labs accept; lists what is refused
+  python -m proofs.memory --simulated            Llama 3's shapes on 8 to 1,024 ranks: predicted and simulated
 
-Each configuration trains for five steps on the CPU, where the meters count to the byte; those with equally many ranks
-share launches. The record has the rows of a launch as soon as it is over. What is compared: every category that stays
-between steps, the peak, every collective.
+It prints a table and writes a record to results/runs/. Each configuration trains for five steps on the CPU, where the
+meters count to the byte; configurations with the same number of ranks share launches. The record gets its rows at the
+end of each launch. Compared are the peak, each category of persistent memory, and every collective.
 """
 
 import contextlib
@@ -43,15 +43,15 @@ LLAMA = [("llama3-8b", 8), ("llama3-8b", 128), ("llama3-70b", 64), ("llama3-70b"
 
 
 def runnable(one: dict) -> bool:
-    """Whether a configuration can be tried here: DeepSpeed need not be installed."""
+    """Return whether a configuration can be trained here: DeepSpeed need not be installed."""
     return one["config"].get("engine") != "deepspeed" or holds(deepspeed_zero.check)
 
 
 def measure(me, configs: list[dict]) -> list[dict]:
-    """Run on every rank: train in each configuration, and return the records' "memory" and "traffic"."""
+    """Train in each configuration, and return the records' "memory" and "traffic". Collective."""
     results = []
-    os.environ.pop(progress.VARIABLE, None)  # a bar that starts again with each run would say nothing
-    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed would tell a lot
+    os.environ.pop(progress.VARIABLE, None)  # a progress bar for dozens of short runs would mean nothing
+    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints a lot
         for one in configs:
             with deepspeed_zero.contained():
                 measured = (measure_mnist if one["script"] == "mnist_fsdp.py" else measure_gpt)(me, one)
@@ -60,7 +60,7 @@ def measure(me, configs: list[dict]) -> list[dict]:
 
 
 def measure_gpt(me, one: dict) -> dict:
-    """A few steps of gpt_fsdp.py's loop, without its validation."""
+    """Train a few steps as gpt_fsdp.py does, without its validation."""
     import gpt_fsdp
     from labkit.measuring.meters import Meter
     from labkit.running.progress import Progress
@@ -78,7 +78,7 @@ def measure_gpt(me, one: dict) -> dict:
 
 
 def measure_mnist(me, one: dict) -> dict:
-    """A few steps of mnist_fsdp.py's loop on random images: memory does not depend on what they show."""
+    """Train a few steps as mnist_fsdp.py does, on random images: memory does not depend on their content."""
     import mnist_fsdp
     from labkit.measuring.meters import Meter
     from labkit.running.progress import Progress
@@ -97,12 +97,12 @@ def measure_mnist(me, one: dict) -> dict:
 
 
 def planned(one: dict, rank: int = 0) -> predict.Plan:
-    """The plan of one of ``configurations.listed``: what it does not say is as the lab script has it."""
+    """Plan a configuration of ``configurations``; options that it leaves out have the lab's defaults."""
     return predict.plan_of(one | {"device": "cpu", "config": asdict(lab_of(one).Config(**one["config"]))}, rank)
 
 
 def refusal(one: dict) -> str | None:
-    """The sentence with which the lab, or the planner, refuses a configuration; None: it can be tried."""
+    """Return the sentence with which the lab, or the planner, refuses a configuration; None if it can be trained."""
     try:
         if one["config"].get("engine") == "deepspeed":
             deepspeed_zero.check()
@@ -115,9 +115,9 @@ def refusal(one: dict) -> str | None:
 
 
 def split_by_refusal(drawn: list[dict]) -> tuple[list[dict], list[dict]]:
-    """Those that can be tried, and those refused, with the sentence under "refused"."""
-    told = [(one, refusal(one)) for one in drawn]
-    return [one for one, sentence in told if not sentence], [one | {"refused": why} for one, why in told if why]
+    """Return (configurations that can be trained, those refused, with the sentence under "refused")."""
+    refusals = [(one, refusal(one)) for one in drawn]
+    return [one for one, sentence in refusals if not sentence], [one | {"refused": why} for one, why in refusals if why]
 
 
 def todays_seed() -> int:
@@ -125,33 +125,33 @@ def todays_seed() -> int:
 
 
 def compare_ranks(one: dict, measured: list[dict]) -> dict:
-    """The row of one configuration: of rank 0, or where ranks differ of the one that agrees least."""
+    """Return the row of one configuration: of rank 0, or where ranks differ, of the rank that agrees least."""
     differ = one["script"] == "gpt_pipeline.py" or planned(one).strategy in zero.UNEVEN
     rows = [compare(one, measured[rank], rank) for rank in range(one["ranks"] if differ else 1)]
     return max(rows, key=lambda r: (not r["persistent equal"], not r["traffic equal"], abs(r["difference"])))
 
 
 def compare(one: dict, measured: dict, rank: int = 0) -> dict:
-    """One row of the table: bytes measured and predicted, and whether they agree."""
+    """Compare one rank's measured memory and traffic with its plan: a row of the table, in bytes."""
     plan = planned(one | {"versions": {"torch": torch.__version__}}, rank)
     where, terms = plan.peak()
     predicted, peak = predict.by_category(terms), measured["memory"]["peak"]
-    # Beside the peak's: what is there as a step begins, of which every byte must be right.
-    kept = predict.by_category(plan.persistent())
-    started = {name: measured["memory"]["start"][name] for name in kept}
+    # Besides the peak, the memory at the start of a step must be right to the byte.
+    persistent = predict.by_category(plan.persistent())
+    started = {name: measured["memory"]["start"][name] for name in persistent}
     return one | {
         "rank": rank,
         "measured": {name: size for name, size in peak.items() if size},
         "predicted": predicted,
         "where": where,
         "difference": predict.total(predicted) / sum(peak.values()) - 1,
-        "persistent equal": started == kept and all(peak[name] == predicted.get(name, 0) for name in PERSISTENT),
+        "persistent equal": started == persistent and all(peak[name] == predicted.get(name, 0) for name in PERSISTENT),
         "traffic equal": counted(measured["traffic"]) == counted(plan.traffic()),
     }
 
 
 def counted(traffic: list[dict]) -> Counter:
-    """(kind, bytes) → how many."""
+    """Return {(kind, bytes): number of collectives}."""
     return sum((Counter({(c["kind"], c["bytes"]): c["count"]}) for c in traffic), Counter())
 
 
@@ -174,7 +174,7 @@ def run(configs: list[dict]) -> Iterator[dict]:
 
 
 def name_of(one: dict) -> str:
-    """A configuration's options in a line."""
+    """Format a configuration's options as one line."""
     how = next((name for name in ("strategy", "schedule") if name in one["config"]), None)
     options = {k: v for k, v in one["config"].items() if k not in (how, "batch_size", "seq_len")}
     return " ".join([one["config"].get(how, ""), *(f"{k}={v}" for k, v in options.items())]).strip()
@@ -196,22 +196,22 @@ def table(rows: list[dict]) -> pandas.DataFrame:
 
 
 def simulate(model: str, count: int) -> dict:
-    """Predicted and simulated peak, bytes, of a Llama 3 shape on so many ranks; what the simulation took."""
+    """Return the predicted and the simulated peak (bytes) of a Llama 3 shape on ``count`` ranks, and the simulation's cost."""
     words = f"--model {model} --ranks {count} --batch 1 --seq 8192 --precision bf16 --recompute full --device cpu"
     begin = time.perf_counter()
     command = [sys.executable, "plan.py", *words.split(), "--simulate", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=launch.SOURCE) as process:
-        found = json.loads(process.stdout.read())
+        answer = json.loads(process.stdout.read())
         _, _, used = os.wait4(process.pid, 0)  # of this process alone
         process.returncode = 0
     return {
         "model": model,
         "ranks": count,
-        "predicted": found["peak"],
-        "where": found["where"],
-        "simulated": found["simulated"],
-        "simulated_at": found["simulated_at"],
-        "difference": found["peak"] / found["simulated"] - 1,
+        "predicted": answer["peak"],
+        "where": answer["where"],
+        "simulated": answer["simulated"],
+        "simulated_at": answer["simulated_at"],
+        "difference": answer["peak"] / answer["simulated"] - 1,
         "seconds": time.perf_counter() - begin,
         "cpu_seconds": used.ru_utime + used.ru_stime,
         "peak_rss": used.ru_maxrss * (1 if sys.platform == "darwin" else 1024),
@@ -235,17 +235,17 @@ def simulated_table(rows: list[dict]) -> pandas.DataFrame:
 
 @dataclass(frozen=True)
 class Config(Options):
-    """The trial. The command line is made from these fields."""
+    """Which configurations to train. The command line is made from these fields."""
 
-    every: int = option(1, "take one configuration in so many", least=1)
-    random: int | None = option(None, "draw so many configurations at random instead", least=1)
-    seed: int | None = option(None, "of the draws (default: the day's, such as 20261122)", needs="random")
+    every: int = option(1, "train every N-th configuration only", least=1)
+    random: int | None = option(None, "draw N configurations at random instead", least=1)
+    seed: int | None = option(None, "seed of the draws (default: today's date, such as 20261122)", needs="random")
     simulated: bool = option(False, "compare with simulations of Llama 3's shapes instead")
     record: str | None = option(None, "where the record goes (default: results/runs/)")
 
 
 def chosen(options: Config) -> tuple[list[dict], list[dict]]:
-    """The configurations to try; and those drawn that are refused, with the sentence under "refused"."""
+    """Return (configurations to train, those drawn that are refused, with the sentence under "refused")."""
     if not options.random:
         return [*filter(runnable, configurations.listed())][:: options.every], []
     seed = todays_seed() if options.seed is None else options.seed
@@ -260,7 +260,7 @@ def main():
         about = {"refused": refused} if options.random else {}
         for row in (simulate(*one) for one in LLAMA) if options.simulated else run(configs):
             rows.append(row)
-            records.write_rows(path, rows, **about)  # at once: what goes wrong later costs nothing measured before
+            records.write_rows(path, rows, **about)  # at once: a later failure must not cost what was measured before
         if not rows:  # all were refused
             records.write_rows(path, rows, **about)
     except UserError as error:

@@ -1,10 +1,11 @@
-"""One training, however it is shared: the losses of each way to share it, beside those of one process.
+"""Check loss parity: every way to share a training computes the losses of one process, step by step.
 
-  python -m proofs.parity                    every way, on 2 and on 4 ranks, in float64 and in fp32; a table and a record
+  python -m proofs.parity        all variants, on 2 and on 4 ranks, in float64 and in fp32; a table and a record
   python -m proofs.parity --record here.json
 
-One model, one set of first values, one order of the text, one global batch. In float64 the ways differ by the order in
-which they add, some 1e-15; what computes something else differs by far more. fp32 is what people train in.
+All variants have the same model, initial weights, order of the text, and global batch. In float64 they differ only by
+the order of additions, about 1e-15; a variant that computes something else differs by far more. fp32 is what people
+train in.
 """
 
 import contextlib
@@ -33,7 +34,12 @@ JAX = "gpt_jax"  # one process, with devices in the place of ranks
 class Variant:
     """One way to share the training.
 
-    lab: the script, which has a Config and a ``prepare``, gpt_jax.py a ``train``. options: of its Config.
+    Attributes:
+        name: as the table shows it.
+        lab: the script; it has a Config and a ``prepare`` (gpt_jax.py: a ``train``).
+        options: of the lab's Config.
+        ranks: the numbers of ranks to train on.
+        precisions: keys of TOLERANCE.
     """
 
     name: str
@@ -72,7 +78,7 @@ VARIANTS = [
 
 
 def config_of(variant: Variant, count: int, precision: str, steps: int):
-    """The options of one run: the same sequences in a step, whatever the number of ranks that share them."""
+    """Return a run's options: a step has the same sequences, whatever the number of ranks that share them."""
     lab = import_module(variant.lab)
     options = {"max_steps": steps, "seq_len": LENGTH, "precision": precision, "device": "cpu"} | variant.options
     if variant.lab == JAX:
@@ -82,36 +88,36 @@ def config_of(variant: Variant, count: int, precision: str, steps: int):
 
 
 def losses_of(me, variants: list[tuple[Variant, str]], steps: int) -> list[list[float]]:
-    """Run on every rank: the losses of each (way, precision), step by step."""
+    """Train each (variant, precision), and return its losses, step by step. Collective."""
     import gpt_fsdp
 
-    os.environ.pop(progress.VARIABLE, None)  # a bar that starts again with each run would say nothing
-    meters.TRACED_STEPS = range(0)  # tracing slows, and here the losses are asked for
-    found = []
+    os.environ.pop(progress.VARIABLE, None)  # a progress bar for dozens of short runs would mean nothing
+    meters.TRACED_STEPS = range(0)  # tracing is slow, and only the losses are needed here
+    all_losses = []
     for variant, precision in variants:
-        # Dozens of runs would each tell their losses.
+        # Dozens of runs would each print their losses.
         with contextlib.redirect_stdout(io.StringIO()), deepspeed_zero.contained():
             lab = import_module(variant.lab)
             config = config_of(variant, me.world_size, precision, steps)
-            found.append(gpt_fsdp.train(config, me, lab.prepare, lab.compute_loss)["losses"])
-    return found
+            all_losses.append(gpt_fsdp.train(config, me, lab.prepare, lab.compute_loss)["losses"])
+    return all_losses
 
 
 def losses_under_jax(me, runs: list[tuple[Variant, int, str]], steps: int) -> list[list[float]]:
-    """The same of each (way, devices, precision), in one process."""
+    """Train each (variant, devices, precision) under JAX, in one process, and return its losses, step by step."""
     os.environ.pop(progress.VARIABLE, None)
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiling is most of these short runs
     jax_world.load(max(RANKS), "cpu")  # JAX makes its devices once; smaller runs take some of them
-    found = []
+    all_losses = []
     for variant, count, precision in runs:
         with contextlib.redirect_stdout(io.StringIO()):
             world = jax_world.load(count, "cpu", precision)
-            found.append(import_module(JAX).train(config_of(variant, count, precision, steps), world)["losses"])
-    return found
+            all_losses.append(import_module(JAX).train(config_of(variant, count, precision, steps), world)["losses"])
+    return all_losses
 
 
 def runnable() -> list[Variant]:
-    """The ways that this machine can go: without DeepSpeed or JAX, the others."""
+    """Return the variants that can run here: those of DeepSpeed and JAX only where these are installed."""
     variants = [
         variant for variant in VARIANTS if variant.options.get("engine") != "deepspeed" or holds(deepspeed_zero.check)
     ]
@@ -119,7 +125,12 @@ def runnable() -> list[Variant]:
 
 
 def run(variants: list[Variant], steps: int = STEPS) -> list[dict]:
-    """[{"way", "ranks", "precision", "losses", "difference"}, …]: the largest relative difference to one process."""
+    """Train the variants, and return a row for each run.
+
+    Returns:
+        [{"way": the variant's name, "ranks", "precision", "losses", "difference"}, …], with the largest relative difference
+        of a loss from one process's.
+    """
     here = launch.Cluster(launcher="local")
     done = []
     for count in (1, *RANKS):
@@ -131,13 +142,15 @@ def run(variants: list[Variant], steps: int = STEPS) -> list[dict]:
         ]
         if not mine:
             continue
-        found = notebook_ranks.on_ranks(losses_of, mine, steps, ranks=count, cluster=here, timeout=600)[0]
-        done += [(variant, count, precision, losses) for (variant, precision), losses in zip(mine, found, strict=True)]
+        all_losses = notebook_ranks.on_ranks(losses_of, mine, steps, ranks=count, cluster=here, timeout=600)[0]
+        done += [
+            (variant, count, precision, losses) for (variant, precision), losses in zip(mine, all_losses, strict=True)
+        ]
     if under_jax := [
         (w, count, precision) for w in variants if w.lab == JAX for count in w.ranks for precision in w.precisions
     ]:
-        found = notebook_ranks.on_ranks(losses_under_jax, under_jax, steps, ranks=1, cluster=here, timeout=600)[0]
-        done += [(*run, losses) for run, losses in zip(under_jax, found, strict=True)]
+        all_losses = notebook_ranks.on_ranks(losses_under_jax, under_jax, steps, ranks=1, cluster=here, timeout=600)[0]
+        done += [(*run, losses) for run, losses in zip(under_jax, all_losses, strict=True)]
 
     alone = {precision: losses for variant, _, precision, losses in done if variant is BASELINE}
     rows = []
@@ -171,7 +184,7 @@ def table(rows: list[dict]) -> pandas.DataFrame:
 
 @dataclass(frozen=True)
 class Config(Options):
-    """The command line is made from these fields."""
+    """Where the record goes. The command line is made from this field."""
 
     record: str | None = option(None, "where the record goes (default: results/runs/)")
 

@@ -1,14 +1,14 @@
-"""Measure the course's claims about speed as ratios, each pair of runs side by side.
+"""Measure the course's claims about speed as ratios of paired runs.
 
-  python -m proofs.ratios                          (or: make bench)
+  python -m proofs.ratios        (or: make bench)
 
-1. The data set in memory against the usual per-sample loader with two workers a rank: samples/s and accuracy.
-2. What FSDP costs where it cannot help: FSDP2 in one unit on one rank against the plain loop, step time.
-3. For how long saving a checkpoint holds up training: while it goes on (--async-checkpoint) against at once.
+1. Data loading: the data set in memory over the usual per-sample loader with two workers per rank (samples/s, accuracy).
+2. FSDP's overhead where it cannot help: FSDP2 in one unit on one rank over the plain loop (step time).
+3. Training stalled by a save: with --async-checkpoint over without (seconds).
 
-The two runs of a pair follow each other at once, in every second pair in the other order, and a ratio is taken pair by
-pair: so neither a machine that slows down or speeds up meanwhile decides, nor what the first run leaves for the second,
-such as files in memory. Printed: the median ratio and the lowest and highest.
+The runs of a pair follow each other immediately, in alternating order, and each pair gives one ratio. So the result does
+not depend on a machine that slows down or speeds up, or on what the first run leaves behind, such as the page cache.
+It prints the median ratio, the lowest and the highest.
 """
 
 import statistics
@@ -40,7 +40,7 @@ def run(lab, **options) -> dict:
 
 
 def in_pairs(pairs: int, name: str, first, second) -> Iterator[tuple[dict, dict]]:
-    """Run both functions in each of so many pairs, and yield what they return.
+    """Run both functions in each of ``pairs`` pairs, and yield what they return.
 
     Args:
         pairs: how many. The first function goes first in the first pair, in the third and so on.

@@ -1,17 +1,16 @@
-"""Put predicted step times on trial: say what a step will take over a slow link, then train, and compare.
+"""Validate the planner's step times: predict each step's time over a slow link, then train, and compare.
 
 Inside a practice cluster with a network, as root; it changes the link's speed as it goes, and then back:
 
   make slurm LINK=200mbit && . .slurm/env.sh && cd source_code
-  python -m proofs.step_time                     three speeds, four strategies: three minutes; a table, and a record
+  python -m proofs.step_time          three speeds, four strategies: three minutes; a table, and a record
   python -m proofs.step_time --record results/reference/step-time-intel-xeon-2-cores.json
 
-One run is for calibration: one strategy on the link before it is slowed. PyTorch's profiler says how long its
-collectives took; the rest of a step is what it computes. (It is one of FSDP's, which under gloo waits for each call, so
-that the two add up.) What a rank sent in that time is the bandwidth within a node, where nothing but the machine slows
-messages down, and small all-reduces give the latency of both links. From these, the speeds that the link will be given,
-and the arithmetic of planner/cost.py, come the predictions. They are written, with their time, before the first
-measured step. Where one of them is more than 15 % off, the command ends with exit code 1.
+One run calibrates: one strategy of FSDP on the link before it is slowed. PyTorch's profiler measures its collectives; the
+rest of a step is compute. (FSDP blocks on each gloo call, so compute and communication are additive.) The bytes that a
+rank sent in that time give the bandwidth within a node, and small all-reduces give the latency of both links. The
+predictions follow from these, the link's future speeds, and the arithmetic of planner/cost.py. They are written, with a
+time stamp, before the first measured step. If one of them is more than 15 % off, the exit code is 1.
 """
 
 import statistics
@@ -39,7 +38,7 @@ ROUNDS = 3  # through all strategies, so that what disturbs the machine for a wh
 
 @dataclass(frozen=True)
 class Config(options.Options):
-    """What to try. The command line is made from these fields."""
+    """Speeds and steps. The command line is made from these fields."""
 
     rates: str = option(
         "400mbit,200mbit,100mbit", "speeds of the link, with commas between them", form=link_sweep.RATES
@@ -49,7 +48,7 @@ class Config(options.Options):
 
 
 def calibrate(me, steps: int) -> dict:
-    """What this rank sees on a link that is not slowed: the calibration's steps, and small calls. Every rank runs it."""
+    """Measure on this rank, over a link that is not slowed: the calibration's steps, and small calls. Every rank runs it."""
     import torch.distributed as dist
 
     groups = [dist.new_group(range(first, first + NODE_SIZE)) for first in range(0, me.world_size, NODE_SIZE)]

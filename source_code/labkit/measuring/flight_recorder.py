@@ -327,7 +327,7 @@ class Run:
     prefix: str
     dumps: dict[int, Dump]
     places: dict[int, Place]
-    told: dict[int, float]
+    valid_until: dict[int, float]
     left_out: list[tuple[list[int], str]]  # what these ranks left is of an earlier run: why it seems so
 
 
@@ -409,8 +409,8 @@ def read(folder: str | Path | None = None, prefix: str | None = None) -> Run:
             mine = {name: group for name, group in known.items() if rank in group.ranks}
             dumps[rank] = _dump_in(raw[rank]["entries"], mine | groups[rank])
     ended = {rank for rank, place in places.items() if place.ended}
-    told = {rank: paths[rank].stat().st_mtime if rank in ended else float("inf") for rank in dumps}
-    return Run(folder, prefix, dumps, places, told, left_out)
+    valid_until = {rank: paths[rank].stat().st_mtime if rank in ended else float("inf") for rank in dumps}
+    return Run(folder, prefix, dumps, places, valid_until, left_out)
 
 
 @contextlib.contextmanager

@@ -29,13 +29,13 @@ Private PyTorch used here, and only here: the operators named above, and where o
 import contextlib
 import math
 import weakref
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer as optimizers
 
+from labkit.measuring.replaced import replaced
 from labkit.measuring.trace import StepTrace
 
 aten = torch.ops.aten
@@ -58,12 +58,12 @@ class GpuOperators(contextlib.ExitStack):
     def __enter__(self):
         instead = {"rms_norm": rms_norm, "dropout": dropout, "log_softmax": log_softmax}
         instead["scaled_dot_product_attention"] = self.attention
-        self.enter_context(mock.patch.multiple(F, **instead))
+        self.enter_context(replaced(F, **instead))
         makers = {name: self.knowing_where(getattr(torch, name)) for name in ("tensor", "zeros")}
-        self.enter_context(mock.patch.multiple(torch, **makers))
+        self.enter_context(replaced(torch, **makers))
         types = [*optimizers._foreach_supported_types, FakeTensor]
         at_once = {"_foreach_supported_types": types, "_get_foreach_kernels_supported_devices": lambda: ["cpu"]}
-        self.enter_context(mock.patch.multiple(optimizers, **at_once))
+        self.enter_context(replaced(optimizers, **at_once))
         return super().__enter__()
 
     def knowing_where(self, make):

@@ -17,13 +17,13 @@ ROOT = Path("/")
 
 
 def total() -> int:
-    """Bytes of memory this process may use: the machine's, or less where a container or a job limits it."""
+    """Return the bytes of memory this process may use: the machine's, or less where a container or a job limits it."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([physical, *(limit for limit, _ in _memory_limits())])
 
 
 def free() -> float:
-    """Bytes of memory that this process can still use, if nobody else does; infinity where the kernel does not say."""
+    """Return the bytes that this process can still use, if no other does; infinity where the kernel does not report it."""
     left = [limit - used for limit, used in _memory_limits()]
     with contextlib.suppress(OSError):
         left.append(_numbers(ROOT / "proc/meminfo")["MemAvailable:"] * 1024)
@@ -31,7 +31,7 @@ def free() -> float:
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
-    """(limit, bytes used) of each control group that this process is in: its job's (Slurm's --mem), its container's.
+    """Yield (limit, bytes used) of each control group of this process: its job's (Slurm's --mem), its container's.
 
     Only what the process sees of them: in a container, that is the container's group and those below.
     """
@@ -47,7 +47,7 @@ def _memory_limits() -> Iterator[tuple[int, int]]:
 
 
 def _limits_above(top: Path, path: str, files: tuple[str, str, str]) -> Iterator[tuple[int, int]]:
-    """The limits of the group at ``path`` and of those around it, up to ``top``: all of them hold."""
+    """Yield the limits of the group at ``path`` and of the groups around it, up to ``top``: all of them apply."""
     maximum, current, prefix = files
     inner = top / path.strip("/")
     for group in (inner, *inner.parents[: len(inner.parts) - len(top.parts)]):
@@ -59,12 +59,12 @@ def _limits_above(top: Path, path: str, files: tuple[str, str, str]) -> Iterator
 
 
 def _numbers(file: Path) -> dict[str, int]:
-    """{first word: second} of a file's lines."""
+    """Read {first word: second word} of a file's lines."""
     return {words[0]: int(words[1]) for words in map(str.split, file.read_text().splitlines())}
 
 
 def reset_peak_resident() -> int:
-    """Bytes resident now; the peak that ``resident`` tells counts anew, on Linux. Elsewhere: the peak so far."""
+    """Reset the peak of ``resident``, and return the bytes resident now; where that is not Linux, the peak so far."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
         return resident()
@@ -73,9 +73,9 @@ def reset_peak_resident() -> int:
 
 
 def resident(peak: bool = False) -> int:
-    """Bytes of this process that lie in physical memory (RSS) now; peak: the most there ever were.
+    """Return this process's resident set size (RSS, the RES of ``top``) in bytes; peak: its maximum so far.
 
-    What ``top`` calls RES. Linux counts it in /proc/self/status; elsewhere ``ps`` and ``getrusage`` tell.
+    Read from /proc/self/status on Linux, elsewhere from ``ps`` and ``getrusage``.
     """
     try:
         name = "VmHWM:" if peak else "VmRSS:"
@@ -86,5 +86,5 @@ def resident(peak: bool = False) -> int:
 
         if peak:
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        said = subprocess.run(["ps", "-o", "rss=", "-p", str(os.getpid())], capture_output=True, text=True)
-        return int(said.stdout) * 1024
+        ps = subprocess.run(["ps", "-o", "rss=", "-p", str(os.getpid())], capture_output=True, text=True)
+        return int(ps.stdout) * 1024

@@ -1,4 +1,4 @@
-"""A smaller machine: a step trace that raises as a full GPU does (chapter 16)."""
+"""Simulate a GPU with less memory: a step trace that runs out of memory (chapter 16)."""
 
 import torch
 
@@ -6,10 +6,10 @@ from labkit.measuring import trace
 
 
 class Budget(trace.StepTrace):
-    """A step trace with a limit: a rank has so many bytes for tensors, and no more. Simulated, on any device.
+    """A step trace that limits a rank's tensors to ``size`` bytes. Simulated, on any device.
 
-    Inside, what needs more raises torch.OutOfMemoryError, as on a full GPU; ``timeline()`` then shows how it came to it.
-    Left out, as in every trace: what lies outside tensors, and what an allocator rounds up or reserves.
+    Within the context, a larger allocation raises torch.OutOfMemoryError, as on a full GPU; ``timeline()`` then shows what
+    led to it. As in every trace, memory outside tensors and an allocator's rounding and reserve are not counted.
     """
 
     def __init__(self, model, optimizer, device: torch.device, size: int):

@@ -163,7 +163,7 @@ def free_memory_of_a_rank(me, device) -> float:
     """Bytes that a rank can still allocate on ``device``: the least of any rank's, infinity if nobody says.
 
     Collective. The ranks of a node share the CPU's memory evenly; each has a GPU to itself. me: a ``ranks.Rank``.
-    In a world that is not there (one_rank.py) nobody shares.
+    In a simulated world (one_rank.py) nobody shares.
     """
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]

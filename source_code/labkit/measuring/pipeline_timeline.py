@@ -57,7 +57,7 @@ def record_steps(stage: PipelineStage, step: Callable[[], object], steps: int) -
         [step][rank][note], with notes as ``recording`` yields them, in seconds since the step's first forward began.
     """
     step()
-    found = []
+    recorded = []
     for _ in range(steps):
         dist.barrier()
         with recording(stage) as notes:
@@ -67,8 +67,8 @@ def record_steps(stage: PipelineStage, step: Callable[[], object], steps: int) -
         start = min(note["begin"] for row in every for note in row)
         for note in (note for row in every for note in row):
             note["begin"], note["end"] = note["begin"] - start, note["end"] - start
-        found.append(every)
-    return found
+        recorded.append(every)
+    return recorded
 
 
 def span(step: list[list[dict]]) -> float:

@@ -2,7 +2,7 @@
 
   lab = Lab()                                     the settings; Lab(ranks=2, partition="gpu") changes some
   lab.run("mnist_fsdp.py", strategy="ddp")        a lab script to its end; returns its record
-  lab.plan("mnist_fsdp.py", strategy="ddp")       what the planner says of that run
+  lab.plan("mnist_fsdp.py", strategy="ddp")       the plan of that run; import mnist_fsdp first, for its defaults
   lab.on_ranks(function)                          a function of the notebook, on every rank
 
 Where a setting is not given, it comes from the environment, where an instructor can set it for a class:
@@ -58,7 +58,7 @@ class Lab(launch.Cluster):
         return slurm.gpus_of_the_job() if slurm.inside_a_job() else site.gpus_of_a_node(self.partition)
 
     def device_of(self, ranks: int | None = None, nodes: int = 1) -> str:
-        """What a run of so many ranks (default: those of the settings) computes on: "cuda" or "cpu"."""
+        """Return what a run of ``ranks`` (default: the settings') computes on: "cuda" or "cpu"."""
         if self.device != "auto":
             return self.device
         return "cuda" if (ranks or self.ranks) <= self.gpus * nodes else "cpu"
@@ -103,7 +103,7 @@ class Lab(launch.Cluster):
         return predict.plan_of(about)
 
     def on_ranks(self, function, *arguments, ranks: int | None = None, nodes: int = 1, **settings) -> list:
-        """[what ``function(me, *arguments)`` returned on rank 0, on rank 1, …] (``notebook_ranks.on_ranks``).
+        """Run ``function(me, *arguments)`` on every rank, and return each rank's result (``notebook_ranks.on_ranks``).
 
         settings: ``notebook_ranks.on_ranks``' others.
         """

@@ -1,4 +1,4 @@
-"""Run a function of a notebook on several ranks, and bring back what each rank returned.
+"""Run a function of a notebook on several ranks, and return each rank's result.
 
   on_ranks(function, 3.0, ranks=4)      calls function(me, 3.0) on every rank; me: a ``ranks.Rank``
 
@@ -22,7 +22,7 @@ from labkit.running import launch, ranks
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What ``ranks.run`` needs to know. folder: where the function is, and where its results go."""
+    """The options that ``ranks.run`` reads. folder: where the function is, and where its results go."""
 
     folder: str
     ranks: int
@@ -42,11 +42,22 @@ def on_ranks(
     timeout: float = 120,
     spawn: bool = False,
 ) -> list:
-    """[what ``function(me, *arguments)`` returned on rank 0, on rank 1, …]; what the ranks print is printed.
+    """Run ``function(me, *arguments)`` on every rank, and print what the ranks print.
 
-    nodes: over how many the ranks are spread (Slurm only). Tensors come back on the CPU. timeout: seconds, of which
-    those in Slurm's queue do not count. spawn: each rank started here is a new Python with a hash seed of its own, as
-    under torchrun, which takes seconds longer than a fork. Raises ``launch.RunFailed`` with the first error's text.
+    Args:
+        function: called with a ``ranks.Rank`` and the arguments.
+        ranks: the number of ranks.
+        nodes: the number of nodes that they are spread over (Slurm only).
+        device: "cpu" or "cuda".
+        cluster: how to launch (default: ``launch.Cluster()``).
+        timeout: seconds, without those in Slurm's queue.
+        spawn: start each rank here as a new Python with its own hash seed, as torchrun does; seconds slower than a fork.
+
+    Returns:
+        [the result on rank 0, on rank 1, …], with tensors on the CPU.
+
+    Raises:
+        launch.RunFailed: with the first error's text.
     """
     import cloudpickle  # only a notebook needs it
 

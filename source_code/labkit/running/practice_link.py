@@ -1,10 +1,10 @@
-"""The link between the nodes of the practice cluster: its speed, and what crossed it.
+"""Read and set the speed of the link between the practice cluster's nodes, and count the bytes that crossed it.
 
   link()                        "200mbit", "none" for one that is not slowed; None where there is no such network
   change_link("100mbit")        for whatever runs from now on
   interface_bytes()             what this rank's node has sent and received over it
-  bytes_per_second("200mbit")   what it carries of your bytes; planner/cost.py says how many should cross it
-  saved_up("200mbit")           what it carries at once after a pause
+  bytes_per_second("200mbit")   its bandwidth for payload; planner/cost.py predicts how many bytes should cross it
+  burst_bytes("200mbit")        bytes that it passes at once after a pause
 
 ``make slurm LINK=200mbit`` makes the network (source_code/slurm/practice_network.sh says how it looks).
 """
@@ -24,7 +24,7 @@ PIECE, LATE = 66_000, 2e-3  # the token bucket's size: bytes, or seconds of the 
 
 
 def link() -> str | None:
-    """The link's speed: "200mbit", "1gbit", … or "none". None where no practice network is."""
+    """Return the link's speed: "200mbit", "1gbit", … or "none" (not slowed); None where there is no practice network."""
     try:
         return Path(os.environ[VARIABLE]).read_text().strip()
     except (KeyError, OSError):
@@ -32,7 +32,7 @@ def link() -> str | None:
 
 
 def change_link(rate: str):
-    """Give the link of the practice cluster another speed. UserError if there is none, or it cannot be."""
+    """Set the speed of the practice cluster's link. UserError if there is no link, or it cannot be set."""
     if link() is None:
         raise UserError("there is no link to change: first type make slurm LINK=200mbit, and source its env.sh")
     folder = Path(os.environ[VARIABLE]).parent
@@ -44,25 +44,25 @@ def change_link(rate: str):
 
 
 def bytes_per_second(rate: str) -> float:
-    """What a link of this speed ("200mbit") carries of your bytes, each way; infinity for "none"."""
+    """Return the payload bandwidth of a link of this speed ("200mbit"), in bytes/s each way; infinity for "none"."""
     if rate == "none":
         return math.inf
     return float(rate[:-4]) * {"mbit": 1e6, "gbit": 1e9}[rate[-4:]] / 8 * PAYLOAD
 
 
-def saved_up(rate: str, pause: float = math.inf) -> float:
-    """Bytes that the link lets through at once when it was silent for ``pause`` seconds: its token bucket's content."""
+def burst_bytes(rate: str, pause: float = math.inf) -> float:
+    """Return the bytes that the link passes at once after ``pause`` idle seconds: its token bucket's content."""
     if rate == "none":
         return 0.0
     return min(pause * bytes_per_second(rate), max(PIECE, LATE * bytes_per_second(rate) / PAYLOAD))
 
 
 def interface_bytes() -> dict | None:
-    """{"interface", "sent", "received"}: all that has crossed the link at this node, in bytes, since it is up.
+    """Return {"interface", "sent", "received"}: the bytes that have crossed the link at this node since it came up.
 
-    None elsewhere than on the practice network's nodes: on other machines much else uses the same interface.
-    The kernel counts headers too, once for each piece of up to 64 KB that it hands over, so that the count is
-    0.3 % above what the ranks sent each other in large messages, and more in small ones.
+    None outside the practice network's nodes: on other machines much else uses the same interface. The kernel counts
+    headers too, once per segment of up to 64 KB, so the count is 0.3 % above the ranks' payload for large messages, and
+    more for small ones.
     """
     if VARIABLE not in os.environ or os.environ.get("GLOO_SOCKET_IFNAME") != INTERFACE:
         return None

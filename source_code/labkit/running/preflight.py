@@ -13,7 +13,7 @@ from labkit.measuring import meters, records
 
 
 def check(config, me):
-    """UserError for a lab's options that this rank's device, compiler or disk cannot serve. me: a ``ranks.Rank``."""
+    """Check a lab's options against this rank's device, compiler and disk. UserError if one cannot serve. me: a ``ranks.Rank``."""
     on_cpu = me.device.type == "cpu"
     if config.precision == "bf16" and not on_cpu and torch.cuda.get_device_capability(me.device) < (8, 0):
         raise UserError(f"{torch.cuda.get_device_name(me.device)} does not compute in bf16: use --precision fp32")
@@ -28,7 +28,7 @@ def check(config, me):
 
 
 def _check_compiler(on_cpu: bool):
-    """UserError without what torch.compile calls: a C++ compiler for the CPU; for a GPU, as Triton has it, one for C."""
+    """Check for the compiler that torch.compile calls: C++ for the CPU; C for a GPU, because of Triton. UserError without."""
     default = ["clang++" if sys.platform == "darwin" else "g++"] if on_cpu else ["gcc", "clang"]
     chosen = os.environ.get("CXX" if on_cpu else "CC")
     tried = [chosen] if chosen else default
@@ -50,7 +50,7 @@ def refuse_if_too_big(config, me):
         plans = [predict.plan_of(run, stage, at_least=True) for stage in range(stages)]
     except UserError:  # not predicted: nothing to go by
         return
-    # With offload, what persists lies in the CPU's memory.
+    # With offload, persistent memory is the CPU's.
     needed = max(
         predict.total(plan.on_host() or plan.persistent() if config.cpu_offload else plan.peak()[1]) for plan in plans
     )

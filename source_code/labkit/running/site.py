@@ -1,4 +1,4 @@
-"""What this site offers: its Slurm partitions, GPUs and memory, and where a notebook's labs would run."""
+"""Detect the site: its Slurm partitions, GPUs and memory, and where a notebook's labs would run."""
 
 import contextlib
 import os
@@ -12,13 +12,13 @@ from labkit import UserError
 from labkit.measuring import host_memory
 
 GIB = 2**30
-SINFO_SECONDS = 10  # how long a cluster may take to answer
+SINFO_SECONDS = 10  # how long Slurm may take to respond
 # Where packages look for Slurm's configuration, and where a node keeps the one that its controller has sent it
 SLURM_CONFS = ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf/slurm.conf")
 
 
 def describe_machine(lab) -> str:
-    """A small table for people. lab: a notebook's settings (``labkit.running.lab.Lab``)."""
+    """Describe this machine and where labs run, as a small table. lab: a notebook's settings (``labkit.running.lab.Lab``)."""
     import torch  # not above: chapter 00 measures what importing it costs
     import torch.distributed as dist
 
@@ -40,11 +40,11 @@ def describe_machine(lab) -> str:
 
 
 class NoSlurm(Exception):
-    """This machine is no part of a cluster; the text says why."""
+    """This machine is not part of a cluster; the text gives the reason."""
 
 
 def partitions() -> list[str]:
-    """What Slurm offers here. NoSlurm where there is none in use, UserError if there is one that does not answer."""
+    """List Slurm's partitions. NoSlurm where Slurm is not in use, UserError where it does not respond."""
     if not shutil.which("srun"):
         raise NoSlurm("there is no srun on this machine")
     try:
@@ -65,14 +65,14 @@ def partitions() -> list[str]:
 
 
 def gpus_here() -> int:
-    """How many GPUs PyTorch sees on this machine."""
+    """Return the number of GPUs that PyTorch sees on this machine."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def gpus_of_a_node(partition: str | None) -> int:
-    """How many GPUs a node has for a job, by Slurm's word: the most of any node.
+    """Return how many GPUs a node offers to a job according to Slurm: the most of any node.
 
     partition: its name, or several with commas between; None: the default one.
     """
@@ -84,19 +84,19 @@ def gpus_of_a_node(partition: str | None) -> int:
 
 
 def is_practice_cluster() -> bool:
-    """Whether the cluster is the course's own, whose GPU slots hold no hardware."""
+    """Return whether the cluster is the course's practice cluster, whose GPU slots hold no hardware."""
     return bool(re.search(r"^ClusterName\s*=\s*practice$", _asked("scontrol", "show", "config"), re.M))
 
 
 def _asked(*words: str) -> str:
-    """What a command of Slurm answers; nothing if it does not (``partitions`` says why)."""
+    """Return the output of one of Slurm's commands; "" if it fails (``partitions`` reports why)."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         return subprocess.run(words, capture_output=True, text=True, timeout=SINFO_SECONDS).stdout
     return ""
 
 
 def _slurm_is_in_use() -> bool:
-    """Whether somebody has set up this machine for a cluster; packages alone, as for the practice one, do not say so."""
+    """Return whether this machine is set up for a cluster; installed packages alone, as for the practice cluster, do not count."""
     beside = Path(shutil.which("srun")).resolve().parents[1] / "etc" / "slurm.conf"  # where a site has built its own
     configured = any(Path(path).exists() for path in (beside, *SLURM_CONFS))
     return configured or "SLURM_CONF" in os.environ or "SLURM_JOB_ID" in os.environ
@@ -112,7 +112,7 @@ def _slurm() -> str:
 
 
 def launch_description(lab) -> str:
-    """What ``lab.run`` and ``lab.on_ranks`` will do, in words."""
+    """Describe in words how ``lab.run`` and ``lab.on_ranks`` launch."""
     gpus = lab.device_of() == "cuda"
     if lab.uses_slurm():
         where = f" on partition {lab.partition}" if lab.partition else ""

@@ -24,7 +24,7 @@ def memory_record(me, run) -> dict:
     return about | meter.summary(_sequences(run, me))
 
 
-def add_times(me, found: list[dict], runs: list, steps: list[dict]):
+def add_times(me, pareto: list[dict], runs: list, steps: list[dict]):
     """Add step times and throughput to the records of ``memory_record``. Collective.
 
     Args:
@@ -34,7 +34,7 @@ def add_times(me, found: list[dict], runs: list, steps: list[dict]):
         steps: {"median", "p10", "p90", "steps"} of each run's step times, in seconds.
     """
     peak = meters.ceiling(torch.float32, me)
-    for run, record, step in zip(runs, found, steps, strict=True):
+    for run, record, step in zip(runs, pareto, steps, strict=True):
         sequences = _sequences(run, me)
         record["time"] = {"step": step, "samples_per_second": sequences / step["median"]}
         record["tokens_per_second"] = sequences * run.config.seq_len / step["median"]

@@ -11,13 +11,13 @@ import json
 import math
 import zlib
 from pathlib import Path
-from unittest import mock
 
 import torch
 from planner.huggingface import EXPERTS
 from torch import nn
 
 from labkit import UserError
+from labkit.measuring.replaced import replaced
 from labkit.training import hf_weights, text
 from labkit.training.units import units_of
 
@@ -76,11 +76,11 @@ def configuration(path: str, option: str):
 def on_meta(config, dtype: torch.dtype, lora: int | None = None):
     """The model of a configuration on the meta device: shapes, and nothing allocated. lora: width of adapters, or None."""
     with torch.device("meta"):
-        return without_values(config, dtype, lora)
+        return without_weights(config, dtype, lora)
 
 
-def without_values(config, dtype: torch.dtype, lora: int | None = None):
-    """The same wherever new tensors go."""
+def without_weights(config, dtype: torch.dtype, lora: int | None = None):
+    """Make the model of a configuration, with new tensors where PyTorch makes them by default."""
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.config.use_cache = False  # what generation keeps of each token; training has no use for it
     if lora:
@@ -265,6 +265,5 @@ def masks_as_in_a_run():
     which it reads from the positions' elements: the lab packs none.
     """
     masks = transformers.masking_utils
-    with mock.patch.object(masks, "is_tracing", return_value=False):
-        with mock.patch.object(masks, "find_packed_sequence_indices", return_value=None):
-            yield
+    with replaced(masks, is_tracing=lambda *_, **__: False, find_packed_sequence_indices=lambda *_, **__: None):
+        yield

@@ -1,6 +1,6 @@
-"""Simulate a training step of a model of one's own: any module, on one rank of a world that is not there.
+"""Simulate a training step of the user's own model: any module, on one rank of a simulated world.
 
-Used by plan.py; simulate.py does the work, on tensors without memory.
+Used by plan.py; labkit/measuring/simulate.py does the work, on tensors without memory.
 """
 
 import contextlib
@@ -25,10 +25,17 @@ from labkit.training.units import units_of
 
 
 def step(build, ranks: int, strategy: str, precision: str = "fp32", reshard: str = "true") -> dict:
-    """A step of AdamW on rank 0 of ``ranks``: what ``simulate.step`` returns.
+    """Simulate a step with AdamW on rank 0 of a world of ``ranks``. A process can do so once.
 
-    build() → (module, inputs, loss), where loss(module, *inputs) is the number to minimise.
-    Joins the world: once in a process.
+    Args:
+        build: returns (module, inputs, loss), where loss(module, *inputs) is the number to minimize.
+        ranks: size of the simulated world.
+        strategy: "single", "fsdp1" or "fsdp2".
+        precision: "fp32" or "bf16" (FSDP's mixed precision; on one rank, autocast).
+        reshard: "true", "false", or a number of parts, as --reshard-after-forward.
+
+    Returns:
+        Memory and traffic as ``simulate.step`` returns them.
     """
     if strategy not in ("single", "fsdp1", "fsdp2"):
         raise UserError(f"{strategy} cannot be simulated: choose single, fsdp1 or fsdp2")
@@ -57,7 +64,7 @@ def step(build, ranks: int, strategy: str, precision: str = "fp32", reshard: str
 
 
 def sharded(module, strategy, precision, reshard, mesh):
-    """The module with FSDP1 or FSDP2 around its units and itself."""
+    """Wrap the units and the module itself by FSDP1 or FSDP2."""
     bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if precision == "bf16" else {}
     units = units_of(module)
     if strategy == "fsdp1":
@@ -77,7 +84,7 @@ def sharded(module, strategy, precision, reshard, mesh):
 
 
 def load(text: str):
-    """The function that FILE.py:function names."""
+    """Load the function that FILE.py:function names."""
     path, _, name = text.rpartition(":")
     if not Path(path).is_file():
         raise UserError(f"--model {text}: there is no file {path}")
@@ -95,7 +102,7 @@ def load(text: str):
 
 @contextlib.contextmanager
 def as_user_error(what: str):
-    """Tell an error of the user's own code as a sentence."""
+    """Turn an error of the user's own code into a UserError of one sentence that begins with ``what``."""
     try:
         yield
     except UserError as error:
@@ -106,7 +113,7 @@ def as_user_error(what: str):
 
 
 def blueprint(name: str, build) -> networks.Blueprint:
-    """A network of one's own as far as its parameters go: enough for what stays between steps and what is sent."""
+    """Describe the user's own network by its parameters: enough for persistent memory and traffic."""
     with as_user_error(f"{name} fails"), torch.device("meta"):
         returned = build()
         if not (isinstance(returned, tuple) and len(returned) == 3 and isinstance(returned[0], torch.nn.Module)):

@@ -4,7 +4,7 @@ from torch import nn
 
 
 def units_of(module: nn.Module) -> list[nn.Module]:
-    """What becomes a unit of its own: the members of the outermost ModuleLists, each of them once.
+    """Return the modules that become FSDP units: the members of the outermost ModuleLists, each of them once.
 
     A list inside a member, such as the experts of a block, is gathered with it. A member that is a list itself has no
     forward around which to gather: its members stand for it.
