@@ -62,7 +62,7 @@ def report(folder: str | Path | None = None, prefix: str | None = None) -> str:
     """Report which ranks the others of a run wait for: the root first, then the ranks that wait because of it.
 
     Args:
-        folder, prefix: where the dumps are, as for ``flight.located``.
+        folder, prefix: where the dumps are, as for ``flight_recorder.located``.
 
     Returns:
         Lines of text.
@@ -116,7 +116,7 @@ def _by_group(dumps: dict) -> dict:
 
 
 def _of_failures(places: dict, valid_until: dict) -> list[str]:
-    """Of ranks that did not fail because of another one."""
+    """Report ranks that failed by themselves, not because of another one."""
     alike = defaultdict(list)
     for rank, place in sorted(places.items()):
         aborted = rank in valid_until and place.left == "Aborted"  # as NCCL's watchdog does with ranks that wait
@@ -156,7 +156,7 @@ def _outdated(groups: dict, valid_until: dict) -> set:
 
 
 def _of_silent_ranks(silent: list, lost: set, places: dict, one_failed: bool) -> list[str]:
-    """What can be known of ranks without a flight record that counts."""
+    """Report what is known of ranks without a valid flight record."""
     findings, ended = [], defaultdict(list)
     for rank in silent:
         place = places.get(rank)
@@ -174,7 +174,7 @@ def _of_silent_ranks(silent: list, lost: set, places: dict, one_failed: bool) ->
         elif place.state == "there" and time.time() - place.seen > 4 * place.beat:
             findings.append(
                 f"rank {rank} is there ({place.process}), but none of its Python runs: a thread that is stuck outside of "
-                "it holds the interpreter; kill -TERM ends it, and it says where it was"
+                "it holds the interpreter; kill -TERM ends it, and it writes where it was"
             )
         elif not place.left:
             findings.append(
@@ -185,7 +185,7 @@ def _of_silent_ranks(silent: list, lost: set, places: dict, one_failed: bool) ->
     return findings + [_row(_ranks(some), "", line) for line, some in ended.items()]
 
 
-def _of_a_lost_rank(rank: int, place: flight_recorder.Place, one_failed: bool) -> str:
+def _of_a_lost_rank(rank: int, place: flight_recorder.RankState, one_failed: bool) -> str:
     if place.state == "stopped":
         return f"rank {rank} is stopped: {place.process} lives, but does nothing; kill -CONT lets it go on"
     if place.state == "gone":
@@ -325,7 +325,7 @@ def _waiting_for(some: set, waits_for: dict) -> set:
 
 
 def _circle(waits_for: dict, explained: set) -> list[int]:
-    """Find ranks of which each waits for the next, and the last for the first; none of them explained yet."""
+    """Find a circle of ranks, none explained yet: each waits for the next, and the last for the first."""
     path = sorted(set(waits_for) - explained)[:1]
     while path:
         its_next = min(waits_for[path[-1]])
@@ -352,7 +352,7 @@ def _of_roots(roots: set, blocked: list[Blocked], dumps: dict, places: dict) -> 
     return findings
 
 
-def _where(rank: int, dump: flight_recorder.Dump, place: flight_recorder.Place | None) -> str:
+def _where(rank: int, dump: flight_recorder.Dump, place: flight_recorder.RankState | None) -> str:
     """Report where a rank is or was, or else what it called last."""
     if place and (place.left or place.line):
         had_left = f"rank {rank} had left", f"({place.left})"
@@ -375,7 +375,7 @@ def _where(rank: int, dump: flight_recorder.Dump, place: flight_recorder.Place |
 
 
 def _first_divergence(number: int, oldest: int, calls: dict) -> list[str]:
-    """Of the first collective before at which calls fit that were not meant for each other.
+    """Find the first earlier collective whose calls match by accident only.
 
     Their lines differ, which may be right (``if rank == 0: … else: …``), and a rank has called the line of another one
     at another time, which then is a rank ahead of or behind the others.
@@ -416,7 +416,7 @@ def _differing(title: str, alike: list) -> list[str]:
 
 
 def _called(calls: dict, depth: int = 0) -> list[str]:
-    """What ranks called, and where in the program. calls: {rank: Call}, which fit together; depth: callers to show."""
+    """Format what ranks called, and where. calls: {rank: Call}, which match; depth: callers to show."""
     by_lines = defaultdict(list)
     for rank, call in calls.items():
         by_lines[call.path[: depth + 1]].append(rank)

@@ -1,4 +1,4 @@
-"""The fault drill: a run that is disturbed goes on as if nothing had happened; and the drill sees what is not so."""
+"""Fault injection: a disturbed run resumes as if nothing had happened; and the proof notices where that is not so."""
 
 import functools
 import shutil

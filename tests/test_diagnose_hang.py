@@ -394,7 +394,7 @@ def test_the_recorder_knows_its_rank_or_refuses(environ, of_group, left, tmp_pat
 
 def test_a_record_is_not_left_in_the_name_of_another_rank(tmp_path):
     assert forked(recorded, tmp_path, {"RANK": "0"}, 1, False) == ["where_0"]
-    assert "the environment said rank 0, the process group 1" in (tmp_path / "where_0").read_text()
+    assert "the environment's rank is 0, the process group 1" in (tmp_path / "where_0").read_text()
 
 
 # Dumps in the form that NCCL's have: https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html

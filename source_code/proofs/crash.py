@@ -274,7 +274,7 @@ def living(folder: str) -> list[int]:
     return there
 
 
-# The drill
+# The trials
 
 
 def try_run(function, *arguments) -> tuple[list, str]:
@@ -288,7 +288,7 @@ def try_run(function, *arguments) -> tuple[list, str]:
 
 def temp_run_dir():
     """Make a temporary folder for a run, where runs write."""
-    return tempfile.TemporaryDirectory(dir=records.made(launch.RUNS), prefix=".drill-")
+    return tempfile.TemporaryDirectory(dir=records.made(launch.RUNS), prefix=".crash-")
 
 
 def reference_run(name: str, asynchronous: bool = False) -> ReferenceRun:

@@ -1,6 +1,6 @@
-"""What every rank was doing when a run hung: the collectives it has called, and the line it is at.
+"""Record what every rank was doing when a run hung: its last collectives, and the line it is at.
 
-  with flight.recorder(folder, quiet=60):       on every rank, around what may hang
+  with flight_recorder.recorder(folder, quiet=60):       on every rank, around what may hang
       train()
 
 When a rank has called no collective for ``quiet`` seconds, and when its work ends or raises, it leaves two files:
@@ -77,13 +77,13 @@ def recorder(folder: str | Path, quiet: float = 60):
     about = {"pid": os.getpid(), "began": began, "on": _machine(), "beat": quiet / 4}
     with _opened(folder, rank, f"process {os.getpid()} on {socket.gethostname()}\n{json.dumps(about)}\n") as where:
         faulthandler.enable(where)  # a crash
-        # Ended by a launcher, it says where it was: of its main thread only, since the others run on, and to read a stack
+        # Ended by a launcher, it writes where it was: of its main thread only, since the others run on, and to read a stack
         # that changes could crash the process.
         faulthandler.register(signal.SIGTERM, file=where, chain=True, all_threads=False)
         over, removing = threading.Event(), threading.Lock()
         written = []  # the last call of each record that the watcher has written
-        given = folder, rank, where, quiet, over, removing, written
-        watcher = threading.Thread(target=_watch, args=given, daemon=True)
+        arguments = folder, rank, where, quiet, over, removing, written
+        watcher = threading.Thread(target=_watch, args=arguments, daemon=True)
         watcher.start()
         left = "finished"
         try:
@@ -101,8 +101,10 @@ def recorder(folder: str | Path, quiet: float = 60):
                 if written[-1:] != [_last_call()]:
                     _dump(folder, rank, where)
                 if left != "finished":
-                    _say(where, RAISED, *stack)
-                _say(where, f"left: {left}")  # last: of a rank that has left, all that it has called is in its record
+                    _write_lines(where, RAISED, *stack)
+                _write_lines(
+                    where, f"left: {left}"
+                )  # last: of a rank that has left, all that it has called is in its record
             finally:  # or they would write into whatever file comes after this one
                 faulthandler.unregister(signal.SIGTERM)
                 faulthandler.disable()
@@ -128,14 +130,14 @@ def _rank(environ) -> int:
     if dist.is_initialized():
         return dist.get_rank()
     in_step = int(environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1  # elsewhere in a job, SLURM_PROCID is 0 for all
-    said = environ.get("RANK") or (environ.get("SLURM_PROCID") if in_step else None)
-    if said is None or not said.isdigit():
+    declared = environ.get("RANK") or (environ.get("SLURM_PROCID") if in_step else None)
+    if declared is None or not declared.isdigit():
         raise UserError("the flight recorder cannot know its rank: enter it after init_process_group, or set RANK")
-    return int(said)
+    return int(declared)
 
 
 def _watch(folder, rank, where, quiet, over, removing, written):
-    """Until it is over: when no collective has been called for so long, write what there is to know.
+    """Watch until ``over``: write a record whenever no collective has been called for ``quiet`` seconds.
 
     This thread reads the stacks while it holds the interpreter, so they stand still. (faulthandler's own thread, of
     ``dump_traceback_later``, cannot hold it, and has crashed processes that ran on.)
@@ -150,7 +152,7 @@ def _watch(folder, rank, where, quiet, over, removing, written):
                     (folder / f"{FLIGHT}{rank}").unlink(missing_ok=True)
                     os.ftruncate(where.fileno(), head)
         elif written[-1:] != [called] and time.monotonic() - since > quiet:
-            _say(where, f"{IS_QUIET} no collective for {quiet:g} s", _stacks())
+            _write_lines(where, f"{IS_QUIET} no collective for {quiet:g} s", _stacks())
             _dump(folder, rank, where)
             written.append(called)
         with contextlib.suppress(OSError):
@@ -161,14 +163,14 @@ def _watch(folder, rank, where, quiet, over, removing, written):
             return
 
 
-def _say(where, *lines: str):
+def _write_lines(where, *lines: str):
     """Write lines to where_<rank>. No space, or a file system that is away, is no reason to end a training."""
     with contextlib.suppress(OSError):
         where.write("".join(f"{line}\n" for line in lines).encode(errors="replace"))
 
 
 def _stacks() -> str:
-    """Of all threads. By way of a local file: faulthandler writes without letting the others run, and folders can hang."""
+    """Return the stacks of all threads, by way of a local file: faulthandler blocks the other threads, and folders can hang."""
     try:
         with tempfile.TemporaryFile("w+") as file:
             faulthandler.dump_traceback(file)
@@ -186,12 +188,12 @@ def _trace(stacks: bool) -> dict:
     c10d = torch._C._distributed_c10d
     if not (dist.is_initialized() and "nccl" in dist.get_backend()):
         return pickle.loads(c10d._dump_fr_trace(True, stacks, False))  # gloo's; this process's own, so it may be read
-    found = pickle.loads(c10d._dump_nccl_trace(True, stacks, False))
+    trace = pickle.loads(c10d._dump_nccl_trace(True, stacks, False))
     for name in ("nccl2", "nccl-lazy"):
-        if not found.get("entries"):
+        if not trace.get("entries"):
             with contextlib.suppress(TypeError):  # before 2.15 there is none, and no such argument
-                found = pickle.loads(c10d._dump_fr_trace(True, stacks, False, name))
-    return found
+                trace = pickle.loads(c10d._dump_fr_trace(True, stacks, False, name))
+    return trace
 
 
 def _last_call():
@@ -202,7 +204,7 @@ def _dump(folder, rank, where):
     """Write flight_<rank>, whole or not at all; what hinders it, into where_<rank>."""
     try:
         if dist.is_initialized() and dist.get_rank() != rank:  # do not put the blame on another rank
-            raise UserError(f"the environment said rank {rank}, the process group {dist.get_rank()}: enter it later")
+            raise UserError(f"the environment's rank is {rank}, the process group {dist.get_rank()}: enter it later")
         trace, world = _trace(stacks=True), dist.distributed_c10d._world
         trace.setdefault("entries", [])
         trace["pg_config"] = {
@@ -214,14 +216,14 @@ def _dump(folder, rank, where):
         unfinished.write_bytes(pickle.dumps(trace))
         unfinished.replace(path)
     except Exception as error:  # a full disk, another version of PyTorch: no reason to end a training
-        _say(where, f"no flight record: {type(error).__name__}: {error}")
+        _write_lines(where, f"no flight record: {type(error).__name__}: {error}")
 
 
 # Processes
 
 
 def _machine() -> list | None:
-    """What tells this machine, and this container's process ids, from others; None where Linux's /proc is not."""
+    """Identify this machine and this container's process ids; None where there is no /proc (not Linux)."""
     try:
         return [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
     except OSError:
@@ -238,7 +240,7 @@ def _state_and_start(pid: int) -> tuple[str, str] | tuple[None, None]:
 
 
 def _state(known: dict) -> str | None:
-    """Of the process that wrote this of itself: "there", "stopped" or "gone"; None if it was not on this machine."""
+    """Return the state of a recorded process: "there", "stopped" or "gone"; None if it was not on this machine."""
     if not known.get("on") or known["on"] != _machine():
         return None
     state, began = _state_and_start(known["pid"])
@@ -292,12 +294,12 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Place:
-    """What where_<rank> says of a rank."""
+class RankState:
+    """The state of a rank, from where_<rank>."""
 
     process: str  # "process 123 on node-1"
     line: Line | None  # where it is, or was when it raised
-    left: str | None  # "finished", an error in words, or None: nobody knows, or it is there
+    left: str | None  # "finished", an error in words, or None: unknown, or still running
     ended: bool = False  # a signal has asked it to end, and it has written where it was
     state: str | None = None  # "there", "stopped" or "gone" now; None if that cannot be seen from this machine
     seen: float = 0  # seconds since 1970: its last sign of life
@@ -317,16 +319,16 @@ class Dump:
 
 @dataclass(frozen=True)
 class Run:
-    """What the ranks of a run have left.
+    """The flight records of a run.
 
-    told: {rank that has written a record: until when that holds, in seconds since 1970}; a rank that was ended may have
-    gone on after its last look at it, one that left or hangs has not.
+    valid_until: {rank with a record: until when it is complete, in seconds since 1970}. A rank that was ended may have made
+        calls after that; one that finished or hangs has not.
     """
 
     folder: Path
     prefix: str
     dumps: dict[int, Dump]
-    places: dict[int, Place]
+    places: dict[int, RankState]
     valid_until: dict[int, float]
     left_out: list[tuple[list[int], str]]  # what these ranks left is of an earlier run: why it seems so
 
@@ -461,15 +463,15 @@ def _leave_out(raw: dict, groups: dict, places: dict, paths: dict) -> list[tuple
     for rank in others | older:
         for known in (raw, groups, places):
             known.pop(rank, None)
-    said = []
+    declared = []
     if others:
         sizes = ", ".join(map(str, sorted({len(worlds[rank]) for rank in others if worlds.get(rank)})))
         why = f"of a run of {sizes or 'more'} ranks; {paths[newest].name} is of one of {len(worlds[newest])}"
-        said.append((sorted(others), why))
+        declared.append((sorted(others), why))
     if older:
         last = max(written[rank] for rank in older)
-        said.append((sorted(older), f"written {began - last:.0f} s before the first call in {paths[newest].name}"))
-    return said
+        declared.append((sorted(older), f"written {began - last:.0f} s before the first call in {paths[newest].name}"))
+    return declared
 
 
 def _dump_in(entries: list[dict], groups: dict[str, Group]) -> Dump:
@@ -490,11 +492,11 @@ def _dump_in(entries: list[dict], groups: dict[str, Group]) -> Dump:
         if name not in groups:
             continue  # nobody knows its ranks any more
         group, call = groups[name], _call(entry)
-        found = P2P.search(str(entry["profiling_name"]))
+        trace = P2P.search(str(entry["profiling_name"]))
         if not entry["is_p2p"]:
             calls[group][int(entry["collective_seq_id"])] = call
-        elif found and ends.get(_message(entry), call.state) != "completed":
-            peer = None if found["peer"] == "?" else group.ranks[int(found["peer"])]
+        elif trace and ends.get(_message(entry), call.state) != "completed":
+            peer = None if trace["peer"] == "?" else group.ranks[int(trace["peer"])]
             messages.append((group, dataclasses.replace(call, peer=peer)))
     orders = [int(entry["record_id"]) for entry in entries] or [0]
     return Dump(calls, messages, cut=min(orders) > 0, last=max(orders))
@@ -525,7 +527,7 @@ def _path(stack: tuple) -> tuple[Line, ...]:
     return own([Line(*frame) for frame in stack])
 
 
-def _place(path: Path) -> Place:
+def _place(path: Path) -> RankState:
     text, seen = path.read_text(errors="replace"), path.stat().st_mtime
     process, known, *_ = [*text.split("\n", 2), ""]
     try:
@@ -536,14 +538,14 @@ def _place(path: Path) -> Place:
     *_, stacks = re.split(rf"(?m)^{IS_QUIET}.*$", text)  # the last ones; the main thread's comes last
     left = re.search(r"(?m)^(?:left|Fatal Python error): (.*)$", text)
     lines = _lines(raised) if raised else _outside(_lines(MAIN.split(stacks)[-1]))
-    return Place(
+    return RankState(
         process=process,
         line=next(iter(own(lines)), None),
         left=left and left[1],
         ended=not left and f"\n{SIGNAL}\n" in stacks,
         state=_state(known),
         seen=seen,
-        beat=known.get("beat", Place.beat),
+        beat=known.get("beat", RankState.beat),
         inside=lines[0].function if lines and "/torch/distributed/" in lines[0].file else None,
     )
 
@@ -553,7 +555,7 @@ def _lines(stack: str) -> list[Line]:
 
 
 def _outside(lines: list[Line]) -> list[Line]:
-    """Nothing, if it is the recorder where the rank is: the line that has called it says nothing of the program."""
+    """Return no lines if the rank is in the recorder itself: its caller is not where the program waits."""
     return [] if any(line.file.endswith("labkit/measuring/flight_recorder.py") for line in lines) else lines
 
 

@@ -64,7 +64,7 @@ READ_AT_IMPORT = (
 GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 PREFIX = "fsdp-labs-"  # of every address
 IMPORTED_WITH = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_IMPORT)}
-END_SECONDS = 20  # how long a program that is told to end may take
+END_SECONDS = 20  # how long a program may take to end after SIGTERM
 NUMBER = struct.Struct("!q")
 
 
@@ -166,7 +166,7 @@ def serve(name: str, *modules: str) -> tuple:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks: let the kernel
     for module in (*MODULES, *modules):
         importlib.import_module(module)
-    gc.freeze()  # collections in the forks leave out what is there now, so that its pages stay shared
+    gc.freeze()  # garbage collection in the forks skips today's objects, so that their pages stay shared
     while True:
         ready, _, _ = select.select([listener, sys.stdin], [], [])
         if sys.stdin in ready:

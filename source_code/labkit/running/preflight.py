@@ -63,5 +63,5 @@ def refuse_if_too_big(config, me):
         raise UserError(
             f"{model} with {how} needs {needed / 2**30:.1f} GiB on each of "
             f"{me.world_size} ranks, and {free / 2**30:.1f} GiB are free: take a smaller model or more ranks "
-            "(plan.py says what takes them)"
+            "(plan.py shows what needs it)"
         )

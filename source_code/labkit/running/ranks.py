@@ -76,7 +76,7 @@ def run(main, config):
 
     config: has ``ranks`` (int or None), ``backend`` and ``device``; with ``strategy="single"`` one rank is enough.
     Never returns: the process exits with 0, with 2 after a user's error (or that error's own ``exit_code``), with 75
-    where it was asked to end (stopping.py), with 1 after any other error.
+    where it was asked to end (preemption.py), with 1 after any other error.
     """
     if config.device == "cpu" or (config.backend == "gloo" and config.device == "auto"):
         gpus.hide()

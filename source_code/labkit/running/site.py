@@ -52,7 +52,7 @@ def partitions() -> list[str]:
         if asked.returncode == 0:
             rows = [line.split() for line in asked.stdout.splitlines()]
             return [f"partition {name.rstrip('*')}, nodes: {nodes}" for name, nodes in rows]
-        problem = (asked.stderr.strip().splitlines() or ["sinfo does not say why"])[-1]
+        problem = (asked.stderr.strip().splitlines() or ["sinfo gives no reason"])[-1]
     except subprocess.TimeoutExpired:
         problem = f"sinfo was silent for {SINFO_SECONDS} s"
     except OSError as error:

@@ -24,17 +24,17 @@ def memory_record(me, run) -> dict:
     return about | meter.summary(_sequences(run, me))
 
 
-def add_times(me, pareto: list[dict], runs: list, steps: list[dict]):
+def add_times(me, memory_records: list[dict], runs: list, steps: list[dict]):
     """Add step times and throughput to the records of ``memory_record``. Collective.
 
     Args:
         me: a ``ranks.Rank``.
-        found: the records, changed in place.
+        memory_records: the records, changed in place.
         runs: the run of each record.
         steps: {"median", "p10", "p90", "steps"} of each run's step times, in seconds.
     """
     peak = meters.ceiling(torch.float32, me)
-    for run, record, step in zip(runs, pareto, steps, strict=True):
+    for run, record, step in zip(runs, memory_records, steps, strict=True):
         sequences = _sequences(run, me)
         record["time"] = {"step": step, "samples_per_second": sequences / step["median"]}
         record["tokens_per_second"] = sequences * run.config.seq_len / step["median"]
