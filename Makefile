@@ -91,13 +91,13 @@ notebooks: $(READY)     ## run every notebook again, in place
 	  --ExecutePreprocessor.coalesce_streams=True notebooks/*.ipynb
 
 gpu:                    ## what only GPUs can show, in parts of 8 minutes (PART=smoke: one of them; DRY=1: what it would run)
-	cd source_code && $(if $(wildcard $(READY)),../$(BIN)/python,$(PYTHON)) gpu_hour.py $(if $(PART),--part $(PART)) $(if $(DRY),--dry)
+	cd source_code && $(if $(wildcard $(READY)),../$(BIN)/python,$(PYTHON)) -m proofs.gpu $(if $(PART),--part $(PART)) $(if $(DRY),--dry-run)
 
 bench: $(READY)         ## measure ratios: data loaders, and what FSDP costs on one rank
-	cd source_code && ../$(BIN)/python bench.py
+	cd source_code && ../$(BIN)/python -m proofs.ratios
 
 drill: $(READY)         ## kill a rank at a random moment, saving included, resume, and compare bit by bit: 60 times
-	cd source_code && ../$(BIN)/python drill.py
+	cd source_code && ../$(BIN)/python -m proofs.crash
 
 deepspeed: $(READY)     ## install DeepSpeed, for gpt_zero.py --engine deepspeed and notebook 13: 20 MB; nothing is compiled
 	@$(call install,$(VENV),$(DEEPSPEED) -c constraints.txt)

@@ -30,7 +30,7 @@ def left_behind():
         d.box(888, y, 92, 38, PAPER, INK, f"where_{rank}", 14)
     d.text(786, 80, "its collectives\nand their lines", 14, colour=SOFT)
     d.text(888, 80, "its stack:\nwhere it is", 14, colour=SOFT)
-    d.text(20, 350, "who_is_missing.py", 16, bold=True)
+    d.text(20, 350, "diagnose_hang.py", 16, bold=True)
     d.text(
         186, 350, "compares number 1 of all ranks, then number 2, and so on. Where they part, it names the ranks,", 15
     )

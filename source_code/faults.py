@@ -3,7 +3,7 @@
   python faults.py --fault 1 --ranks 4                    here
   srun -p gpu -N 1 --ntasks-per-node=4 --gres=gpu:4 python faults.py --fault 1
 
-Every rank leaves in --flight what ``who_is_missing.py`` reads. Reading a fault's function is a fair way to diagnose it, if
+Every rank leaves in --flight what ``diagnose_hang.py`` reads. Reading a fault's function is a fair way to diagnose it, if
 not the usual one: in a code base of some size one has to know first where to look.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from labkit.measuring import flight, limits, records
+from labkit.measuring import flight_recorder, memory_budget, records
 from labkit.running import options, ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -65,7 +65,7 @@ def train_step(model, optimizer, inputs, classes) -> torch.Tensor:
     return loss.detach()
 
 
-def fault_1(me, config, found):
+def fault_1(me, config, result):
     model = DistributedDataParallel(network().to(me.device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(6):
@@ -78,14 +78,14 @@ def fault_1(me, config, found):
 
 
 def accuracy(me, model) -> float:
-    """Of all ranks' validation batches together."""
+    """Return the accuracy on all ranks' validation batches together."""
     inputs, classes = batch(me, step=99)
     right = (model(inputs).argmax(1) == classes).float().mean()
     dist.all_reduce(right)
     return right.item() / me.world_size
 
 
-def fault_2(me, config, found):
+def fault_2(me, config, result):
     model = shard(me, network().to(me.device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(100):
@@ -101,35 +101,35 @@ def memory_of_the_node_is_full(me):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fault_3(me, config, found):
+def fault_3(me, config, result):
     model = shard(me, network().to(me.device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with limits.Budget(model, optimizer, me.device, 2**20) as budget:
+    with memory_budget.Budget(model, optimizer, me.device, 2**20) as budget:
         try:
             for step in range(3):
                 train_step(model, optimizer, *batch(me, step, size=256))
             me.say("trained; now the validation")
-            found["trained"] = len(budget.timeline())  # so many moments belong to the training
+            result["trained"] = len(budget.timeline())  # the snapshots of training
             losses = []
             for step in range(90, 99):
                 inputs, classes = batch(me, step, size=256)
                 losses.append(F.cross_entropy(model(inputs), classes))
-            found["validation"] = torch.stack(losses).mean().item()
+            result["validation"] = torch.stack(losses).mean().item()
         finally:
-            found["timeline"] = budget.timeline()
-            keep(me, config, found)
+            result["timeline"] = budget.timeline()
+            keep(me, config, result)
             dist.barrier()  # the first rank to fail ends the others: not before this is kept
 
 
-def fault_4(me, config, found):
+def fault_4(me, config, result):
     model = network().to(me.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model = shard(me, model)
-    found["losses"] = [train_step(model, optimizer, *batch(me)).item() for _ in range(8)]
-    me.say("losses of one batch, again and again:", *(f"{loss:.4f}" for loss in found["losses"]))
+    result["losses"] = [train_step(model, optimizer, *batch(me)).item() for _ in range(8)]
+    me.say("losses of one batch, again and again:", *(f"{loss:.4f}" for loss in result["losses"]))
 
 
-def fault_5(me, config, found):
+def fault_5(me, config, result):
     model = network().to(me.device)
     mesh = init_device_mesh(me.device.type, (me.world_size,))
     if memory_is_short(me):
@@ -146,27 +146,27 @@ def memory_is_short(me) -> bool:
     return me.rank == 1
 
 
-def fault_6(me, config, found):
+def fault_6(me, config, result):
     inputs, classes = batch(ranks.Rank(0, 0, 1, "", me.device, ""), size=256)  # a data set, the same on all ranks
     model = shard(me, network().to(me.device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     sampler = DistributedSampler(range(256), me.world_size, me.rank, shuffle=True)
-    found |= {"losses": [], "rows": []}
+    result |= {"losses": [], "rows": []}
     for _ in range(6):
         for rows in torch.tensor(list(sampler)).split(8):
-            found["losses"].append(train_step(model, optimizer, inputs[rows], classes[rows]).item())
-            found["rows"].append(rows.tolist())
-    me.say(f"6 epochs; mean loss of the last one {sum(found['losses'][-8:]) / 8:.3f}")
+            result["losses"].append(train_step(model, optimizer, inputs[rows], classes[rows]).item())
+            result["rows"].append(rows.tolist())
+    me.say(f"6 epochs; mean loss of the last one {sum(result['losses'][-8:]) / 8:.3f}")
 
 
-def fault_7(me, config, found):
+def fault_7(me, config, result):
     with torch.device("meta"):
         model = network()
     model = shard(me, model).to_empty(device=me.device)
     leave_an_earlier_tensors_numbers(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found["losses"] = [train_step(model, optimizer, *batch(me)).item() for _ in range(4)]
-    me.say("losses:", *(f"{loss:.3f}" for loss in found["losses"]))
+    result["losses"] = [train_step(model, optimizer, *batch(me)).item() for _ in range(4)]
+    me.say("losses:", *(f"{loss:.3f}" for loss in result["losses"]))
 
 
 def leave_an_earlier_tensors_numbers(model):
@@ -182,7 +182,7 @@ def leave_an_earlier_tensors_numbers(model):
             mine.copy_(0.4 * torch.randn(mine.shape, generator=draw, device="cpu"))
 
 
-def fault_8(me, config, found):
+def fault_8(me, config, result):
     model = shard(me, network().to(me.device))
     path = Path(config.flight) / f"checkpoint-of-rank-{me.rank}.pt"
     if path.exists():
@@ -196,12 +196,12 @@ def fault_8(me, config, found):
         me.say("saved", path.name)
 
 
-def fault_9(me, config, found):
+def fault_9(me, config, result):
     environ = as_srun_sets_it(me)
     rank, world_size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
     samples = list(range(256))[rank::world_size]
     print(f"rank {rank} of {world_size}: {len(samples)} samples per epoch", flush=True)
-    found["samples"] = len(samples)
+    result["samples"] = len(samples)
 
 
 def as_srun_sets_it(me) -> dict:
@@ -209,7 +209,7 @@ def as_srun_sets_it(me) -> dict:
     return {"SLURM_PROCID": str(me.rank), "SLURM_NTASKS": str(me.world_size), "SLURM_LOCALID": str(me.local_rank)}
 
 
-def fault_10(me, config, found):
+def fault_10(me, config, result):
     """The one fault that comes before the ranks meet, as choosing a device does."""
     visible = 1  # --gpus-per-task=1: Slurm shows each task one GPU
     print(f"rank {me.rank}: local rank {me.local_rank}, torch.cuda.device_count() {visible}", flush=True)
@@ -223,7 +223,7 @@ def set_device(index: int, visible: int):
         raise RuntimeError("CUDA error: invalid device ordinal")
 
 
-def fault_11(me, config, found):
+def fault_11(me, config, result):
     model = shard(me, network().to(me.device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loaded = queue.Queue(maxsize=2)
@@ -252,7 +252,7 @@ def next_batch(loaded):
     return loaded.get()
 
 
-def fault_12(me, config, found):
+def fault_12(me, config, result):
     model = DistributedDataParallel(network().to(me.device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     mine = range(me.rank, 30, me.world_size)  # this rank's batches of thirty
@@ -264,10 +264,10 @@ def fault_12(me, config, found):
 FAULTS = [fault_1, fault_2, fault_3, fault_4, fault_5, fault_6, fault_7, fault_8, fault_9, fault_10, fault_11, fault_12]
 
 
-def keep(me, config, found):
+def keep(me, config, result):
     if config.record and me.rank == 0:
         about = records.new(__file__, dataclasses.asdict(config), me, [me.node])
-        records.write(config.record, about | {"found": found})
+        records.write(config.record, about | {"found": result})
 
 
 def meet(me, config):
@@ -276,14 +276,14 @@ def meet(me, config):
 
 
 def main(config, me):
-    fault, found = FAULTS[config.fault - 1], {}
+    fault, result = FAULTS[config.fault - 1], {}
     try:
-        with flight.recorder(config.flight, quiet=config.timeout / 3):
+        with flight_recorder.recorder(config.flight, quiet=config.timeout / 3):
             if fault is not fault_10:
                 meet(me, config)
-            fault(me, config, found)
+            fault(me, config, result)
     finally:
-        keep(me, config, found)
+        keep(me, config, result)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from labkit import UserError
-from labkit.measuring import limits, meters, records
+from labkit.measuring import meters, records
 from labkit.measuring.trace import local
-from labkit.running import options, progress, ranks, stopping
+from labkit.running import options, preemption, preflight, progress, ranks
 from labkit.running.options import RESHARD, SHARDED, option
 from labkit.training import checkpoints, models, recompute, saving, text
 from labkit.training.tensor_parallel import tensor_parallel
@@ -51,14 +51,19 @@ VALIDATION_SEQUENCES, LOG_EVERY = 32, 50  # the latter in steps
 def build(config, me):
     """(model ready to train, floating-point operations per token)."""
     with torch.device("meta"):  # shapes and no storage: nothing is allocated, however large the model
-        model = models.GPT(config.shape).to(config.dtype)
-        if config.lora:
-            models.add_lora(model, config.lora)
-    limits.refuse_if_too_big(config, me)
-    work = flops.per_token(config.shape, config.seq_len, config.lora)
+        model = unsharded(config).to(config.dtype)
+    preflight.refuse_if_too_big(config, me)
+    return parallelize(model, config, me), flops.per_token(config.shape, config.seq_len, config.lora)
+
+
+def unsharded(config):
+    """The model as one process would train it, wherever new tensors go."""
+    model = models.GPT(config.shape)
+    if config.lora:
+        models.add_lora(model, config.lora)
     for number, block in enumerate(model.blocks):
         change_forward(block, config, number)
-    return parallelize(model, config, me), work
+    return model
 
 
 def change_forward(block, config, number=0):
@@ -272,6 +277,20 @@ def prepare(config, me):
     return model, optimizer, lambda inputs, targets: train_step(model, optimizer, inputs, targets, config)
 
 
+def untrained(config, me):
+    """(model, optimizer, batch) of a simulated step (labkit/running/simulated_lab.py): sharded, without memory or values."""
+    from labkit.measuring import simulate  # no run needs it
+
+    model = unsharded(config)
+    with simulate.real_tensors():
+        if config.strategy == "fsdp1":
+            model = fsdp1(model, config, me)
+        elif config.strategy == "fsdp2":
+            fsdp2(model, config, me)
+    tokens = torch.zeros(config.accumulate, config.batch_size, config.seq_len, dtype=torch.long)
+    return model, make_optimizer(model, config), (tokens, torch.zeros_like(tokens))
+
+
 def train(config, me, prepare=prepare, compute_loss=compute_loss):
     """Train as ``config`` says in the process group there is; returns this run's part of a record.
 
@@ -292,16 +311,16 @@ def train(config, me, prepare=prepare, compute_loss=compute_loss):
 
     bar = progress.Progress(me, config.max_steps, step)
     meter = meters.Meter(model, optimizer, me.device, progress=bar, profile=config.profile, compiled=config.compile)
-    stop = stopping.Stop(config)
+    stop = preemption.Stop(config)
     losses, save_every = [], config.checkpoint_every or config.max_steps
     while step < config.max_steps:
         end = min(config.max_steps, *(step - step % every + every for every in (save_every, LOG_EVERY)))
         batches = training_batches(data.train, config, me, range(step, end))
         local_losses = []
-        for inputs, targets in meter.watch(stop.unless_asked(batches)):
+        for inputs, targets in meter.watch(stop.until_preempted(batches)):
             local_losses += train_one(inputs, targets)
             step += 1
-        stop.leave_if_agreed(me, saver, step, config.max_steps)
+        stop.raise_if_preempted(me, saver, step, config.max_steps)
 
         summed = torch.stack(local_losses).view(-1, config.accumulate).sum(1)
         dist.all_reduce(summed)  # once every LOG_EVERY steps: once a step, only to print, would slow the training
@@ -341,7 +360,7 @@ def main(config, me, prepare=prepare, compute_loss=compute_loss):
     """What every rank runs. me: which rank this is (labkit/running/ranks.py). The rest is another lab's: see ``train``."""
     begin = time.perf_counter()
     config.arranged(me.world_size)  # refuses, before anything is allocated, what the ranks cannot share
-    limits.check(config, me)
+    preflight.check(config, me)
     # With offload, --clip sums the norms of shards in the CPU's memory, which NCCL cannot.
     backend = "cpu:gloo,cuda:nccl" if config.cpu_offload and me.backend == "nccl" else me.backend
     dist.init_process_group(backend, device_id=me.device if me.device.type == "cuda" else None)

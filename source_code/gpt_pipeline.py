@@ -17,8 +17,7 @@ import gpt_fsdp
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from labkit.measuring import limits
-from labkit.running import options, ranks
+from labkit.running import options, preflight, ranks
 from labkit.running.options import option
 from labkit.training import models
 from planner import networks, pipeline
@@ -69,7 +68,7 @@ def build(config, me) -> PipelineStage:
     """This rank's stage, with memory and values, as torch.distributed.pipelining wants it."""
     with torch.device("meta"):  # the whole model, without storage; a rank gives memory to its own part only
         gpt = models.GPT(config.shape).to(config.dtype)
-    limits.refuse_if_too_big(config, me)
+    preflight.refuse_if_too_big(config, me)
     model = Stage(gpt, me.rank, me.world_size, config.precision == "bf16")
     for block in model.blocks.values():
         gpt_fsdp.change_forward(block, config)

@@ -19,13 +19,12 @@ from typing import ClassVar, Literal
 import gpt_fsdp
 import torch
 from labkit import UserError
-from labkit.measuring import limits
-from labkit.running import options, ranks
+from labkit.running import options, preflight, ranks
 from labkit.running.options import option
 from labkit.training import deepspeed_zero, models
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-compute_loss = gpt_fsdp.compute_loss  # a lab has a Config, prepare and compute_loss: trial.py, equivalence.py
+compute_loss = gpt_fsdp.compute_loss  # a lab has a Config, prepare and compute_loss: proofs/memory.py, proofs/parity.py
 
 
 def prepare(config, me):
@@ -46,7 +45,7 @@ def prepare_deepspeed(config, me):
     """DeepSpeed takes a model that is there whole, and a torch optimizer that has not yet stepped."""
     with torch.device("meta"):
         model = models.GPT(config.shape).to(config.dtype)
-    limits.refuse_if_too_big(config, me)
+    preflight.refuse_if_too_big(config, me)
     for number, block in enumerate(model.blocks):
         gpt_fsdp.change_forward(block, config, number)
     model.to_empty(device=me.device)

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from labkit import UserError
-from labkit.measuring import limits, meters, records
+from labkit.measuring import meters, records
 from labkit.measuring.trace import local
-from labkit.running import options, progress, ranks, stopping
+from labkit.running import options, preemption, preflight, progress, ranks
 from labkit.running.options import option
 from labkit.training import checkpoints, hf_models, hf_weights, saving, text
 from torch.distributed import fsdp
@@ -39,7 +39,7 @@ LOG_EVERY = 50  # steps
 
 def build(config, architecture, me):
     """The model of a configuration (``hf_models.configuration``), sharded before it has any memory, then filled."""
-    limits.refuse_if_too_big(config, me)
+    preflight.refuse_if_too_big(config, me)
     model, pattern = (hf_models.on_meta(architecture, config.dtype, config.lora) for _ in range(2))
     parallelize(model, config, me)
     model.to_empty(device=me.device)
@@ -128,6 +128,19 @@ def train_step(model, optimizer, inputs, targets, config):
     return losses
 
 
+def untrained(config, me):
+    """(model, optimizer, batch) of a simulated step (labkit/running/simulated_lab.py): sharded, without memory or values."""
+    from labkit.measuring import simulate  # no run needs it
+
+    architecture = hf_models.configuration(config.model or config.config, "--model" if config.model else "--config")
+    model = hf_models.without_weights(architecture, config.dtype, config.lora)
+    with simulate.real_tensors():
+        model = parallelize(model, config, me)
+    model.forward = hf_models.masks_as_in_a_run()(model.forward)
+    tokens = torch.zeros(config.accumulate, config.batch_size, config.seq_len, dtype=torch.long)
+    return model, make_optimizer(model, config), (tokens, torch.zeros_like(tokens))
+
+
 def training_batches(tokens, config, me, steps):
     """A step's micro-batches on this rank: (inputs, targets), each of shape (accumulate, batch_size, seq_len)."""
     shape = config.accumulate, me.world_size, config.batch_size
@@ -152,18 +165,18 @@ def train(config, me):
 
     bar = progress.Progress(me, config.max_steps, step)
     meter = meters.Meter(model, optimizer, me.device, progress=bar, profile=config.profile)
-    stop = stopping.Stop(config)
+    stop = preemption.Stop(config)
     losses, save_every = [], config.checkpoint_every or config.max_steps
     while step < config.max_steps:
         end = min(config.max_steps, *(step - step % every + every for every in (save_every, LOG_EVERY)))
         batches = training_batches(tokens, config, me, range(step, end))
         local_losses = []
-        for inputs, targets in meter.watch(stop.unless_asked(batches)):
+        for inputs, targets in meter.watch(stop.until_preempted(batches)):
             # Dropout as a function of step and rank: resumed on as many ranks, a run draws what it would have drawn.
             torch.manual_seed(config.seed + 1000 * step + me.rank)
             local_losses += train_step(model, optimizer, inputs, targets, config)
             step += 1
-        stop.leave_if_agreed(me, saver, step, config.max_steps)
+        stop.raise_if_preempted(me, saver, step, config.max_steps)
 
         summed = torch.stack(local_losses).view(-1, config.accumulate).sum(1)
         dist.all_reduce(summed)  # once every LOG_EVERY steps: once a step, only to print, would slow the training
@@ -195,7 +208,7 @@ def train(config, me):
 def main(config, me):
     """What every rank runs. me: which rank this is (labkit/running/ranks.py)."""
     begin = time.perf_counter()
-    limits.check(config, me)
+    preflight.check(config, me)
     if config.save and me.rank == 0:
         hf_weights.check_new(config.save)
     dist.init_process_group(me.backend, device_id=me.device if me.device.type == "cuda" else None)

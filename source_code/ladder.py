@@ -17,9 +17,9 @@ from typing import Literal
 
 import pandas
 from labkit import UserError
-from labkit.measuring import machine, meters, records
+from labkit.measuring import meters, records
 from labkit.measuring.trace import CATEGORIES
-from labkit.running import launch, ranks
+from labkit.running import launch, ranks, site
 from labkit.running.options import Options, option, parse
 from labkit.teaching import plots
 from labkit.training import datasets
@@ -80,7 +80,7 @@ def shared(config: Climb) -> tuple[dict, int]:
     """(the options that all rungs share, how many steps they train on several ranks). UserError if none can climb so."""
     data = datasets.prepare(config.data)
     epochs = config.epochs or EPOCHS[data]
-    gpus = machine.gpus_here()
+    gpus = site.gpus_here()
     world_size = config.ranks or (gpus if gpus > 1 else 4)  # one rank shares nothing
     on_gpus = world_size <= gpus
     if gpus and not on_gpus:

@@ -16,14 +16,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from labkit import UserError
-from labkit.measuring import limits, meters, records
-from labkit.running import options, progress, ranks, stopping
+from labkit.measuring import meters, records
+from labkit.running import options, preemption, preflight, progress, ranks
 from labkit.running.options import SHARDED, option
 from labkit.training import checkpoints, datasets, saving
 from labkit.training.models import Net
@@ -106,6 +106,18 @@ def train_step(model, optimizer, images, labels, config):
     return loss.detach()
 
 
+def untrained(config, me):
+    """(model, optimizer, batch) of a simulated step (labkit/running/simulated_lab.py): sharded, without memory or values."""
+    from labkit.measuring import simulate  # no run needs it
+
+    model, size = Net(config.dropout), config.batch_size_of(me.world_size)
+    if config.strategy != "single":
+        with simulate.real_tensors():
+            model = parallelize(model, config, me)
+    batch = torch.zeros(size, 1, 28, 28, dtype=config.dtype), torch.zeros(size, dtype=torch.long)
+    return model, torch.optim.Adadelta(model.parameters(), lr=config.lr), batch
+
+
 def training_batches(digits, config, me, epoch, batch_size, done=0):
     """Yield this rank's batches of an epoch, without the first ``done``: (images, labels) on its device.
 
@@ -130,7 +142,7 @@ def evaluate(model, digits, config, me, watched=iter):
 
     A sampler that pads would see 10,002 images on 3 ranks. Here the parts differ in size, by one image or so,
     but every rank takes part in the same number of forward passes: under FSDP each of them is a collective.
-    watched: goes through the batches, and may end before the last (``stop.unless_asked``).
+    watched: goes through the batches, and may end before the last (``stop.until_preempted``).
     """
     model.eval()
     total = len(digits.test_images)
@@ -169,7 +181,7 @@ def train(config, me):
 
     bar = progress.Progress(me, last_step, step)
     meter = meters.Meter(model, optimizer, me.device, progress=bar, profile=config.profile)
-    stop = stopping.Stop(config)
+    stop = preemption.Stop(config)
     losses = []
     while step < last_step:
         epoch, done = divmod(step, steps_per_epoch)
@@ -178,12 +190,12 @@ def train(config, me):
         model.train()
         batches = training_batches(digits, config, me, epoch, batch_size, done)
         local_losses = []
-        for images, labels in meter.watch(stop.unless_asked(islice(batches, last_step - step))):
+        for images, labels in meter.watch(stop.until_preempted(islice(batches, last_step - step))):
             # Dropout as a function of step and rank: resumed on as many ranks, a run draws what it would have drawn.
             torch.manual_seed(config.seed + 1000 * step + me.rank)
             local_losses.append(train_step(model, optimizer, images, labels, config))
             step += 1
-        stop.leave_if_agreed(me, saver, step, last_step)
+        stop.raise_if_preempted(me, saver, step, last_step)
 
         summed = torch.stack(local_losses)
         dist.all_reduce(summed)  # once an epoch: once a step, only to print, would slow the training
@@ -191,8 +203,10 @@ def train(config, me):
         diverged = not all(map(math.isfinite, losses))
         if not diverged:  # otherwise the newest checkpoint stays the one before
             saver.save(step)
-        correct, total, test_loss = evaluate(model, digits, config, me, stop.unless_asked if step < last_step else iter)
-        stop.leave_if_agreed(me, saver, step, last_step)
+        correct, total, test_loss = evaluate(
+            model, digits, config, me, stop.until_preempted if step < last_step else iter
+        )
+        stop.raise_if_preempted(me, saver, step, last_step)
         me.say(
             f"epoch {epoch + 1}: loss {statistics.mean(losses[-len(local_losses) :]):.4f}, "
             f"test loss {test_loss:.4f}, accuracy {correct}/{total} ({correct / total:.2%})"
@@ -217,7 +231,7 @@ def train(config, me):
 def main(config, me):
     """What every rank runs. me: which rank this is (labkit/running/ranks.py)."""
     begin = time.perf_counter()
-    limits.check(config, me)
+    preflight.check(config, me)
     dist.init_process_group(me.backend, device_id=me.device if me.device.type == "cuda" else None)
     result = train(config, me)
     records.report(__file__, config, me, result, elapsed=time.perf_counter() - begin)
@@ -227,6 +241,7 @@ def main(config, me):
 class Config(options.Training):
     """One run. options.Training adds --ranks, --device, --backend, --checkpoint, --resume, --record and --profile."""
 
+    script: ClassVar[str] = "mnist_fsdp.py"
     strategy: Literal["single", "ddp", "fsdp1", "fsdp2"] = option("fsdp2", "one process, or how the ranks share")
     wrap: Literal["unit", "size"] = option(
         "unit", "FSDP: the whole model as one unit, or big layers apart", only=SHARDED

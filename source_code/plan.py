@@ -17,7 +17,7 @@ not fit", for what PyTorch reserves and what else a process holds on a GPU (plan
 sources): tight is what fits only if the allocator reserves nothing beyond the plan.
 
 The arithmetic is planner/predict.py's. For the CPU's kernels (--device cpu) it agrees with the meters to within 1 %, as
-trial.py shows; for a GPU's with PyTorch's own code, which runs a GPU's operators on tensors without memory (--simulate),
+proofs/memory.py shows; for a GPU's with PyTorch's own code, which runs a GPU's operators on tensors without memory (--simulate),
 and not yet with a GPU. Times are bounds: the collectives' bytes over the links' published bandwidth, and operations over
 --efficiency of the GPU's published peak.
 
@@ -335,13 +335,13 @@ def draw(options: Options, plan: predict.Plan):
 def answer_on_own(options: Options) -> str:
     """What it prints of a model of one's own."""
     prepare_to_simulate()
-    from labkit.measuring import own_model
+    from labkit.training import own_model
 
     build = own_model.load(options.model)
     plan = plan_of(options, own_model.blueprint(options.model, build))
     # Its error is told as a sentence; PyTorch would log it too, with a page of where it came from.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-    with own_model.told(f"{options.model} cannot be simulated"):
+    with own_model.as_user_error(f"{options.model} cannot be simulated"):
         keep = options.reshard_after_forward
         found = peak_of(own_model.step(build, options.ranks, options.strategy, options.precision, keep))
     return json.dumps(found, indent=1) if options.json else report.own_text(options, plan, found)
@@ -359,17 +359,23 @@ def prepare_to_simulate():
 def simulated(options: Options) -> dict:
     """The peak of PyTorch's own code: see ``peak_of``."""
     prepare_to_simulate()
-    import imagine
     from labkit.measuring.gpu_operators import GpuOperators
+    from labkit.running import simulated_lab
 
     given = {name: getattr(options, name) for name in ("strategy", "accumulate", "precision", "recompute")}
     given |= {"batch_size": options.batch, "seq_len": options.seq}
     if options.config:
-        return peak_of(imagine.hf(options.ranks, config=options.config, device="cpu", **given))
-    given["gpu"] = GpuOperators() if options.device == "cuda" else None
+        import hf_fsdp  # and with it transformers, which takes seconds
+
+        config = hf_fsdp.Config(config=options.config, device="cpu", **given)
+        return peak_of(simulated_lab.step(hf_fsdp, config, options.ranks))
+    import gpt_fsdp
+
+    gpu = GpuOperators() if options.device == "cuda" else None
     given |= {name: getattr(options, name) for name in ("mesh", "optimizer", *ALONE)}
     given["reshard_after_forward"] = options.reshard_after_forward if options.strategy in SHARDED else None
-    return peak_of(imagine.gpt(options.ranks, preset=options.model, **given))
+    config = gpt_fsdp.Config(preset=options.model, **given)
+    return peak_of(simulated_lab.step(gpt_fsdp, config, options.ranks, gpu))
 
 
 def peak_of(memory: dict) -> dict:

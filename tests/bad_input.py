@@ -228,7 +228,7 @@ WHEN_STARTED = {
         "--preset llama3-405b --lora 8": "--preset llama3-405b --strategy fsdp2 GiB",
     },
     "gpt_pipeline.py": {"--accumulate 1 --device cpu": "--accumulate 1 2"},
-    "rank_zero.py": {
+    "one_rank.py": {
         "--strategy ddp": "gpt_fsdp.py --strategy single",
         "--ranks 1": "--ranks 2",
         "--checkpoint x": "checkpoint",

@@ -26,7 +26,7 @@ def first_life() -> bool:
 def interrupted(train_step, mark: Path, what: str):
     """train_step, that is interrupted in the first start, or in every."""
     import torch.distributed as dist
-    from labkit.running import stopping
+    from labkit.running import preemption
 
     steps = iter(range(10**9))
 
@@ -41,7 +41,7 @@ def interrupted(train_step, mark: Path, what: str):
                 mark.with_suffix(".pid").write_text(str(os.getpid()))
                 mark.touch()
                 deadline = time.monotonic() + SECONDS
-                while not stopping._asked and time.monotonic() < deadline:
+                while not preemption._received and time.monotonic() < deadline:
                     time.sleep(0.01)
         return train_step(*given)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from labkit import UserError
-from labkit.running import launch, warm
+from labkit.running import fork_server, launch
 
 PARSED = re.compile(r"\bparse\(([\w.]+), __doc__\)")
 
@@ -44,14 +44,14 @@ def call(*command, env=None, cwd=None, timeout=60) -> subprocess.CompletedProces
 def script(*words, env=os.environ, timeout=60) -> subprocess.CompletedProcess:
     """Run ``python words`` in source_code/ and return it with its output, for what it says and does.
 
-    Forked from the tests' warm process, where there can be one: what is tested is not how it starts. It is ended when
+    Forked from the tests' fork server, where there can be one: what is tested is not how it starts. It is ended when
     the time is up.
     """
     command = [sys.executable, "-u", *map(str, words)]
-    if not warm.possible():
+    if not fork_server.possible():
         return call(*command, env=env, cwd=launch.SOURCE, timeout=timeout)
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = warm.start(command, launch.SOURCE, env, out, err)
+        process = fork_server.start(command, launch.SOURCE, env, out, err)
         try:
             process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -85,13 +85,14 @@ def assert_about(sentence: str, *words: str):
 
 def options_class(command: str) -> type:
     """Return the class of a command's options: what its file hands to ``options.parse``."""
-    module = importlib.import_module(command.removesuffix(".py"))
+    module = importlib.import_module(command.removesuffix(".py").replace("/", "."))
     return eval(PARSED.search((launch.SOURCE / command).read_text())[1], vars(module))
 
 
 def commands() -> list[str]:
-    """Return the files of all commands that parse their options by ``labkit.running.options``."""
-    return sorted(path.name for path in launch.SOURCE.glob("*.py") if PARSED.search(path.read_text()))
+    """Return the files, seen from source_code/, of all commands that parse their options by ``labkit.running.options``."""
+    files = [*launch.SOURCE.glob("*.py"), *launch.SOURCE.glob("proofs/*.py")]
+    return sorted(str(path.relative_to(launch.SOURCE)) for path in files if PARSED.search(path.read_text()))
 
 
 def command(path: Path, does: str):

@@ -22,24 +22,24 @@ os.environ["PYTHONSTARTUP"] = str(Path(__file__).with_name("kernel_startup.py"))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from labkit.running import warm  # noqa: E402
+from labkit.running import fork_server  # noqa: E402
 
-# One warm process for all tests, and for the workers, kernels and ranks that they start: most tests are not about
+# One fork server for all tests, and for the workers, kernels and ranks that they start: most tests are not about
 # starting.
-if warm.VARIABLE not in os.environ and warm.possible():
-    often = ("matplotlib.pyplot", "pandas", "IPython.display", "ipywidgets", *warm.IF_IMPORTED)
-    os.environ[warm.VARIABLE] = warm.address(*often)
+if fork_server.VARIABLE not in os.environ and fork_server.possible():
+    often = ("matplotlib.pyplot", "pandas", "IPython.display", "ipywidgets", *fork_server.IF_IMPORTED)
+    os.environ[fork_server.VARIABLE] = fork_server.address(*often)
 
 
 # Files side by side: what takes longest begins first, so that no worker is left with it when the others are done.
-LONGEST = ("drill", "equivalence", "class_installation", "gpt", "predict", "saving", "gpt_equality", "equality")
+LONGEST = ("crash", "parity", "class_installation", "gpt", "predict", "saving", "gpt_equality", "equality")
 LONGEST += (
     "hf_fsdp",
-    "who_is_missing",
+    "diagnose_hang",
     "gpu_plan",
     "tensor_parallel",
     "signals",
-    "rank_zero",
+    "one_rank",
     "resume_elsewhere",
     "gpt_jax",
 )
@@ -75,7 +75,7 @@ def environment_kept():
     """A variable that a test left behind would have later tests' programs started anew instead of forked."""
 
     def read_at_import():
-        return {name: value for name, value in os.environ.items() if name.startswith(warm.READ_AT_IMPORT)}
+        return {name: value for name, value in os.environ.items() if name.startswith(fork_server.READ_AT_IMPORT)}
 
     before = read_at_import()
     yield
@@ -173,8 +173,7 @@ def world_of_one():
 def stand_in(tmp_path, monkeypatch):
     """Return a folder with a stand-in for Slurm in bin/, first in PATH: commands that write their words to NAME.words."""
     from commands import command
-    from labkit.measuring import machine
-    from labkit.running import launch
+    from labkit.running import launch, site
 
     commands = {
         "sinfo": "echo 'gpu* 2'",
@@ -187,7 +186,7 @@ def stand_in(tmp_path, monkeypatch):
     for name in [name for name in os.environ if name.startswith(("SLURM_", "FSDP_LABS_LAUNCHER"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    monkeypatch.setattr(machine, "SLURM_CONFS", ())
+    monkeypatch.setattr(site, "SLURM_CONFS", ())
     monkeypatch.setattr(launch, "RUNS", tmp_path / "runs")
     return tmp_path
 

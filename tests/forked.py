@@ -1,4 +1,4 @@
-"""Call a function in a process of its own that need not import torch first: it is forked from the tests' warm process."""
+"""Call a function in a process of its own that need not import torch first: it is forked from the tests' fork server."""
 
 import os
 import pickle

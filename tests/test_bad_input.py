@@ -7,9 +7,9 @@ import types
 
 import bad_input
 import mnist_fsdp
+import one_rank
 import plan
 import pytest
-import rank_zero
 import torch
 from commands import assert_about, refused, script
 from labkit.measuring import records
@@ -47,7 +47,7 @@ TASK_1 = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
         # A command is started once: what it finds of a launcher is left over from another one.
         *(
             (command, environment, True)
-            for command in (plan.Options, rank_zero.Config)
+            for command in (plan.Options, one_rank.Config)
             for environment in ({"RANK": "1"}, RANK_1, TASK_1)
         ),
         (mnist_fsdp.Config, {"RANK": "1"}, True),  # no launcher sets this alone

@@ -7,11 +7,11 @@ import re
 import subprocess
 import venv
 
-import gpu_hour
 import plan
 import pytest
 from labkit.running import launch, options
 from planner import answers, gpus, predict, search
+from proofs import gpu as gpu_proof
 
 EXAMPLES = re.findall(r"^  python plan\.py (.*?)(?:   .*)?$", plan.__doc__, re.MULTILINE)
 GIB = 2**30
@@ -119,7 +119,7 @@ def test_every_gpu_has_a_name():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_measured_reserve_is_of_that_gpu(name, tmp_path):
-    folder = tmp_path / gpu_hour.slug(name)
+    folder = tmp_path / gpu_proof.slug(name)
     (folder / "rows").mkdir(parents=True)
     (folder / "rows" / "planner.json").write_text('[{"what": "reserved over the plan", "measured": 9.0}]')
     assert [gpu for gpu in gpus.GPUS if gpus.reserve(gpu, tmp_path)[0] == 9.0] == [NAMES[name]] * bool(NAMES[name])

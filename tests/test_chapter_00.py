@@ -8,7 +8,8 @@ import pytest
 from commands import call
 from conftest import SOURCE
 from labkit import UserError
-from labkit.measuring import machine
+from labkit.measuring import host_memory
+from labkit.running import site
 from labkit.running.lab import Lab
 from labkit.teaching.exercises import check
 
@@ -118,7 +119,7 @@ def test_hello_with_half_a_rendezvous_is_no_world_of_one():
 
 def test_the_machine_is_described_without_a_gpu_that_is_not_there(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    text = machine.about(Lab(launcher="local", ranks=3, device="auto"))
+    text = site.describe_machine(Lab(launcher="local", ranks=3, device="auto"))
     assert "none that PyTorch sees" in text
     assert "3 ranks on this machine, started by python, computing on its CPU" in text
 
@@ -126,19 +127,19 @@ def test_the_machine_is_described_without_a_gpu_that_is_not_there(monkeypatch):
 def test_what_a_lab_would_do_is_what_it_does(monkeypatch):
     monkeypatch.setattr(Lab, "uses_slurm", lambda lab: lab.launcher == "slurm")
     for where in ("gpus_here", "gpus_of_a_node"):
-        monkeypatch.setattr(machine, where, lambda *partition: 4)
-    said = machine.what_a_lab_does(Lab(launcher="slurm", partition="gpu", device="auto"))
+        monkeypatch.setattr(site, where, lambda *partition: 4)
+    said = site.launch_description(Lab(launcher="slurm", partition="gpu", device="auto"))
     assert said == "4 ranks, started by srun on partition gpu, computing on the nodes' GPUs"
-    assert "its GPUs" in machine.what_a_lab_does(Lab(launcher="local", device="auto"))
-    assert "its CPU" in machine.what_a_lab_does(Lab(launcher="local", device="auto", ranks=5))
+    assert "its GPUs" in site.launch_description(Lab(launcher="local", device="auto"))
+    assert "its CPU" in site.launch_description(Lab(launcher="local", device="auto", ranks=5))
     with pytest.raises(UserError):
         Lab(ranks=1)
 
 
 def test_resident_memory_follows_what_is_written():
-    before = machine.resident()
+    before = host_memory.resident()
     block = bytearray(b"x") * 2**26
-    assert 0.95 * len(block) < machine.resident() - before < 1.2 * len(block)
-    peak = machine.resident(peak=True)
+    assert 0.95 * len(block) < host_memory.resident() - before < 1.2 * len(block)
+    peak = host_memory.resident(peak=True)
     del block
-    assert peak >= before + 0.95 * 2**26 and machine.resident(peak=True) >= machine.resident()
+    assert peak >= before + 0.95 * 2**26 and host_memory.resident(peak=True) >= host_memory.resident()

@@ -97,7 +97,7 @@ def test_a_wrong_conversion_is_told_its_first_difference(breaks, words, capsys):
 @pytest.mark.long
 def test_the_script_for_one_gpu_and_the_one_for_many_train_and_save_the_same_names(tmp_path):
     """As a learner's own: they need nothing of this course."""
-    folder, saved = launch.SOURCE / "one_gpu_to_ddp", []
+    folder, saved = launch.SOURCE / "minimal", []
     for words in (["one_gpu.py"], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "ddp.py"]):
         run = call(sys.executable, *words[:-1], folder / words[-1], cwd=tmp_path, timeout=120)
         assert run.returncode == 0, run.stderr

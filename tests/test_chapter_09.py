@@ -3,7 +3,7 @@
 import pytest
 import torch
 from forked import by_value
-from labkit.running import cells
+from labkit.running import notebook_ranks
 from labkit.teaching import fsdp1_to_fsdp2
 from labkit.teaching.exercises import chapter_09, check
 from torch.distributed.fsdp import fully_shard
@@ -109,7 +109,7 @@ def test_a_fine_tune_is_told_its_first_difference(said, capsys):
 
 
 def test_each_row_of_the_table_does_what_it_says():
-    found = cells.on_ranks(fsdp1_to_fsdp2.try_rows, ranks=4)
+    found = notebook_ranks.on_ranks(fsdp1_to_fsdp2.try_rows, ranks=4)
     assert len(found[0]) == len(fsdp1_to_fsdp2.ROWS) > 15
     failed = {name for rows in found for (name, _, _), (done, _) in zip(fsdp1_to_fsdp2.ROWS, rows) if not done}
     assert not failed
@@ -143,7 +143,7 @@ def trained(me, evaluate: bool, reshard: bool) -> list[float]:
 
 def test_a_root_left_whole_by_a_forward_alone_grows_stale_unless_resharded():
     ways = {"not evaluated": (False, False), "evaluated": (True, False), "and resharded": (True, True)}
-    found = {name: cells.on_ranks(by_value(trained), *way, ranks=2)[0] for name, way in ways.items()}
+    found = {name: notebook_ranks.on_ranks(by_value(trained), *way, ranks=2)[0] for name, way in ways.items()}
     assert found["not evaluated"] == found["and resharded"]
     assert found["evaluated"][0] == found["not evaluated"][0]
     assert found["evaluated"][1] != found["not evaluated"][1]

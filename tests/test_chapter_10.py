@@ -4,14 +4,16 @@ import json
 import os
 import sys
 
-import links
+import gpt_fsdp  # noqa: F401  a plan needs its defaults
 import pytest
 from commands import call, refused
 from forked import forked
-from labkit.measuring import practice_link, records
+from labkit.measuring import records
+from labkit.running import practice_link
 from labkit.running.lab import Lab
 from labkit.teaching.exercises import chapter_10, check
 from planner import cost, predict
+from proofs import link_sweep
 
 from notebooks import FOLDER, code_cells, lines_of_verdicts, read, run_broken, run_cells
 
@@ -60,18 +62,20 @@ def test_a_records_traffic_leaves_a_node_as_the_plans_does(config):
 
 
 def test_records_come_with_the_course():
-    found = {(record["link"]["strategy"], record["link"]["rate"]) for record in links.recorded()}
-    assert found == {(name, rate) for name in links.STRATEGIES for rate in links.Config().rates.split(",")}
+    found = {(record["link"]["strategy"], record["link"]["rate"]) for record in link_sweep.recorded()}
+    assert found == {(name, rate) for name in link_sweep.STRATEGIES for rate in link_sweep.Config().rates.split(",")}
 
 
 def by_law(record) -> float:
     """Seconds of a step's communication: latency, and bytes over the link's speed."""
-    latency = min(each["link"]["latency"] for each in links.recorded())
+    latency = min(each["link"]["latency"] for each in link_sweep.recorded())
     link = record["link"]
     return link["crossings"] * latency + leaving(record) / practice_link.bytes_per_second(link["rate"])
 
 
-@pytest.mark.parametrize("record", links.recorded(), ids=lambda record: "{strategy}, {rate}".format(**record["link"]))
+@pytest.mark.parametrize(
+    "record", link_sweep.recorded(), ids=lambda record: "{strategy}, {rate}".format(**record["link"])
+)
 def test_the_courses_records_obey_the_law(record):
     """Where the page does not measure, it shows these beside the law, and makes no verdict of them."""
     link = record["link"]
@@ -82,29 +86,29 @@ def test_the_courses_records_obey_the_law(record):
     shortest, speed = min(link["communication"]), practice_link.bytes_per_second(link["rate"])
     if link["rate"] == "100mbit":
         assert shortest == pytest.approx(by_law(record), rel=0.12)
-    in_a_full_bucket = link["crossings"] * practice_link.saved_up(link["rate"])
+    in_a_full_bucket = link["crossings"] * practice_link.burst_bytes(link["rate"])
     assert 0.9 * (leaving(record) - in_a_full_bucket) / speed < shortest < 1.15 * by_law(record)
 
 
 @pytest.mark.parametrize("named", [False, True])
 def test_a_sweep_writes_over_the_courses_records_only_where_told_to(named, monkeypatch, tmp_path, capsys):
-    made = links.recorded()[:2]
-    monkeypatch.setattr(links, "sweep", lambda rates, steps: made)
-    monkeypatch.setattr(links.launch, "RUNS", tmp_path / "runs")
-    monkeypatch.setattr(links, "REFERENCE", tmp_path / "reference")
-    links.main(links.Config(folder=str(tmp_path / "reference" / "links-here") if named else None))
+    made = link_sweep.recorded()[:2]
+    monkeypatch.setattr(link_sweep, "sweep", lambda rates, steps: made)
+    monkeypatch.setattr(link_sweep.launch, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(link_sweep, "REFERENCE", tmp_path / "reference")
+    link_sweep.main(link_sweep.Config(folder=str(tmp_path / "reference" / "link-sweep-here") if named else None))
     (place,) = tmp_path.iterdir()
     assert place.name == ("reference" if named else "runs")
-    (folder,) = place.glob("links-*")
+    (folder,) = place.glob("link-sweep-*")
     assert [records.load(path) for path in sorted(folder.iterdir())] == made
     assert str(folder) in capsys.readouterr().out
 
 
 def test_a_sweep_into_a_folder_that_cannot_be_is_refused_before_it_begins(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(links, "sweep", lambda rates, steps: pytest.fail("it began"))
+    monkeypatch.setattr(link_sweep, "sweep", lambda rates, steps: pytest.fail("it began"))
     with refused("--folder"):
-        links.main(links.Config(folder=str(tmp_path / "file" / "folder")))
+        link_sweep.main(link_sweep.Config(folder=str(tmp_path / "file" / "folder")))
 
 
 def test_time_on_the_link_is_counted_once():
@@ -113,12 +117,12 @@ def test_time_on_the_link_is_counted_once():
 
     whole = plan(2, strategy="ddp")
     # rank 1 comes late to the first call; the second overlaps it; the third is apart
-    assert links.busy((seen((0, 5), (3, 7), (10, 11)), seen((2, 5), (3, 7), (10, 11))), whole, 3) == 6
+    assert link_sweep.link_busy_seconds((seen((0, 5), (3, 7), (10, 11)), seen((2, 5), (3, 7), (10, 11))), whole, 3) == 6
     # HSDP: the first reduction of each two is within a node; ranks 0 and 2 are done before 1 and 3 begin
     early, late = seen((0, 1), (1, 3), (6, 7), (7, 8)), seen((0, 4), (4, 6), (6, 8), (8, 9))
     gathers = [("gloo:all_gather", 0, 100)]
     of_ranks = (gathers + early, gathers + late, gathers + early, gathers + late)
-    assert links.busy(of_ranks, plan(4, mesh="2x2"), 2) == 2 + 2 + 1 + 1
+    assert link_sweep.link_busy_seconds(of_ranks, plan(4, mesh="2x2"), 2) == 2 + 2 + 1 + 1
 
 
 # Exercises
@@ -210,15 +214,15 @@ def leaving(record):
 
 
 @pytest.mark.parametrize("rate", RATES)
-@pytest.mark.parametrize("strategy", links.STRATEGIES)
+@pytest.mark.parametrize("strategy", link_sweep.STRATEGIES)
 def test_no_communication_is_shorter_than_what_a_full_bucket_leaves_over_bandwidth(live, strategy, rate):
-    """How much longer it takes depends on what else the machine does: that is links.py's to say, not a test's."""
+    """How much longer it takes depends on what else the machine does: that is proofs/link_sweep.py's to say, not a test's."""
     record = live[1][strategy, rate]
-    left = leaving(record) - record["link"]["crossings"] * practice_link.saved_up(rate)
+    left = leaving(record) - record["link"]["crossings"] * practice_link.burst_bytes(rate)
     assert min(record["link"]["communication"]) > 0.85 * left / practice_link.bytes_per_second(rate)
 
 
-@pytest.mark.parametrize("strategy", links.STRATEGIES)
+@pytest.mark.parametrize("strategy", link_sweep.STRATEGIES)
 def test_bytes_of_a_step_at_the_interface(live, strategy):
     for rate in RATES:
         record = live[1][strategy, rate]
@@ -228,12 +232,12 @@ def test_bytes_of_a_step_at_the_interface(live, strategy):
 
 def test_the_notebook_measures_on_two_hosts(live):
     lines, _ = live
-    assert sum("at its interface" in line for line in lines) == len(links.STRATEGIES)
+    assert sum("at its interface" in line for line in lines) == len(link_sweep.STRATEGIES)
     seconds = "communication over"  # what else the machine does is in them: the notebook judges them, not a test
     assert [line for line in lines if line.startswith("FAIL") and seconds not in line] == []
 
 
 def test_a_sweep_where_there_is_no_link():
     env = {name: value for name, value in os.environ.items() if name != practice_link.VARIABLE}
-    run = call(sys.executable, "links.py", env=env, cwd=SOURCE)
+    run = call(sys.executable, "-m", "proofs.link_sweep", env=env, cwd=SOURCE)
     assert run.returncode == 2 and run.stderr.count("\n") == 1 and "make slurm" in run.stderr

@@ -10,7 +10,7 @@ import pytest
 from forked import by_value
 from IPython.core.history import HistoryManager
 from IPython.core.interactiveshell import InteractiveShell
-from labkit.running import cells, launch
+from labkit.running import launch, notebook_ranks
 from labkit.teaching.exercises import chapter_14, check
 from labkit.teaching.exercises.chapter_14 import DEVICES
 
@@ -76,7 +76,9 @@ def found():
     here = launch.Cluster(launcher="local")
     return dict(
         zip(
-            FORWARDS, cells.on_ranks(by_value(shared_all), forwards, ranks=1, cluster=here, timeout=120)[0], strict=True
+            FORWARDS,
+            notebook_ranks.on_ranks(by_value(shared_all), forwards, ranks=1, cluster=here, timeout=120)[0],
+            strict=True,
         )
     )
 

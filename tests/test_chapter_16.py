@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked import by_value
-from labkit.measuring import limits, trace
+from labkit.measuring import memory_budget, trace
 from labkit.teaching.exercises import check
 from labkit.teaching.exercises.chapter_16 import CAUSES, EXERCISES, Diagnose, table, units
 from labkit.teaching.symptoms import folded, own_collective
@@ -175,7 +175,7 @@ def test_an_output_is_folded_to_the_programs_lines_and_the_error():
 
 def test_a_budget_is_kept_and_what_it_freed_can_be_used_again(world_of_one):
     model = torch.nn.Linear(4, 4, bias=False)  # 64 bytes
-    with limits.Budget(model, torch.optim.SGD(model.parameters()), torch.device("cpu"), 64 + 400) as budget:
+    with memory_budget.Budget(model, torch.optim.SGD(model.parameters()), torch.device("cpu"), 64 + 400) as budget:
         for _ in range(3):
             some = torch.empty(100)
             del some
@@ -220,8 +220,8 @@ OTHER_FAULTS = (
 def test_faults_that_are_not_mended_are_noticed():
     breaks = {
         "torch.no_grad():\n            for step": "torch.enable_grad():\n            for step",  # and room for what it keeps
-        "with faults.limits.Budget(model, optimizer, me.device, 2**20) as": (
-            "with faults.limits.Budget(model, optimizer, me.device, 2**24) as"
+        "with faults.memory_budget.Budget(model, optimizer, me.device, 2**20) as": (
+            "with faults.memory_budget.Budget(model, optimizer, me.device, 2**24) as"
         ),
         "for sharded_first in (False, True)": "for sharded_first in (False, False)",
         "self.set_epoch(next(epochs))": "next(epochs)",

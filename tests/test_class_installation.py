@@ -83,7 +83,7 @@ COMMANDS = {
     "gpt_fsdp.py --ranks 2 --max-steps 1": "after step 1",
     "plan.py --model tiny --ranks 4 --simulate": "simulated",
     "prepare_data.py": "4,000 training and 1,000 test images, verified",
-    "trial.py --every 999": "record: {runs}/trial-",
+    "-m proofs.memory --every 999": "record: {runs}/memory-",
     "ladder.py --data auto --epochs 1 --ranks 2 --batch-size 200": "Tables, picture and records: {runs}/ladder-",
 }
 
@@ -95,16 +95,16 @@ SHORT_LADDER = "import sys; sys.path.insert(0, '.'); import ladder; ladder.RUNGS
 # the learner has started, so that torch is imported once. {home: words} → {home: (exit code, output)}
 IN_TURN = """
 import json, os, subprocess, sys, tempfile
-from labkit.running import warm
+from labkit.running import fork_server
 
 found = {}
 for home, words in json.loads(sys.argv[1]).items():
     words = [sys.executable, "-u", *words]
     env = os.environ | {"HOME": home}
     with tempfile.TemporaryFile("w+", dir=home) as out:
-        if warm.possible():
-            env[warm.VARIABLE] = warm.address()
-            process = warm.start(words, os.getcwd(), env, out, out)
+        if fork_server.possible():
+            env[fork_server.VARIABLE] = fork_server.address()
+            process = fork_server.start(words, os.getcwd(), env, out, out)
         else:
             process = subprocess.Popen(words, env=env, stdout=out, stderr=out)
         process.wait()
@@ -140,7 +140,7 @@ def test_every_command_runs_and_writes_into_the_home(words, ran):
 
 @pytest.mark.long
 def test_where_runs_go_is_a_setting(learner, tmp_path):
-    """The folder that every command asks for; trial.py's record lies in it, see above."""
+    """The folder that every command asks for; proofs/memory.py's record lies in it, see above."""
     words = (sys.executable, "-c", "from labkit.measuring import records; print(records.made(records.RUNS))")
     assert learner(*words) == (0, f"{learner.runs}\n")
     learner.runs.rmdir()

@@ -9,12 +9,12 @@ import sys
 import time
 from pathlib import Path
 
-import drill
 import pytest
 from commands import call, script
 from labkit import UserError
-from labkit.running import launch, resumable
+from labkit.running import launch, submitit_job
 from labkit.training import checkpoints
+from proofs import crash
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "source_code"
@@ -27,7 +27,7 @@ SECONDS = 150  # for a job to come back and to end
 def same(one: Path, other: Path) -> bool:
     """Whether the newest checkpoints in two folders are of the same step and hold the same bits."""
     one, other = checkpoints.latest(one), checkpoints.latest(other)
-    return one.name == other.name and drill.fingerprint(one) == drill.fingerprint(other)
+    return one.name == other.name and crash.fingerprint(one) == crash.fingerprint(other)
 
 
 @pytest.fixture(scope="module")
@@ -237,16 +237,16 @@ def test_torchrun_starts_anew_when_a_rank_is_killed(lab, uninterrupted, tmp_path
 
 
 def test_a_job_that_is_warned_before_its_command_begins_comes_back(monkeypatch):
-    again = resumable.Command(["never", "started"], resumes=True).checkpoint()
+    again = submitit_job.Command(["never", "started"], resumes=True).checkpoint()
     assert again.function.words == ["never", "started"] and again.function.resumes
-    assert resumable.Command(["never", "started"], resumes=False).checkpoint() is None
+    assert submitit_job.Command(["never", "started"], resumes=False).checkpoint() is None
 
 
 @pytest.mark.parametrize(
     ("code", "next_life"), [(75, ["bash"]), (138, ["bash"]), (1, ["bash"]), (0, ["true"]), (2, None)]
 )
 def test_a_queued_job_comes_back_but_not_after_a_users_error(code, next_life):
-    command = resumable.Command(["bash", "-c", f"trap 'exit {code}' USR2; echo; while :; do sleep 0.1; done"], True)
+    command = submitit_job.Command(["bash", "-c", f"trap 'exit {code}' USR2; echo; while :; do sleep 0.1; done"], True)
     with subprocess.Popen(command.words, stdout=subprocess.PIPE) as process:
         process.stdout.read(1)  # it listens
         command.process = process.pid
@@ -256,8 +256,8 @@ def test_a_queued_job_comes_back_but_not_after_a_users_error(code, next_life):
 
 def test_a_queued_job_that_saves_nothing_comes_back_so_often_and_no_more(tmp_path):
     """And as often as it takes, if it does save."""
-    command = resumable.Command(["lab.py", "--checkpoint", str(tmp_path), "--resume"], True)
-    for _ in range(resumable.MAX_IDLE):
+    command = submitit_job.Command(["lab.py", "--checkpoint", str(tmp_path), "--resume"], True)
+    for _ in range(submitit_job.MAX_IDLE):
         command = command.checkpoint().function
     assert command.checkpoint() is None
     command.newest = command._newest()
@@ -273,7 +273,7 @@ def test_a_queued_job_that_saves_nothing_comes_back_so_often_and_no_more(tmp_pat
 def test_a_queued_job_listens_before_torch_is_imported():
     """Which takes seconds, and on a cluster's file system a minute; a warning in that time would end the job for good."""
     asked = call(
-        sys.executable, "-c", "import sys, labkit.running.resumable; print('torch' in sys.modules)", cwd=SOURCE
+        sys.executable, "-c", "import sys, labkit.running.submitit_job; print('torch' in sys.modules)", cwd=SOURCE
     )
     assert asked.stdout == "False\n", asked.stderr
 
@@ -283,12 +283,12 @@ def test_a_queued_job_listens_before_torch_is_imported():
     [(None, None), ("90", 90), ("30:00", 30), ("1:30:00", 90), ("0:00:30", 1), ("2-12", 3600), ("1-0:30", 1470)],
 )
 def test_time_limits_as_slurm_writes_them(limit, minutes):
-    assert resumable.minutes(limit) == minutes
+    assert submitit_job.minutes(limit) == minutes
 
 
 def test_a_time_limit_that_is_none_is_told(monkeypatch):
     with pytest.raises(UserError, match="FSDP_LABS_TIME is 'soon': give minutes"):
-        resumable.minutes("soon")
+        submitit_job.minutes("soon")
 
 
 def test_a_job_that_is_to_come_back_needs_a_time_limit(monkeypatch):

@@ -4,10 +4,10 @@ import os
 import sys
 from pathlib import Path
 
+import gpt_fsdp  # noqa: F401  a plan needs its defaults
 import pytest
 from commands import call, command, refused
-from labkit.measuring import machine
-from labkit.running import launch
+from labkit.running import launch, site
 from labkit.running.lab import Lab
 
 BELIEVING = Path(__file__).with_name("believing")
@@ -86,7 +86,7 @@ def test_what_a_cell_shards_without_a_mesh_stays_on_the_cpu():
     ],
 )
 def test_auto_takes_a_gpu_for_each_rank_or_the_cpu(gpus, chosen, words, monkeypatch):
-    monkeypatch.setattr(machine, "gpus_here", lambda: gpus)
+    monkeypatch.setattr(site, "gpus_here", lambda: gpus)
     lab = Lab(launcher="local", device="auto")
     assert [lab.device_of(ranks) for ranks in (1, 2, 4)] == chosen
     assert words in repr(lab)
@@ -95,7 +95,7 @@ def test_auto_takes_a_gpu_for_each_rank_or_the_cpu(gpus, chosen, words, monkeypa
 
     started, called = [], []
     monkeypatch.setattr(launch, "run", lambda script, **settings: started.append(settings))
-    monkeypatch.setattr("labkit.running.cells.on_ranks", lambda function, **settings: called.append(settings))
+    monkeypatch.setattr("labkit.running.notebook_ranks.on_ranks", lambda function, **settings: called.append(settings))
     for options in ({"strategy": "single"}, {"ranks": 2}, {}):
         lab.run("gpt_fsdp.py", **options)
     for ranks in (1, 2, None):
@@ -107,7 +107,7 @@ def test_auto_takes_a_gpu_for_each_rank_or_the_cpu(gpus, chosen, words, monkeypa
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_device_that_was_named_is_taken(device, monkeypatch):
-    monkeypatch.setattr(machine, "gpus_here", lambda: 1)
+    monkeypatch.setattr(site, "gpus_here", lambda: 1)
     lab = Lab(launcher="local", device=device)
     assert [lab.device_of(ranks) for ranks in (1, 4)] == [device, device]
     assert ("GPUs stay unused" in repr(lab)) == (device == "cpu")
@@ -146,7 +146,7 @@ def slurm_says(tmp_path, monkeypatch):
 )
 def test_gpus_of_a_node_by_slurms_word(said, partition, count, slurm_says):
     slurm_says(sinfo=said)
-    assert machine.gpus_of_a_node(partition) == count
+    assert site.gpus_of_a_node(partition) == count
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_gpus_of_a_node_by_slurms_word(said, partition, count, slurm_says):
     ],
 )
 def test_inside_a_job_only_its_gpus_count(told, count, slurm_says, monkeypatch):
-    monkeypatch.setattr(machine, "partitions", lambda: ["gpu"])
+    monkeypatch.setattr(site, "partitions", lambda: ["gpu"])
     slurm_says(sinfo="gpu* gpu:8\n", scontrol="ClusterName = a\n")
     for name in ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS"):
         monkeypatch.delenv(name, raising=False)
@@ -170,6 +170,6 @@ def test_inside_a_job_only_its_gpus_count(told, count, slurm_says, monkeypatch):
 
 
 def test_the_practice_clusters_slots_are_no_gpus(slurm_says, monkeypatch):
-    monkeypatch.setattr(machine, "partitions", lambda: ["gpu"])
+    monkeypatch.setattr(site, "partitions", lambda: ["gpu"])
     slurm_says(sinfo="gpu* gpu:4\n", scontrol="ClusterName = practice\n")
     assert Lab(launcher="slurm", device="auto", partition="gpu").gpus == 0

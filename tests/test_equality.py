@@ -14,7 +14,7 @@ import few_digits
 import pytest
 from forked import by_value
 from labkit.measuring.differences import largest_difference
-from labkit.running import cells, launch
+from labkit.running import launch, notebook_ranks
 
 STEPS, SAVED_AT = 8, 3
 TRAIN = 64  # digits: 5 steps of 12, so that 8 steps go on in a second epoch, and 3 end in the middle of one
@@ -85,7 +85,9 @@ def results(tmp_path_factory):
     def of(ranks):
         if ranks == 3:
             of(4)  # saves what three resume
-        return cells.on_ranks(by_value(train_all), jobs(ranks, folder), ranks=ranks, cluster=here, timeout=300)[0]
+        return notebook_ranks.on_ranks(
+            by_value(train_all), jobs(ranks, folder), ranks=ranks, cluster=here, timeout=300
+        )[0]
 
     return of
 

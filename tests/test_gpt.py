@@ -15,9 +15,9 @@ import pytest
 import torch
 from commands import assert_about, call, refused, script, ways
 from forked import forked
-from labkit.measuring import limits, meters, records, simulate
+from labkit.measuring import meters, records, simulate
 from labkit.measuring.trace import local
-from labkit.running import cells, launch, options, ranks
+from labkit.running import launch, notebook_ranks, options, preflight, ranks
 from labkit.running.lab import Lab
 from labkit.running.ranks import Rank
 from labkit.training import checkpoints, models, text
@@ -34,7 +34,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks cannot 
 
 
 def on_ranks(function, *arguments, count):
-    return cells.on_ranks(function, *arguments, ranks=count, cluster=HERE, timeout=600)
+    return notebook_ranks.on_ranks(function, *arguments, ranks=count, cluster=HERE, timeout=600)
 
 
 def run(**given):
@@ -572,10 +572,10 @@ def test_refused_with_the_planners_figure(given, monkeypatch, world_of_one):
     plan = Lab(device="cpu").plan("gpt_fsdp.py", preset="small", ranks=me.world_size, **given)
     needed = predict.total(plan.peak()[1])
     monkeypatch.setattr(meters, "free_memory_of_a_rank", lambda *_: needed)
-    limits.refuse_if_too_big(config, me)
+    preflight.refuse_if_too_big(config, me)
     monkeypatch.setattr(meters, "free_memory_of_a_rank", lambda *_: needed - 1)
     with refused(f"{needed / 2**30:.1f} GiB", f"{me.world_size} ranks"):
-        limits.refuse_if_too_big(config, me)
+        preflight.refuse_if_too_big(config, me)
 
 
 def test_refused_for_what_stays_where_the_peak_is_not_predicted(monkeypatch, world_of_one):
@@ -583,7 +583,7 @@ def test_refused_for_what_stays_where_the_peak_is_not_predicted(monkeypatch, wor
     kept = 16 * sum(p.numel() for p in plain(gpt_fsdp.Config()).parameters())  # with two moments and DDP's buckets
     monkeypatch.setattr(meters, "free_memory_of_a_rank", lambda *_: kept - 1)
     with refused("--preset tiny", "--strategy ddp", "4 ranks"):
-        limits.refuse_if_too_big(gpt_fsdp.Config(strategy="ddp", precision="bf16"), me)
+        preflight.refuse_if_too_big(gpt_fsdp.Config(strategy="ddp", precision="bf16"), me)
 
 
 def test_ranks_of_a_node_share_its_memory(world_of_one, monkeypatch):
@@ -599,7 +599,7 @@ def test_device_without_bf16(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla T4")
     me = ranks.Rank(0, 0, 1, "here", torch.device("cuda", 0), "nccl")
     with refused("Tesla T4", "bf16", "--precision fp32"):
-        limits.check(gpt_fsdp.Config(precision="bf16"), me)
+        preflight.check(gpt_fsdp.Config(precision="bf16"), me)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The transformer lab computes the same training however it is shared: the losses of 4 ranks are those of one process.
 
 What is combined with a way of sharing: recomputing, accumulating, clipping, adapters, tied weights, optimizers. The
-plain ways are in test_equivalence.py. Within 1e-9 in float64; in fp32 a handful, within 1e-5.
+plain ways are in test_parity.py. Within 1e-9 in float64; in fp32 a handful, within 1e-5.
 Starting four ranks takes longer than a configuration: so all of them run one after the other in the same ranks, and the
 model is narrow and has three blocks, a first one, a last one and one between: what is tested does not depend on more.
 """
@@ -13,7 +13,7 @@ import gpt_fsdp
 import pytest
 from forked import by_value
 from labkit.measuring import meters
-from labkit.running import cells, launch
+from labkit.running import launch, notebook_ranks
 
 pytestmark = pytest.mark.long
 HERE = launch.Cluster(launcher="local")
@@ -127,7 +127,7 @@ def train_all(me):
 @pytest.fixture(scope="module")
 def losses():
     alone, shared = (
-        cells.on_ranks(by_value(train_all), ranks=ranks, cluster=HERE, timeout=900)[0] for ranks in (1, RANKS)
+        notebook_ranks.on_ranks(by_value(train_all), ranks=ranks, cluster=HERE, timeout=900)[0] for ranks in (1, RANKS)
     )
     return alone | shared
 

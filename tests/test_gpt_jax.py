@@ -11,17 +11,17 @@ import sys
 from pathlib import Path
 
 import cloudpickle
-import equivalence
 import gpt_fsdp
 import gpt_jax
 import pytest
 from commands import assert_about, refused, script
 from labkit import UserError, holds
 from labkit.measuring import meters
-from labkit.running import cells, launch
+from labkit.running import launch, notebook_ranks
 from labkit.running.lab import Lab
 from labkit.training import jax_world
 from planner import jax_sharding
+from proofs import parity
 
 pytestmark = pytest.mark.long
 HERE = launch.Cluster(launcher="local")
@@ -78,7 +78,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def computed(folder):
-    return cells.on_ranks(compute, str(folder), ranks=1, cluster=HERE, timeout=300)[0]
+    return notebook_ranks.on_ranks(compute, str(folder), ranks=1, cluster=HERE, timeout=300)[0]
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +243,7 @@ def test_jax_that_cannot_be_used(versions, said, monkeypatch):
     if said:
         with refused(*said, "make jax"):
             jax_world.check()
-        assert not any(way.lab == equivalence.JAX for way in equivalence.runnable())
+        assert not any(way.lab == parity.JAX for way in parity.runnable())
 
 
 WITHOUT = """

@@ -14,13 +14,13 @@ import torch.nn.functional as functional
 from commands import call, refused
 from labkit import UserError
 from labkit.measuring import meters, records
-from labkit.running import cells, launch, options
+from labkit.running import launch, notebook_ranks, options
 from labkit.training import deepspeed_zero
 
 HERE = launch.Cluster(launcher="local")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks cannot import this file
 
-# The losses: plain stages are in the matrix (test_equivalence.py); here is what it leaves out.
+# The losses: plain stages are in the matrix (test_parity.py); here is what it leaves out.
 
 STEPS, SEQUENCES = 5, 8
 DEEPSPEED = {"engine": "deepspeed"}
@@ -61,7 +61,7 @@ def train_all(me):
 @pytest.fixture(scope="module")
 def losses():
     """{number of ranks: what ``train_all`` found on rank 0}"""
-    return {count: cells.on_ranks(train_all, ranks=count, cluster=HERE, timeout=300)[0] for count in (1, 2)}
+    return {count: notebook_ranks.on_ranks(train_all, ranks=count, cluster=HERE, timeout=300)[0] for count in (1, 2)}
 
 
 @pytest.mark.long

@@ -8,7 +8,6 @@ import mnist_fsdp
 import plan
 import pytest
 import torch
-import trial
 from forked import forked
 from labkit.measuring import gpu_operators, trace
 from labkit.running import lab
@@ -18,10 +17,12 @@ from planner.plan import STEP_COUNTER
 from planner.shapes import GPT_SHAPES, GPTShape
 from planner.sizes import Autograd
 from planner.step import Step
+from proofs import memory as memory_proof
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+LABS = {"gpt": gpt_fsdp, "mnist": mnist_fsdp}
 HERE = gpu_operators.VERSION
 BEFORE_GROUPED = (2, 14)  # a PyTorch whose memory-efficient attention takes no grouped heads
 LLAMA = replace(GPT_SHAPES["llama3-8b"], layers=2)
@@ -107,19 +108,20 @@ def name_of(one) -> str:
 
 def simulated(tried: list[dict], cudnn: bool = False) -> list[dict]:
     """In a process of its own: one after the other."""
-    import imagine
+    from labkit.running import simulated_lab
 
     found = []
     for one in tried:
         gpu = gpu_operators.GpuOperators(one["torch"], cudnn)
-        shape = {"shape": one["shape"]} if one["lab"] == "gpt" else {}
-        step = getattr(imagine, one["lab"])
-        found.append(step(one["ranks"], gpu=gpu, workspaces=one["workspaces"], **shape, **one["options"]))
+        lab = LABS[one["lab"]]
+        shape = {"shape": one["shape"]} if one.get("shape") else {}
+        config = type("OfThatShape", (lab.Config,), shape)(**one["options"])
+        found.append(simulated_lab.step(lab, config, one["ranks"], gpu, one["workspaces"]))
     return found
 
 
 def planned(one: dict) -> predict.Plan:
-    config = {"gpt": gpt_fsdp, "mnist": mnist_fsdp}[one["lab"]].Config(**one["options"])
+    config = LABS[one["lab"]].Config(**one["options"])
     record = {"script": f"{one['lab']}_fsdp.py", "ranks": one["ranks"], "device": "cuda", "config": asdict(config)}
     plan = predict.plan_of(record | {"batch_size": config.batch_size})
     if shape := one.get("shape"):
@@ -151,7 +153,7 @@ def test_the_plan_for_a_gpu_is_what_a_gpus_operators_do(simulations, number):
     assert predict.total(plan.peak()[1]) == sum(found["peak"].values()) + losses
     kept = predict.by_category(plan.persistent())
     assert {category: found["start"][category] for category in kept} == kept
-    assert trial.counted(found["traffic"]) == trial.counted(plan.traffic())
+    assert memory_proof.counted(found["traffic"]) == memory_proof.counted(plan.traffic())
     # Of forward and optimizer, too, the highest moment; in forward, to which moment a number belongs may differ.
     before_backward = takewhile(lambda moment: moment[0] != "backward", found["timeline"])
     forward = max(sum(sizes) for _, *sizes in before_backward) + losses

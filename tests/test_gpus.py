@@ -11,8 +11,7 @@ import pytest
 import torch
 from commands import call, refused, ways
 from conftest import SOURCE
-from labkit.measuring import limits
-from labkit.running import gpus, ranks
+from labkit.running import gpus, preflight, ranks
 
 from notebooks import FOLDER, PATHS, code_cells, read
 
@@ -176,14 +175,14 @@ def test_no_compiler_is_one_sentence(device, there, variables, said, monkeypatch
     monkeypatch.delenv("CXX", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(limits.sys, "platform", "linux")
-    monkeypatch.setattr(limits.shutil, "which", lambda name: name if name in there else None)
+    monkeypatch.setattr(preflight.sys, "platform", "linux")
+    monkeypatch.setattr(preflight.shutil, "which", lambda name: name if name in there else None)
     me = ranks.Rank(0, 0, 1, "here", torch.device(device), "gloo")
     if said is None:
-        limits.check(gpt_fsdp.Config(compile=True), me)
+        preflight.check(gpt_fsdp.Config(compile=True), me)
         return
     with refused(*said):
-        limits.check(gpt_fsdp.Config(compile=True), me)
+        preflight.check(gpt_fsdp.Config(compile=True), me)
 
 
 # Notebooks

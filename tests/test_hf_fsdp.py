@@ -13,8 +13,8 @@ import torch
 import transformers
 from commands import script
 from labkit import UserError
-from labkit.measuring import limits, meters, trace
-from labkit.running import cells, launch
+from labkit.measuring import meters, trace
+from labkit.running import launch, notebook_ranks, preflight, simulated_lab
 from labkit.training import checkpoints, dcp_reading, hf_models, hf_weights
 from peft import PeftModel
 from planner import predict
@@ -109,7 +109,9 @@ def runs(shapes):
     found = {}
     for ranks in (1, 2, 4):
         some = [n for n, (family, precision) in enumerate(keys) if ranks in RANKS[precision, family in IN_FP64]]
-        results = cells.on_ranks(_trained, [options[n] for n in some], ranks=ranks, cluster=HERE, timeout=240)[0]
+        results = notebook_ranks.on_ranks(_trained, [options[n] for n in some], ranks=ranks, cluster=HERE, timeout=240)[
+            0
+        ]
         for n, result in zip(some, results, strict=True):
             found.setdefault(keys[n], {})[ranks] = result
     return found
@@ -129,10 +131,8 @@ def test_losses_are_those_of_one_process(runs, family):
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_peaks_are_the_simulations(runs, shapes, family):
-    import imagine
-
     options = {"strategy": "fsdp2", "batch_size": SEQUENCES // 4, "seq_len": LENGTH, "device": "cpu"}
-    simulated = imagine.hf(4, config=str(shapes[family]), **options)
+    simulated = simulated_lab.step(hf_fsdp, hf_fsdp.Config(config=str(shapes[family]), **options), ranks=4)
     assert max(runs[family, "fp32"][4][1]) == pytest.approx(sum(simulated["peak"].values()), rel=2e-3)
     torch.distributed.destroy_process_group()
 
@@ -216,7 +216,7 @@ def tuned(weights, tmp_path_factory):
         {"model": str(weights[family]), "lora": lora, "save": str(folder)}
         for (family, lora), folder in zip(keys, folders, strict=True)
     ]
-    ranks = cells.on_ranks(_tuned, options, ranks=2, cluster=HERE, timeout=120)
+    ranks = notebook_ranks.on_ranks(_tuned, options, ranks=2, cluster=HERE, timeout=120)
     return {
         key: (folder, each[0][0], each[0][1] | each[1][1])
         for key, folder, *each in zip(keys, folders, *ranks, strict=True)
@@ -289,7 +289,7 @@ def test_a_rank_reads_what_it_keeps_and_never_holds_more(tmp_path):
     """Of a model of 118 MiB, on 4 ranks."""
     shape = COMMON | {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 3, "vocab_size": 6000}
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **shape)).save_pretrained(tmp_path)
-    ranks = cells.on_ranks(_loading, str(tmp_path), ranks=4, cluster=HERE, timeout=60)
+    ranks = notebook_ranks.on_ranks(_loading, str(tmp_path), ranks=4, cluster=HERE, timeout=60)
     for kept, read, grown, largest in ranks:
         assert read == kept
         assert kept / 2 < grown <= kept + largest
@@ -298,7 +298,7 @@ def test_a_rank_reads_what_it_keeps_and_never_holds_more(tmp_path):
 @pytest.mark.parametrize("cut", ["one rank", "more ranks than rows"])
 def test_rows_are_those_that_fsdp_keeps(cut):
     ranks = 1 if cut == "one rank" else 4
-    cells.on_ranks(_rows, ranks=ranks, cluster=HERE, timeout=60)
+    notebook_ranks.on_ranks(_rows, ranks=ranks, cluster=HERE, timeout=60)
 
 
 def _rows(me):
@@ -432,7 +432,7 @@ def test_a_resumed_run_with_dropout_is_the_uninterrupted_one(tmp_path):
     kept = {"checkpoint": str(tmp_path / "c")}
     runs = [{"max_steps": 4, "save": str(tmp_path / "uninterrupted")}, {"max_steps": 2} | kept]
     runs.append({"max_steps": 4, "resume": True, "save": str(tmp_path / "resumed")} | kept)
-    whole, begun, resumed = cells.on_ranks(
+    whole, begun, resumed = notebook_ranks.on_ranks(
         _trained_with_dropout, str(tmp_path), runs, ranks=2, cluster=HERE, timeout=120
     )[0]
     assert begun + resumed == whole
@@ -450,7 +450,7 @@ def test_what_does_not_fit_is_refused_before_it_is_built(given, shapes, monkeypa
     run = {"script": "hf_fsdp.py", "config": asdict(config), "ranks": me.world_size, "device": "cpu"}
     needed = predict.total(predict.plan_of(run, at_least=True).peak()[1])
     monkeypatch.setattr(meters, "free_memory_of_a_rank", lambda *_: needed)
-    limits.refuse_if_too_big(config, me)
+    preflight.refuse_if_too_big(config, me)
     monkeypatch.setattr(meters, "free_memory_of_a_rank", lambda *_: needed - 1)
     with pytest.raises(UserError, match=f"--config {shapes['llama']} with --strategy .* needs .*take a smaller model"):
         hf_fsdp.build(config, None, me)
@@ -459,7 +459,7 @@ def test_what_does_not_fit_is_refused_before_it_is_built(given, shapes, monkeypa
 def test_what_is_not_planned_is_not_refused(tmp_path, monkeypatch, world_of_one):
     AutoConfig.for_model("olmo2", **COMMON).save_pretrained(tmp_path)
     monkeypatch.setattr(meters, "free_memory_of_a_rank", lambda *_: 1)
-    limits.refuse_if_too_big(hf_fsdp.Config(config=str(tmp_path)), world_of_one)
+    preflight.refuse_if_too_big(hf_fsdp.Config(config=str(tmp_path)), world_of_one)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -11,8 +11,8 @@ import json
 import os
 import random
 import sys
+from pathlib import Path
 
-import gpu_hour
 import ladder
 import plan
 import pytest
@@ -23,6 +23,7 @@ from labkit.running import launch, options
 from labkit.running.options import Training
 from labkit.training import checkpoints, datasets, manifest, saving
 from labkit.training.checkpoint_folder import CheckpointFolder
+from proofs import gpu as gpu_proof
 from small_mnist import fill
 from test_checkpoints import RUN, saver, training, values
 
@@ -57,14 +58,15 @@ def test_no_option_takes_what_means_nothing(command, monkeypatch):
             found, said = parsed(command, [f"{options.flag(name)}={value}"], monkeypatch)
             assert (found is None) == (len(said.splitlines()) == 1), (name, value, said)
             if kind is not str or not (value.strip() and value.isprintable()):
-                assert found is None and said.startswith(f"{command}: "), (name, value, found)
+                assert found is None and said.startswith(f"{Path(command).name}: "), (name, value, found)
 
 
 def test_every_command_with_options_is_found():
     """A file that is started and reads options by other means would not be among the commands above."""
     others = {"prepare_data.py", "export.py"}  # argparse itself; neither takes a number
-    started = {path.name for path in launch.SOURCE.glob("*.py") if '__name__ == "__main__"' in path.read_text()}
-    assert started == {*commands(), *others}
+    files = [*launch.SOURCE.glob("*.py"), *launch.SOURCE.glob("proofs/*.py")]
+    started = {path for path in files if '__name__ == "__main__"' in path.read_text()}
+    assert {str(path.relative_to(launch.SOURCE)) for path in started} == {*commands(), *others}
 
 
 ABSURD_PLANS = [
@@ -314,12 +316,12 @@ def test_records_that_are_no_ladder(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "{}", '[{"step": 1}]'])
 def test_rows_of_a_part_that_are_none(text, tmp_path, monkeypatch):
-    monkeypatch.setitem(gpu_hour.PARTS, "smoke", lambda config: [])
-    config = gpu_hour.Config(device="cpu", folder=str(tmp_path))
+    monkeypatch.setitem(gpu_proof.PARTS, "smoke", lambda config: [])
+    config = gpu_proof.Config(device="cpu", folder=str(tmp_path))
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "smoke.json").write_text(text)
-    with refused("smoke.json", "gpu_hour.py", "--again"):
-        gpu_hour.run_part("smoke", config)
+    with refused("smoke.json", "proofs/gpu.py", "--force"):
+        gpu_proof.run_part("smoke", config)
 
 
 # Data that change while they are read

@@ -1,4 +1,4 @@
-"""The map of the source holds: arrows fall from commands to labs to labkit to planner, and none rises."""
+"""The map of the source holds: imports go from proofs and tools to labs, from labs to labkit, from labkit to planner."""
 
 import ast
 import re
@@ -10,17 +10,42 @@ import pytest
 
 SOURCE = Path(planner.__file__).resolve().parents[1]
 FILES = sorted(SOURCE.rglob("*.py"))
-LABS = ("hello", "mnist_fsdp", "gpt_fsdp", "hf_fsdp")
-PAGES = {path.stem for path in SOURCE.glob("*.py")}  # labs and commands
-ROOMS = ("measuring", "running", "training", "teaching")  # each may use those before it
+LABS = {  # {lab: the labs that it may import}
+    "hello": (),
+    "mnist_fsdp": (),
+    "gpt_fsdp": (),
+    "hf_fsdp": (),
+    "gpt_zero": ("gpt_fsdp",),
+    "gpt_pipeline": ("gpt_fsdp",),
+    "gpt_jax": ("gpt_fsdp",),
+    "faults": (),
+}
+TOOLS = ("plan", "ladder", "one_rank", "prepare_data", "export", "diagnose_hang")
+ROOMS = ("measuring", "running", "training", "teaching")  # of labkit; each may import those before it
 PLANNER = re.findall(r"^  (\w+) {3}", planner.__doc__, re.MULTILINE)  # likewise
+OURS = {*LABS, *TOOLS, "proofs", "minimal", "labkit", "planner"}
+
+# {function: which argument says what is imported}
+IMPORTERS = {"import_module": 0, "__import__": 0, "run_module": 0, "run_path": 0, "spec_from_file_location": 1}
+DYNAMIC = {  # files that import what a variable names, and what that is
+    "labkit/running/fork_server.py": "third-party modules, and the program that it becomes",
+    "labkit/teaching/exercises/__init__.py": "an exercise's chapter, in its own folder",
+    "labkit/training/own_model.py": "the learner's own file",
+    "proofs/configurations.py": "the lab of a configuration",
+    "proofs/crash.py": "the lab of a configuration",
+    "proofs/parity.py": "the lab of a variant",
+}
+
+
+def imported_by_calls(path: Path) -> list[ast.expr]:
+    """Return what a file hands to the functions that import: a constant names a module, a variable may name any."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    names = [ast.unparse(call.func).rpartition(".")[2] for call in calls]
+    return [call.args[IMPORTERS[name]] for call, name in zip(calls, names, strict=True) if name in IMPORTERS]
 
 
 def imported(path: Path) -> set[str]:
-    """The modules that a file imports, also in its functions: "torch", "labkit.running.ranks".
-
-    Not seen: what ``import_module`` is given by a variable.
-    """
+    """Return the modules that a file imports, also in its functions: "torch", "labkit.running.ranks"."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -33,43 +58,71 @@ def imported(path: Path) -> set[str]:
             inside = SOURCE / module.replace(".", "/")
             names = {alias.name for alias in node.names}
             found |= {f"{module}.{n}" for n in names if (inside / n).exists() or (inside / f"{n}.py").exists()}
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("import_module", "importlib.import_module"):
-            found |= {each.value for each in node.args[:1] if isinstance(each, ast.Constant)}
+    return found | {e.value.removesuffix(".py") for e in imported_by_calls(path) if isinstance(e, ast.Constant)}
+
+
+def dynamic(path: Path) -> list[str]:
+    """Return a file's imports of what only a variable names, and new names for the functions that import."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    renamed = [alias.name for node in nodes for alias in node.names if alias.asname and alias.name in IMPORTERS]
+    return [ast.unparse(each) for each in imported_by_calls(path) if not isinstance(each, ast.Constant)] + renamed
+
+
+def allowed(path: Path) -> set[str]:
+    """Return which of ``OURS`` a file may import."""
+    top = path.relative_to(SOURCE).with_suffix("").parts[0]
+    library = {"labkit", "planner"}
+    return {
+        "minimal": set(),
+        "planner": {"planner"},
+        "labkit": library,
+        "proofs": {"proofs", *LABS} | library,
+        **{lab: {*others} | library for lab, others in LABS.items()},
+        **{tool: {*LABS} | library for tool in TOOLS},
+    }[top]
+
+
+def forbidden(path: Path) -> list[str]:
+    """Return what a file imports that the map does not allow."""
+    top, *inside = path.relative_to(SOURCE).parts
+    found = []
+    for module in imported(path):
+        first, second = (module.split(".") + [""])[:2]
+        bad = first in OURS - allowed(path)
+        if top == "planner":
+            order = PLANNER[: PLANNER.index(path.stem)] if path.stem in PLANNER else []
+            bad |= first not in sys.stdlib_module_names and first != "planner"
+            bad |= first == "planner" and bool(second) and second not in order
+        elif top == "labkit" and first == "labkit" and second in ROOMS and inside[0] in ROOMS:
+            bad |= ROOMS.index(second) > ROOMS.index(inside[0])
+        if bad:
+            found.append(module)
     return found
 
 
-def risen(path: Path) -> list[str]:
-    """What a file imports that the map does not allow it."""
-    floor, room = path.relative_to(SOURCE).parts[0], path.relative_to(SOURCE).parts[1:2]
-    rising = []
-    for module in imported(path):
-        first, second = (module.split(".") + [""])[:2]
-        if floor == "planner":
-            above = first not in sys.stdlib_module_names and first != "planner"
-            order = PLANNER[: PLANNER.index(path.stem)] if path.stem in PLANNER else []
-            above |= first == "planner" and bool(second) and second not in order
-        elif floor == "labkit":
-            above = first in PAGES
-            if first == "labkit" and second in ROOMS and room[0] in ROOMS:
-                above |= ROOMS.index(second) > ROOMS.index(room[0])
-        else:
-            above = path.stem in LABS and first in PAGES
-        if above:
-            rising.append(module)
-    return rising
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_no_arrow_rises(path):
-    assert risen(path) == []
+def test_a_file_imports_what_the_map_allows(path):
+    assert forbidden(path) == []
+    assert path.relative_to(SOURCE).as_posix() in DYNAMIC or dynamic(path) == []
 
 
 def test_every_file_has_a_room():
+    assert {path.stem for path in SOURCE.glob("*.py")} == {*LABS, *TOOLS}
+    assert {path.relative_to(SOURCE).parts[0] for path in FILES if path.parent != SOURCE} == OURS - {*LABS, *TOOLS}
     assert {path.name for path in (SOURCE / "labkit").iterdir() if path.name != "__pycache__"} == {
         "__init__.py",
         *ROOMS,
     }
     assert {path.stem for path in (SOURCE / "planner").glob("*.py")} == {"__init__", *PLANNER}
+    assert [name for name in DYNAMIC if not dynamic(SOURCE / name)] == []  # none is listed without need
+
+
+def test_the_readme_names_every_lab_tool_and_proof():
+    page = (SOURCE.parent / "README.md").read_text()
+    names = [path.relative_to(SOURCE) for path in FILES if path.stem in (*LABS, *TOOLS) or path.parts[-2] == "minimal"]
+    assert [str(name) for name in names if name.name not in page] == []
+    proofs = (SOURCE / "proofs" / "README.md").read_text()
+    assert [path.stem for path in SOURCE.glob("proofs/[a-z]*.py") if f"`{path.stem}" not in proofs] == []
 
 
 @pytest.mark.parametrize(
@@ -78,24 +131,48 @@ def test_every_file_has_a_room():
         ("planner/cost.py", "import numpy"),
         ("planner/cost.py", "from labkit import UserError"),
         ("planner/sizes.py", "from planner.operators import Tape"),
+        ("planner/sizes.py", "from . import operators"),
         ("labkit/running/ranks.py", "def late():\n    import gpt_fsdp"),
+        ("labkit/running/ranks.py", "from proofs import memory"),
+        ("labkit/running/ranks.py", 'from importlib import import_module\nimport_module("gpt_fsdp")'),
+        ("labkit/running/lab.py", 'import runpy\nrunpy.run_path("gpt_fsdp.py")'),
         ("labkit/measuring/trace.py", "from labkit.running import ranks"),
+        ("labkit/measuring/trace.py", "from ..running import ranks"),
+        ("labkit/measuring/trace.py", 'import importlib\nimportlib.import_module("labkit.running.ranks")'),
         ("mnist_fsdp.py", "import gpt_fsdp"),
         ("hf_fsdp.py", "from gpt_fsdp import train_step"),
-        ("planner/sizes.py", "from . import operators"),
-        ("labkit/measuring/trace.py", "from ..running import ranks"),
-        ("labkit/running/ranks.py", 'from importlib import import_module\nimport_module("gpt_fsdp")'),
-        ("labkit/measuring/trace.py", 'import importlib\nimportlib.import_module("labkit.running.ranks")'),
+        ("gpt_zero.py", "import mnist_fsdp"),
+        ("gpt_fsdp.py", "import plan"),
+        ("gpt_fsdp.py", "from proofs import parity"),
+        ("plan.py", "import ladder"),
+        ("one_rank.py", "from proofs import memory"),
+        ("proofs/memory.py", "import plan"),
+        ("minimal/ddp.py", "from labkit.running import ranks"),
     ],
 )
-def test_a_rising_arrow_is_seen(place, text, tmp_path, monkeypatch):
+def test_a_forbidden_import_is_seen(place, text, tmp_path, monkeypatch):
     (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / place).write_text(text)
     for path in FILES:
         (tmp_path / path.relative_to(SOURCE)).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path.relative_to(SOURCE)).touch()
     monkeypatch.setitem(globals(), "SOURCE", tmp_path)
-    assert risen(tmp_path / place)
+    assert forbidden(tmp_path / place)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from importlib import import_module\nimport_module(script.removesuffix('.py'))",
+        "import importlib\nimportlib.import_module(name)",
+        "import runpy\nrunpy.run_path(script)",
+        "__import__(name)",
+        "from importlib import import_module as load\nload('gpt_fsdp')",
+    ],
+)
+def test_an_import_by_a_variable_is_seen(text, tmp_path):
+    (tmp_path / "file.py").write_text(text)
+    assert dynamic(tmp_path / "file.py")
 
 
 def test_no_test_draws_by_the_day():

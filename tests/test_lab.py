@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import refused
+from labkit.measuring.replaced import replaced
 from labkit.running import launch
 from labkit.running.lab import Lab
 from labkit.teaching import exercises
@@ -139,3 +140,26 @@ def test_what_nobody_leaves_out_explains_no_gap(capsys):
 def test_unknown_exercise_is_a_sentence():
     with refused("'99.1'"):
         exercises.check("99.1", 3)
+
+
+def test_a_lab_is_planned_only_where_it_has_been_imported(monkeypatch):
+    import gpt_fsdp
+    import one_rank  # its options are gpt_fsdp.py's, and must not take their place
+    from labkit.running.options import LABS
+
+    assert LABS["gpt_fsdp.py"] is gpt_fsdp.Config is not one_rank.Config
+    monkeypatch.delitem(LABS, "gpt_fsdp.py")
+    with refused("gpt_fsdp.py", "import gpt_fsdp"):
+        Lab(device="cpu").plan("gpt_fsdp.py")
+
+
+def test_what_was_replaced_is_restored_also_after_an_error():
+    class Owner:
+        kept, other = 1, 2
+
+    with pytest.raises(ZeroDivisionError), replaced(Owner, kept=3, other=4):
+        assert (Owner.kept, Owner.other) == (3, 4)
+        raise ZeroDivisionError
+    assert (Owner.kept, Owner.other) == (1, 2)
+    with pytest.raises(AttributeError), replaced(Owner, missing=3):
+        pytest.fail("an attribute that was not there cannot be replaced")

@@ -16,8 +16,8 @@ import psutil
 import pytest
 from commands import assert_about, call, command, refused, run_job, script, ways
 from forked import forked
-from labkit.measuring import machine, records
-from labkit.running import launch, progress, ranks, warm
+from labkit.measuring import records
+from labkit.running import fork_server, launch, progress, ranks, site
 from labkit.running.lab import Lab
 
 SOURCE = launch.SOURCE
@@ -197,7 +197,7 @@ def test_no_rank_ends_before_the_first_has_said_why(first, tmp_path):
     assert run.returncode == 2 and run.stderr == "stub.py: too small\n"
 
 
-@pytest.mark.skipif(not warm.possible(), reason="forks, which Linux can")
+@pytest.mark.skipif(not fork_server.possible(), reason="forks, which Linux can")
 @pytest.mark.parametrize(("number", "code"), [("USR1", 138), ("USR2", 140), ("KILL", 1)])
 def test_a_rank_that_is_warned_before_it_listens_ends_the_run_as_the_templates_expect(number, code, tmp_path):
     """With 138 or 140 they put the job back in the queue. Where GPUs are, ranks import torch before they listen."""
@@ -315,7 +315,7 @@ def test_kill_9_on_a_rank_ends_the_run_and_names_it(way, tmp_path, request):
 ASK = f"""
 import ctypes, os, sys
 sys.path.insert(0, {str(SOURCE)!r})
-from labkit.running import launch, warm
+from labkit.running import fork_server, launch
 ctypes.CDLL = None  # as if another thread of this process had been loading a library, and held the lock
 launch.follow([sys.executable, "-u", sys.argv[1]], on_progress=lambda pid, total: print(pid, flush=True))
 """
@@ -332,7 +332,7 @@ signal.pause()
 def test_what_a_killed_notebook_has_started_ends_with_it(tmp_path):
     (tmp_path / "wait.py").write_text(WAIT)
     words = [sys.executable, "-c", ASK, tmp_path / "wait.py"]
-    notebook = subprocess.Popen(words, env=os.environ | {warm.VARIABLE: "0"}, stdout=subprocess.PIPE, text=True)
+    notebook = subprocess.Popen(words, env=os.environ | {fork_server.VARIABLE: "0"}, stdout=subprocess.PIPE, text=True)
     with notebook:
         started = psutil.Process(int(notebook.stdout.readline()))
         notebook.kill()
@@ -347,7 +347,7 @@ def test_what_a_run_has_started_ends_when_it_is_interrupted(way, tmp_path, monke
         f"import subprocess, sys; subprocess.run([sys.executable, '{tmp_path}/wait.py'])"
     )
     if way == "python":
-        monkeypatch.setenv(warm.VARIABLE, "0")
+        monkeypatch.setenv(fork_server.VARIABLE, "0")
     if way == "srun":
         for name, value in request.getfixturevalue("slurm").items():
             monkeypatch.setenv(name, value)
@@ -505,7 +505,7 @@ def test_slurm_that_is_only_installed_is_not_used(stand_in):
     assert launch.Cluster(launcher="auto").uses_slurm() is False
     with refused("Slurm", "not configured"):
         launch.Cluster(launcher="slurm").uses_slurm()
-    assert_about(machine.about(Lab(launcher="local")), "not configured", "make slurm")
+    assert_about(site.describe_machine(Lab(launcher="local")), "not configured", "make slurm")
 
 
 @pytest.mark.parametrize("sign", ["SLURM_CONF", "SLURM_JOB_ID", "where packages look", "beside srun"])
@@ -519,17 +519,17 @@ def test_slurm_that_is_in_use_and_does_not_answer_stops_the_run(sign, stand_in, 
         conf.parent.mkdir()
         conf.touch()
     if sign == "where packages look":
-        monkeypatch.setattr(machine, "SLURM_CONFS", (conf.rename(stand_in / "slurm.conf"),))
+        monkeypatch.setattr(site, "SLURM_CONFS", (conf.rename(stand_in / "slurm.conf"),))
     words = "Slurm", "(Unable to contact slurm controller)", "FSDP_LABS_LAUNCHER=local"
     for launcher in ("auto", "slurm"):
         with refused(*words):
             launch.Cluster(launcher=launcher).uses_slurm()
-    assert_about(machine.about(Lab(launcher="local")), *words)
+    assert_about(site.describe_machine(Lab(launcher="local")), *words)
 
 
 @pytest.mark.parametrize(("does", "words"), [("exec sleep 20", ("sinfo", "0.2 s")), (None, ("sinfo", "started"))])
 def test_slurm_that_is_silent_stops_the_run(does, words, stand_in, monkeypatch):
-    monkeypatch.setattr(machine, "SINFO_SECONDS", 0.2)
+    monkeypatch.setattr(site, "SINFO_SECONDS", 0.2)
     monkeypatch.setenv("SLURM_CONF", "here")
     (stand_in / "bin" / "sinfo").unlink()
     if does:

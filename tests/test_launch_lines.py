@@ -24,7 +24,7 @@ from notebooks import PATHS, read
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "source_code"
 LABS = ("hello.py", "mnist_fsdp.py", "gpt_fsdp.py", "gpt_zero.py", "gpt_pipeline.py", "hf_fsdp.py", "faults.py")
-ONE_PROCESS = ("rank_zero.py", "gpt_jax.py")  # labs whose own text says nothing of launching
+ONE_PROCESS = ("one_rank.py", "gpt_jax.py")  # labs whose own text says nothing of launching
 LAUNCH = re.compile(r"(cd source_code && )?(srun|sbatch|salloc|torchrun)\b")
 
 
@@ -155,7 +155,7 @@ def test_a_line_starts_what_it_says(where, line, slurm, checkout):
         if each.job:
             there = sum(other.ranks_on_node() for other in calls if other.node == each.node)
             if each.tasks == 1 and each.program == "python":
-                there = 1 if script == "rank_zero.py" else 4  # it starts one on each of its four GPUs, or drives all
+                there = 1 if script == "one_rank.py" else 4  # it starts one on each of its four GPUs, or drives all
             # All its node's GPUs, one for each rank, and not only its own; and as many CPUs
             assert config.device == "cpu" or len(each.gpus) == there
             assert each.cpus >= there

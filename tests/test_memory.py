@@ -10,12 +10,12 @@ import gpt_fsdp
 import pytest
 import torch
 import torch.nn.functional as F
-import trial
 from forked import by_value
 from labkit.measuring import trace
-from labkit.running import cells, launch
+from labkit.running import launch, notebook_ranks
 from labkit.training.models import Net
 from planner import predict
+from proofs import memory as memory_proof
 
 PARAMETERS = 1_199_882
 FC1 = 9216 * 128 + 128
@@ -24,7 +24,7 @@ IMAGE, CONV1, CONV2 = 28 * 28, 32 * 26 * 26, 64 * 24 * 24
 
 
 def mnist(strategy, wrap, ranks, batch, **options):
-    """A configuration as trial.py takes it."""
+    """A configuration as proofs/memory.py takes it."""
     config = {"strategy": strategy} | ({"wrap": wrap} if wrap != "unit" else {}) | options
     return {"script": "mnist_fsdp.py", "ranks": ranks, "batch_size": batch, "config": config}
 
@@ -59,7 +59,7 @@ def measured_on(ranks) -> dict:
     tried += [sending(strategy, options, count) for strategy, options, _ in SENT for count in (2, 4)]
     mine = [one for one in tried if one["ranks"] == ranks]
     here = launch.Cluster(launcher="local")
-    results = cells.on_ranks(trial.measure, mine, ranks=ranks, cluster=here, timeout=300)[0]
+    results = notebook_ranks.on_ranks(memory_proof.measure, mine, ranks=ranks, cluster=here, timeout=300)[0]
     return {json.dumps(one): result for one, result in zip(mine, results, strict=True)}
 
 
@@ -162,7 +162,7 @@ def test_a_buffer_that_gloo_still_holds_is_not_in_a_peak():
 
 def highs() -> list[int]:
     """By how much the peaks of 56 steps are higher than their rank's lowest, of those that are."""
-    every = cells.on_ranks(by_value(peaks_of_steps), gpt_fsdp.Config(batch_size=1, accumulate=4), 30, ranks=2)
+    every = notebook_ranks.on_ranks(by_value(peaks_of_steps), gpt_fsdp.Config(batch_size=1, accumulate=4), 30, ranks=2)
     return [peak - min(peaks) for peaks in every for peak in peaks if peak > min(peaks)]
 
 

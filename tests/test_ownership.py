@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from commands import script
 from labkit import UserError
-from labkit.running import launch, warm
+from labkit.running import fork_server, launch
 from labkit.training import checkpoint_folder, checkpoints, manifest, ownership, saving
 from test_checkpoints import RUN, saver, training
 
@@ -253,14 +253,14 @@ def test_tasks_of_an_array_have_folders_of_their_own(tmp_path, world_of_one, mon
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not warm.possible(), reason="forks, which Linux can")
+@pytest.mark.skipif(not fork_server.possible(), reason="forks, which Linux can")
 def test_of_two_runs_in_one_folder_the_second_is_refused_and_the_first_does_not_notice(tmp_path):
     """The first is writing when the second comes, with another seed; and with the same line, submitted twice."""
     writes, may_go_on = tmp_path / "writes", tmp_path / "goes on"
     words = ["--data", "mnist-5k", "--ranks", 2, "--batch-size", 200, "--max-steps", 2, "--checkpoint", tmp_path / "c"]
     with open(tmp_path / "out", "w+") as out:
         command = [sys.executable, "-u", *map(str, (SLOW_SAVE, writes, may_go_on, "mnist_fsdp", *words))]
-        first = warm.start(command, launch.SOURCE, os.environ, out, out)
+        first = fork_server.start(command, launch.SOURCE, os.environ, out, out)
         deadline = time.monotonic() + 120
         while not writes.exists():
             assert first.poll() is None and time.monotonic() < deadline

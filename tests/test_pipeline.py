@@ -11,8 +11,8 @@ import gpt_pipeline
 import plan as plan_command
 import pytest
 from forked import by_value
-from labkit.measuring import lanes, meters
-from labkit.running import cells, launch, options
+from labkit.measuring import meters, pipeline_timeline
+from labkit.running import launch, notebook_ranks, options
 from planner import answers, pipeline
 
 HERE = launch.Cluster(launcher="local")
@@ -55,12 +55,16 @@ def order_of(me, schedule: str, micro_batches: int) -> list:
     """[what each stage computed in a step, in order] as the stages of a pipeline that only waits have noted it."""
     import torch
 
-    stage = lanes.waiting_stage(me, 0.0)
+    stage = pipeline_timeline.waiting_stage(me, 0.0)
     run = gpt_pipeline.SCHEDULES[schedule](stage, micro_batches, lambda out, _: out.sum(), scale_grads=False)
     x = torch.zeros(micro_batches, 1)
-    (step,) = lanes.lanes(stage, lambda: run.step(*([x] if me.rank == 0 else []), target=x, return_outputs=False), 1)
-    assert 0 < lanes.idle_share(step) < 1
-    assert pipeline.idle_share(schedule, lanes.seconds(step)) <= lanes.idle_share(step)  # handing over takes time
+    (step,) = pipeline_timeline.record_steps(
+        stage, lambda: run.step(*([x] if me.rank == 0 else []), target=x, return_outputs=False), 1
+    )
+    assert 0 < pipeline_timeline.idle_share(step) < 1
+    assert pipeline.idle_share(schedule, pipeline_timeline.seconds(step)) <= pipeline_timeline.idle_share(
+        step
+    )  # handing over takes time
     return [[(note["action"], note["micro_batch"]) for note in lane] for lane in step]
 
 
@@ -69,7 +73,7 @@ def results(tmp_path_factory):
     """{ranks: [what ``train_all`` returned on each]}"""
     folder = str(tmp_path_factory.mktemp("checkpoint"))
     return {
-        ranks: cells.on_ranks(by_value(train_all), folder, ranks=ranks, cluster=HERE, timeout=300)
+        ranks: notebook_ranks.on_ranks(by_value(train_all), folder, ranks=ranks, cluster=HERE, timeout=300)
         for ranks in (1, 4, 2)  # the last leg is that of two
     }
 
@@ -80,7 +84,7 @@ def losses(result: dict) -> list[float]:
 
 @pytest.mark.long
 def test_recomputed_and_clipped_its_losses_are_those_of_one_process(results):
-    """On each rank. The plain schedules are in the matrix (test_equivalence.py)."""
+    """On each rank. The plain schedules are in the matrix (test_parity.py)."""
     reference = losses(results[1][0]["clipped"])
     assert len(reference) == STEPS + 1 and reference[-1] < reference[0]
     assert reference[:STEPS] != results[1][0]["plain"]["losses"][:STEPS]  # the norm allowed is exceeded

@@ -243,7 +243,7 @@ def test_experts_inside_blocks_are_counted_once(own, strategy):
 
 
 def test_units_are_the_members_of_the_outermost_lists():
-    from labkit.measuring.own_model import units_of
+    from labkit.training.units import units_of
     from torch import nn
 
     layers = [nn.Linear(2, 2) for _ in range(5)]

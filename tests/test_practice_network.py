@@ -10,10 +10,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+import gpt_fsdp  # noqa: F401  a plan needs its defaults
 import pytest
 from commands import call, run_job
 from labkit import UserError
-from labkit.measuring import practice_link
+from labkit.running import practice_link
 from labkit.running.lab import Lab
 from planner import cost
 from test_practice_cluster import BASH, SCRIPT, TEMPLATES, cluster, processes_of
@@ -294,9 +295,9 @@ def test_speeds():
     assert practice_link.bytes_per_second("200mbit") == pytest.approx(25e6 * 8948 / 9014)
     assert practice_link.bytes_per_second("1gbit") == 5 * practice_link.bytes_per_second("200mbit")
     assert practice_link.bytes_per_second("none") == math.inf
-    assert practice_link.saved_up("100mbit") == 66_000 and practice_link.saved_up("1gbit") == 250_000
-    assert practice_link.saved_up("100mbit", pause=1e-3) == pytest.approx(12_500 * 8948 / 9014)
-    assert practice_link.saved_up("none") == 0
+    assert practice_link.burst_bytes("100mbit") == 66_000 and practice_link.burst_bytes("1gbit") == 250_000
+    assert practice_link.burst_bytes("100mbit", pause=1e-3) == pytest.approx(12_500 * 8948 / 9014)
+    assert practice_link.burst_bytes("none") == 0
 
 
 # The law: the time of a collective is latency + bytes / rate
@@ -304,7 +305,7 @@ def test_speeds():
 MEASURE = """
 import json, os, sys, time
 import torch, torch.distributed as dist
-from labkit.measuring import practice_link
+from labkit.running import practice_link
 from labkit.running import ranks
 
 rank, _, world = ranks.placement(dict(os.environ))

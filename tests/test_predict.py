@@ -9,11 +9,9 @@ import json
 import sys
 from collections import Counter
 
-import configurations
 import gpt_fsdp
 import pytest
 import torch
-import trial
 from commands import refused
 from forked import forked
 from labkit.running import launch
@@ -23,6 +21,8 @@ from planner import cost, networks, pipeline, predict
 from planner.plan import STEP_COUNTER
 from planner.shapes import GPT_SHAPES, GPTShape
 from planner.step import Step
+from proofs import configurations
+from proofs import memory as memory_proof
 
 REFERENCE = launch.SOURCE / "results" / "reference"
 
@@ -42,44 +42,46 @@ LIMIT = 1e-4 if torch.__version__ >= "2.15" else 0.02
 @pytest.mark.parametrize("ranks", [1, *(pytest.param(many, marks=pytest.mark.long) for many in (2, 3, 4))])
 def test_every_prediction_is_what_the_meters_say(ranks, seed, require_all):
     """Of a fifteenth of the list, which the seed chooses: all of it takes minutes, and the committed trial has all."""
-    tried = [one for one in configurations.listed() if one["ranks"] == ranks and (require_all or trial.runnable(one))]
-    for row in trial.run(tried[seed % 15 :: 15]):
+    tried = [
+        one for one in configurations.listed() if one["ranks"] == ranks and (require_all or memory_proof.runnable(one))
+    ]
+    for row in memory_proof.run(tried[seed % 15 :: 15]):
         assert abs(row["difference"]) < LIMIT, row
         assert row["persistent equal"] and row["traffic equal"], row
 
 
 def test_the_committed_trial_is_of_these_configurations_and_this_arithmetic():
-    (path,) = REFERENCE.glob("trial-*.json")
+    (path,) = REFERENCE.glob("memory-listed-*.json")
     rows = json.loads(path.read_text())["rows"]
     tried = sorted(configurations.listed(), key=lambda one: one["ranks"])
     assert len(rows) == len(tried) >= 40
     for row, one in zip(rows, tried, strict=True):
         assert {k: row[k] for k in one} == one
-        assert row["predicted"] == predict.by_category(trial.planned(one, row["rank"]).peak()[1])
+        assert row["predicted"] == predict.by_category(memory_proof.planned(one, row["rank"]).peak()[1])
         assert predict.total(row["predicted"]) == pytest.approx(sum(row["measured"].values()), rel=1e-4)
 
 
 @pytest.mark.long
 def test_draws_are_what_the_meters_say(seed):
-    print(f"to repeat it: python trial.py --random 12 --seed {seed}")
-    tried, _ = trial.sorted_out(configurations.drawn(seed, 12))
+    print(f"to repeat it: python -m proofs.memory --random 12 --seed {seed}")
+    tried, _ = memory_proof.split_by_refusal(configurations.drawn(seed, 12))
     # Ten times the listed ones' limit: a night's are new, and a red test should mean a mistake of some size. (With 2.11
     # three of some 170 draws were 2 to 4.6 % above the plan, and very few tokens 10 %.)
     limit = min(10 * LIMIT, 0.15)
-    for row in trial.run(tried):
+    for row in memory_proof.run(tried):
         assert abs(row["difference"]) <= limit, row
         assert row["persistent equal"] and row["traffic equal"], row
 
 
 def test_the_committed_draws_are_predicted():
-    record = json.loads((REFERENCE / "random-trial-intel-xeon-2-cores.json").read_text())
+    record = json.loads((REFERENCE / "memory-drawn-intel-xeon-2-cores.json").read_text())
     assert len(record["rows"]) >= 300 and len({row["seed"] for row in record["rows"]}) >= 5
     for row in record["rows"]:
-        predicted = predict.total(trial.planned(row, row["rank"]).peak()[1])
+        predicted = predict.total(memory_proof.planned(row, row["rank"]).peak()[1])
         assert predicted == row["predicted"] == pytest.approx(row["measured"], rel=1e-4), row
         assert row["persistent equal"] and row["traffic equal"], row
     for one in record["refused"]:
-        assert trial.refusal(one) == one["refused"]
+        assert memory_proof.refusal(one) == one["refused"]
 
 
 @pytest.mark.parametrize("script", ["gpt_jax.py", "hello.py", "my_lab.py"])
@@ -114,7 +116,7 @@ def test_what_a_draw_is_refused_for_is_told():
         configurations.gpt(3, mesh="2x2"),
         plain := configurations.gpt(2),
     ]
-    tried, refused = trial.sorted_out(draws)
+    tried, refused = memory_proof.split_by_refusal(draws)
     assert tried == [plain]
     assert "--prefetch goes with" in refused[0]["refused"] and "is for 4 ranks" in refused[1]["refused"]
 
@@ -141,10 +143,12 @@ def test_the_trial_tries_what_it_should():
 # Against PyTorch's own code on tensors without memory
 
 
-def imagined(options):
-    import imagine  # in a process of its own: it can join one world only
+def simulated_step(ranks, options):
+    """In a process of its own: it can join one world only."""
+    import gpt_fsdp
+    from labkit.running import simulated_lab
 
-    return imagine.gpt(**options)
+    return simulated_lab.step(gpt_fsdp, gpt_fsdp.Config(**options), ranks)
 
 
 @pytest.mark.long
@@ -160,15 +164,16 @@ def imagined(options):
     ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()),
 )
 def test_simulated_is_predicted(options):
-    simulated = forked(imagined, {"batch_size": 2, "seq_len": 16} | options)
+    options = {"batch_size": 2, "seq_len": 16} | options
     predicted = plan(**options)
+    simulated = forked(simulated_step, options.pop("ranks"), options)
     # The loss of the step before is not there: a simulation traces its second step.
     assert sum(simulated["peak"].values()) == pytest.approx(predict.total(predicted.peak()[1]), abs=16, rel=1e-3)
-    assert trial.counted(simulated["traffic"]) == trial.counted(predicted.traffic())
+    assert memory_proof.counted(simulated["traffic"]) == memory_proof.counted(predicted.traffic())
 
 
 def test_the_committed_simulations_of_llama_3_are_predicted():
-    rows = json.loads((REFERENCE / "simulated-llama3.json").read_text())["rows"]
+    rows = json.loads((REFERENCE / "memory-simulated-llama3.json").read_text())["rows"]
     known = {(row["model"], row["ranks"]): row for row in rows}
     assert {("llama3-8b", 8), ("llama3-8b", 128), ("llama3-70b", 64), ("llama3-405b", 512)} <= set(known)
     for row in rows:
@@ -261,7 +266,7 @@ def test_to_keep_as_small_a_part_as_the_shard_is_to_keep_nothing(mesh, shards):
     ids=str,
 )
 def test_clipping_sends_norms(options, sent):
-    clipped, free = (trial.counted(plan(clip=norm, **options).traffic()) for norm in (1.0, None))
+    clipped, free = (memory_proof.counted(plan(clip=norm, **options).traffic()) for norm in (1.0, None))
     assert clipped - free == sent and not free - clipped
 
 

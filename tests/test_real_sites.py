@@ -133,13 +133,13 @@ def test_a_job_that_is_too_small_is_told_in_one_sentence(job, nodes, why, slurm,
 
 def test_a_function_of_a_notebook_runs_on_all_ranks_of_a_job_s_step(slurm):
     code = """
-from labkit.running import cells
+from labkit.running import notebook_ranks
 def who(me):
     import torch, torch.distributed as dist
     total = torch.ones(1)
     dist.all_reduce(total)
     return me.rank, me.local_rank, me.world_size, total.item()
-print(cells.on_ranks(who, ranks=4))
+print(notebook_ranks.on_ranks(who, ranks=4))
 """
     done = call("srun", "-N1", "-n1", "-c2", sys.executable, "-c", code, env=slurm, cwd=SOURCE, timeout=120)
     assert done.stdout.strip() == str([(rank, rank, 4, 4.0) for rank in range(4)]), done.stderr

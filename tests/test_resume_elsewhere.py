@@ -2,7 +2,7 @@
 
 At one global batch, without dropout, in float64, where the order of a sum is all that differs (test_equality.py says
 why): the losses after resuming are those of the run that was never interrupted. At the same place nothing may differ
-at all, in any number format: that is what drill.py shows.
+at all, in any number format: that is what proofs/crash.py shows.
 """
 
 import os
@@ -13,7 +13,7 @@ import few_digits
 import pytest
 from forked import by_value
 from labkit.measuring.differences import largest_difference
-from labkit.running import cells, launch, progress
+from labkit.running import launch, notebook_ranks, progress
 
 pytestmark = pytest.mark.long
 HERE = launch.Cluster(launcher="local")
@@ -78,7 +78,7 @@ def trained(runs: dict) -> dict:
         mine = {
             key: (lab, place.options(lab, **given)) for key, (lab, place, given) in runs.items() if place.ranks == ranks
         }
-        done = cells.on_ranks(by_value(train_all), [*mine.values()], ranks=ranks, cluster=HERE, timeout=300)[0]
+        done = notebook_ranks.on_ranks(by_value(train_all), [*mine.values()], ranks=ranks, cluster=HERE, timeout=300)[0]
         results |= zip(mine, done)
     return results
 

@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import drill
 import few_digits
 import pytest
 import torch
@@ -24,9 +23,10 @@ from commands import script
 from forked import by_value, forked
 from labkit import Diverged, UserError
 from labkit.measuring import records
-from labkit.running import launch, progress, stopping, warm
+from labkit.running import fork_server, launch, preemption, progress
 from labkit.running.lab import Lab
 from labkit.training import checkpoint_folder, checkpoints, dcp_reading, dcp_writing, manifest, saving
+from proofs import crash
 from test_checkpoints import RUN, saver, training
 
 LAB = Lab(launcher="local", ranks=2, device="cpu")
@@ -317,7 +317,7 @@ def test_a_run_that_diverges_ends_with_its_own_code_and_keeps_what_was_good(lab,
     (sentence,) = bad.stderr.splitlines()
     assert "the loss is nan in step" in sentence and "no checkpoint was saved after it" in sentence
     assert len(names(tmp_path / "c")) == 1
-    drill.fingerprint(checkpoints.latest(tmp_path / "c"))
+    crash.fingerprint(checkpoints.latest(tmp_path / "c"))
     assert all(tensor.isfinite().all() for tensor in dcp_reading.tensors(checkpoints.latest(tmp_path / "c")).values())
 
     def no_constant(name):
@@ -516,7 +516,7 @@ def test_both_ways_write_the_same(lab, steps, saves, tmp_path):
     assert names(tmp_path / "sync") == names(tmp_path / "async")
     assert len(names(tmp_path / "sync")) == saves
     for path in checkpoints.stored(tmp_path / "sync"):
-        assert drill.fingerprint(path) == drill.fingerprint(tmp_path / "async" / path.name)
+        assert crash.fingerprint(path) == crash.fingerprint(tmp_path / "async" / path.name)
 
 
 # Asked to end
@@ -527,7 +527,7 @@ def asked(words, at: int, number: int, whom: str, tmp_path) -> subprocess.Comple
     mark = tmp_path / "progress"
     command = [sys.executable, "-u", *map(str, words)]
     with open(tmp_path / "out", "w+") as out, open(tmp_path / "err", "w+") as err:
-        process = warm.start(command, launch.SOURCE, os.environ | {progress.VARIABLE: str(mark)}, out, err)
+        process = fork_server.start(command, launch.SOURCE, os.environ | {progress.VARIABLE: str(mark)}, out, err)
         try:
             while process.poll() is None:
                 if (where := progress.read(mark)) and where[0] >= at:
@@ -547,7 +547,7 @@ def children(process: int) -> list[int]:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not warm.possible(), reason="forks, which Linux can")
+@pytest.mark.skipif(not fork_server.possible(), reason="forks, which Linux can")
 @pytest.mark.parametrize(
     ("lab", "number", "whom"),
     [("mnist", signal.SIGUSR1, "rank"), ("gpt", signal.SIGTERM, "launcher"), ("gpt", signal.SIGUSR2, "rank")],
@@ -557,7 +557,7 @@ def test_a_run_that_is_asked_to_end_saves_and_comes_back_to_the_same_weights(lab
     """However late the signal comes: the run that nobody asks is made afterwards, five steps longer."""
     words = [*LABS[lab], "--checkpoint", tmp_path / "asked", "--resume"]
     ended = asked([*words, *ENDLESS[lab]], at := 6, number, whom, tmp_path)
-    assert ended.returncode == stopping.TRY_AGAIN, ended.stdout + ended.stderr
+    assert ended.returncode == preemption.EXIT_REQUEUE, ended.stdout + ended.stderr
     assert ended.stderr == ""
     saved = int(checkpoints.latest(tmp_path / "asked").name.removeprefix("step-"))
     assert at <= saved and f"asked to end ({signal.Signals(number).name}): saved at step {saved} of" in ended.stdout
@@ -566,14 +566,14 @@ def test_a_run_that_is_asked_to_end_saves_and_comes_back_to_the_same_weights(lab
     again = script(*words, "--max-steps", saved + 5)
     assert again.returncode == 0, again.stderr
     assert f"resumed at step {saved} of" in again.stdout
-    whole, asked_to = (drill.fingerprint(checkpoints.latest(tmp_path / name)) for name in ("whole", "asked"))
+    whole, asked_to = (crash.fingerprint(checkpoints.latest(tmp_path / name)) for name in ("whole", "asked"))
     assert whole == asked_to
 
 
 def votes(me, asked_in):
     """In which step each rank ends, if only rank 1 is asked, in that step."""
-    stop = stopping.Stop(SimpleNamespace(checkpoint="somewhere"))
-    for step, _ in enumerate(stop.unless_asked(range(9))):
+    stop = preemption.Stop(SimpleNamespace(checkpoint="somewhere"))
+    for step, _ in enumerate(stop.until_preempted(range(9))):
         if me.rank == 1 and step == asked_in:
             os.kill(os.getpid(), signal.SIGUSR1)
     return step, stop.agreed
@@ -613,7 +613,7 @@ def test_a_run_that_is_asked_while_it_evaluates_does_not_evaluate_to_the_end(tmp
         f"from test_saving import asked_during_the_evaluation\nasked_during_the_evaluation({str(tmp_path / 'c')!r})\n"
     )
     run = script(tmp_path / "lab.py")
-    assert run.returncode == stopping.TRY_AGAIN, run.stdout + run.stderr
+    assert run.returncode == preemption.EXIT_REQUEUE, run.stdout + run.stderr
     assert run.stdout.count("evaluated") <= 2 and "saved at step 10 of 30" in run.stdout
     assert names(tmp_path / "c") == ["step-000010"]
 

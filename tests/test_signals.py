@@ -14,15 +14,15 @@ import tempfile
 import time
 from pathlib import Path
 
-import drill
 import pytest
 from labkit.measuring import records
-from labkit.running import launch, progress, warm
+from labkit.running import fork_server, launch, progress
 from labkit.training import checkpoints
+from proofs import crash
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(not warm.possible(), reason="macOS ends ranks in another way"),
+    pytest.mark.skipif(not fork_server.possible(), reason="macOS ends ranks in another way"),
 ]
 LABS = {
     "mnist": "mnist_fsdp.py --ranks 2 --data mnist-5k --epochs 100 --batch-size 16 --strategy ddp",
@@ -45,7 +45,7 @@ def ended(words: str, folder: Path, which: str, after: float, begins: bool) -> t
     mark, (number, to_all) = folder / "progress", SIGNALS[which]
     command = [sys.executable, "-u", *words.format(folder=folder).split(), "--record", f"{folder}/run.json"]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = warm.start(command, launch.SOURCE, os.environ | {progress.VARIABLE: str(mark)}, out, err)
+        process = fork_server.start(command, launch.SOURCE, os.environ | {progress.VARIABLE: str(mark)}, out, err)
         try:
             until(mark.exists if begins else lambda: progress.read(mark) is not None)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -91,7 +91,7 @@ def test_a_run_that_is_told_to_end_leaves_nothing_half_done(lab, which, number, 
     assert "Traceback" not in said or ("loaders" in lab and "resource_sharer.py" in said and "labkit" not in said), said
     saved = tmp_path / "saved"
     for path in checkpoints.stored(saved):
-        assert drill.why_not_whole(path) is None
+        assert crash.validation_error(path) is None
     if (tmp_path / "run.json").exists():
         records.load(tmp_path / "run.json")
     names = {path.name for path in tmp_path.iterdir()} - {"saved", "run.json", "progress"}

@@ -58,7 +58,7 @@ def simulated_alone(layers, lengths_of, precision="fp32"):
     """The peak by category of an own model that reads its batch as ``lengths_of(x, lengths)`` does, or the error's words."""
     import torch
     from labkit import UserError
-    from labkit.measuring import own_model
+    from labkit.training import own_model
     from torch import nn
 
     class Net(nn.Module):

@@ -12,13 +12,13 @@ import gpt_fsdp
 import pytest
 import torch
 import torch.distributed as dist
-import trial
 from commands import refused
 from forked import by_value
 from labkit.measuring import meters
-from labkit.running import cells, launch, options
+from labkit.running import launch, notebook_ranks, options
 from labkit.training import models
 from planner import cost, networks, predict, shapes
+from proofs import memory as memory_proof
 
 pytestmark = pytest.mark.long
 STEPS, SAVED_AT, SEQUENCES, LENGTH = 6, 3, 8, 16
@@ -28,7 +28,7 @@ FP64 = {"precision": "fp64"}
 CLIPPED = FP64 | {"clip": 0.4, "tied": True}  # below most of the norms that occur
 GRID, TENSOR, REPLICAS = ({"mesh": mesh} for mesh in ("shard=2,tensor=2", "tensor=2", "replicate=2,tensor=2"))
 SMALL_BLOCKS = 1000  # elements drawn at once: initial weights in blocks that no rank's rows begin or end with
-# Plain meshes are in the matrix (test_equivalence.py).
+# Plain meshes are in the matrix (test_parity.py).
 TRAINED = {
     1: {"plain": FP64, "clipped": CLIPPED},
     2: {"clipped": CLIPPED | TENSOR | {"recompute": "full"}},
@@ -62,7 +62,7 @@ def whole_and_local(me):
 
 def everything(me, folder):
     """What is looked at: see the tests."""
-    found = {"measured": trial.measure(me, [MEASURED])[0]} if me.world_size == 4 else {}
+    found = {"measured": memory_proof.measure(me, [MEASURED])[0]} if me.world_size == 4 else {}
     started = whole_and_local(me) if me.world_size == 4 else None
     meters.TRACED_STEPS = range(0)
     gpt_fsdp.GPT_SHAPES["tiny"] = dataclasses.replace(gpt_fsdp.GPT_SHAPES["tiny"], **SMALL)
@@ -84,7 +84,7 @@ def found():
     here = launch.Cluster(launcher="local")
     with tempfile.TemporaryDirectory() as folder:
         return {
-            ranks: cells.on_ranks(by_value(everything), folder, ranks=ranks, cluster=here, timeout=300)
+            ranks: notebook_ranks.on_ranks(by_value(everything), folder, ranks=ranks, cluster=here, timeout=300)
             for ranks in (1, 4, 2)
         }
 
@@ -128,10 +128,10 @@ def by_dimension(traffic):
 
 def test_memory_is_the_planners_and_traffic_in_each_dimension(found):
     measured = found[4][0]["measured"]
-    row = trial.compare(MEASURED, measured)
+    row = memory_proof.compare(MEASURED, measured)
     assert row["persistent equal"]
     assert abs(row["difference"]) < 0.0002
-    assert by_dimension(measured["traffic"]) == by_dimension(trial.planned(MEASURED).traffic())
+    assert by_dimension(measured["traffic"]) == by_dimension(memory_proof.planned(MEASURED).traffic())
 
 
 def test_traffic_by_hand(found):

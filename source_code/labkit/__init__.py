@@ -1,7 +1,7 @@
 """labkit: what the labs share and no chapter is about, in four rooms. Each file has one job; see its first line.
 
-running      ranks, on this machine or by Slurm; a notebook's settings; command lines
-measuring    peak memory, time, collectives; what this machine is; a rank that is not there
+running      ranks, on this machine or by Slurm; preflight checks; a notebook's settings; command lines
+measuring    peak memory, time, collectives; the host's memory; one rank of a simulated world
 training     the models, the data, checkpoints
 teaching     verdicts, exercises, figures
 """

@@ -36,7 +36,7 @@ def of_first_rank(options, network: networks.Blueprint | None = None) -> predict
     """The same for rank 0, where there is no pipeline."""
     mesh = arrange(options.ranks, options.mesh, options.reshard_after_forward)
     if mesh.tensor > 1 and options.simulate:
-        raise UserError("products split among ranks are not simulated: leave --simulate out, or take rank_zero.py")
+        raise UserError("products split among ranks are not simulated: leave --simulate out, or take one_rank.py")
     shape = options.shape
     return predict.Plan(
         network

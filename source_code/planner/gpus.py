@@ -54,7 +54,7 @@ GPUS = {
 }
 # In the names of others: a slice of a GPU, an H100 or H200 with other clocks, a laptop's, China's RTX 4090 D
 OTHERS = {"mig", "nvl", "laptop", "d"}
-RECORDS = Path(__file__).resolve().parents[1] / "results" / "reference"  # of gpu_hour.py, a folder for each GPU
+RECORDS = Path(__file__).resolve().parents[1] / "results" / "reference"  # of proofs/gpu.py, a folder for each GPU
 
 
 def outside(ranks: int) -> float:
@@ -66,14 +66,14 @@ def known(name: str) -> str | None:
     """Return the key in ``GPUS`` of the GPU with a name such as "NVIDIA H100 80GB HBM3"; None if it is not one of them.
 
     Args:
-        name: of the GPU as PyTorch reports it, or of the folder that gpu_hour.py makes of that.
+        name: of the GPU as PyTorch reports it, or of the folder that proofs/gpu.py makes of that.
     """
     words = set(re.findall("[a-z0-9]+", name.lower()))
     return next((key for key, gpu in GPUS.items() if set(gpu.named.split()) <= words and not words & OTHERS), None)
 
 
 def reserve(gpu: str, records: Path = RECORDS) -> tuple[float, str]:
-    """(reserved over planned memory, where that is from) for a GPU model: measured by gpu_hour.py, else published."""
+    """(reserved over planned memory, where that is from) for a GPU model: measured by proofs/gpu.py, else published."""
     for path in sorted(records.glob("*/rows/planner.json")):
         if known(path.parts[-3]) == gpu:
             found = [row["measured"] for row in json.loads(path.read_text()) if row["what"] == "reserved over the plan"]

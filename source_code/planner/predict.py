@@ -34,7 +34,7 @@ from planner.strategies import Unit
 ADDED_LATER = {"weights": "fp32", "recompute_every": 1, "loss_chunks": 1, "units": "blocks"}
 
 
-PLANNED = ("mnist_fsdp.py", "gpt_fsdp.py", "gpt_zero.py", "gpt_pipeline.py", "hf_fsdp.py", "rank_zero.py")
+PLANNED = ("mnist_fsdp.py", "gpt_fsdp.py", "gpt_zero.py", "gpt_pipeline.py", "hf_fsdp.py", "one_rank.py")
 
 
 def by_category(terms: dict) -> dict[str, int]:

@@ -29,13 +29,13 @@ Private PyTorch used here, and only here: the operators named above, and where o
 import contextlib
 import math
 import weakref
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer as optimizers
 
+from labkit.measuring.replaced import replaced
 from labkit.measuring.trace import StepTrace
 
 aten = torch.ops.aten
@@ -52,43 +52,43 @@ class GpuOperators(contextlib.ExitStack):
     def __init__(self, version: tuple[int, int] = VERSION, cudnn: bool = False):
         super().__init__()
         self.version, self.cudnn = version, cudnn
-        self.making_elsewhere = False
-        self.elsewhere = weakref.WeakValueDictionary()  # address → storage in the CPU's memory
+        self.making_on_cpu = False
+        self.on_cpu = weakref.WeakValueDictionary()  # address → storage in the CPU's memory
 
     def __enter__(self):
         instead = {"rms_norm": rms_norm, "dropout": dropout, "log_softmax": log_softmax}
         instead["scaled_dot_product_attention"] = self.attention
-        self.enter_context(mock.patch.multiple(F, **instead))
-        makers = {name: self.knowing_where(getattr(torch, name)) for name in ("tensor", "zeros")}
-        self.enter_context(mock.patch.multiple(torch, **makers))
+        self.enter_context(replaced(F, **instead))
+        makers = {name: self.track_device(getattr(torch, name)) for name in ("tensor", "zeros")}
+        self.enter_context(replaced(torch, **makers))
         types = [*optimizers._foreach_supported_types, FakeTensor]
         at_once = {"_foreach_supported_types": types, "_get_foreach_kernels_supported_devices": lambda: ["cpu"]}
-        self.enter_context(mock.patch.multiple(optimizers, **at_once))
+        self.enter_context(replaced(optimizers, **at_once))
         return super().__enter__()
 
-    def knowing_where(self, make):
-        """torch.tensor or torch.zeros; called without a device (or with "cpu", spelt out), they use the CPU's memory."""
+    def track_device(self, make):
+        """Wrap torch.tensor or torch.zeros: called without a device (or with "cpu", spelled out), they use the CPU's memory."""
 
         def made(*args, **kwargs):
             if isinstance(kwargs.get("device"), torch.device):
                 return make(*args, **kwargs)
-            self.making_elsewhere = True
+            self.making_on_cpu = True
             tensor = make(*args, **kwargs)
-            self.making_elsewhere = False
-            self.put_elsewhere(tensor)
+            self.making_on_cpu = False
+            self.mark_on_cpu(tensor)
             return tensor
 
         return made
 
-    def put_elsewhere(self, tensor):
+    def mark_on_cpu(self, tensor):
         storage = tensor.untyped_storage()
-        self.elsewhere[storage._cdata] = storage
+        self.on_cpu[storage._cdata] = storage
 
-    def lies_elsewhere(self, storage) -> bool:
-        return self.making_elsewhere or self.elsewhere.get(storage._cdata) is storage
+    def is_on_cpu(self, storage) -> bool:
+        return self.making_on_cpu or self.on_cpu.get(storage._cdata) is storage
 
     def attention(self, query, key, value, *, is_causal=False, enable_gqa=False):
-        """Of query (batch, heads, length, width), key and value (batch, kv heads, length, width) → as query."""
+        """Compute attention of query (batch, heads, length, head_dim), key and value (batch, kv heads, length, head_dim)."""
         query, key, value = (_autocast(tensor) for tensor in (query, key, value))
         wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
         if query.dtype == torch.bfloat16 and self.cudnn:
@@ -176,11 +176,11 @@ class GpuTrace(StepTrace):
 
     def _see(self, tensor, category=None):
         if self._operator == "aten::_scaled_dot_product_efficient_attention" and not tensor.dim():
-            self.operators.put_elsewhere(tensor)  # the random generator's state, of which nothing is used
+            self.operators.mark_on_cpu(tensor)  # the random generator's state, which is not used
         super()._see(tensor, category)
 
     def _see_storage(self, storage, category):
-        if not self.operators.lies_elsewhere(storage):
+        if not self.operators.is_on_cpu(storage):
             super()._see_storage(storage, category)
 
 

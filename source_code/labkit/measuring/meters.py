@@ -22,7 +22,7 @@ import torch.distributed as dist
 from planner import gpus
 
 from labkit import UserError
-from labkit.measuring import machine
+from labkit.measuring import host_memory
 from labkit.measuring.trace import CATEGORIES, StepTrace, listed, peak
 
 ALLOCATOR_STEP = 1
@@ -163,12 +163,12 @@ def free_memory_of_a_rank(me, device) -> float:
     """Bytes that a rank can still allocate on ``device``: the least of any rank's, infinity if nobody says.
 
     Collective. The ranks of a node share the CPU's memory evenly; each has a GPU to itself. me: a ``ranks.Rank``.
-    In a world that is not there (rank_zero.py) nobody shares.
+    In a simulated world (one_rank.py) nobody shares.
     """
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:
-        free = machine.free_memory()
+        free = host_memory.free()
     if me.backend == "fake":
         return free
     every = [None] * dist.get_world_size()

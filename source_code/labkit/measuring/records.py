@@ -51,6 +51,7 @@ import torch.distributed as dist
 from labkit import Diverged, UserError
 
 SCHEMA = 1
+RENAMED = {"rank_zero.py": "one_rank.py"}  # {script in older records: its name now}
 PROBE = bytes(2**16)  # what is written to see whether there is room: an empty file fits on a full disk
 LOSSES = ("losses", "test_loss", "validation_loss")
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -248,6 +249,7 @@ def load(path: str | Path) -> dict:
         raise UserError(f"{path} has layout {schema}, this version reads {SCHEMA}: run the lab again")
     if type(schema) is not int or not _is_of_a_run(record):
         raise UserError(f"{path} is not a record of a run: delete it and run the lab again")
+    record["script"] = RENAMED.get(record["script"], record["script"])
     for name in LOSSES:
         if isinstance(record.get(name), list):
             record[name] = [math.nan if loss is None else loss for loss in record[name]]

@@ -1,12 +1,12 @@
-"""A rank of a world that is not there: the real PyTorch code, with tensors that have shapes but no memory.
+"""Simulate one rank of a larger world: the real PyTorch code, on tensors that have shapes but no memory.
 
-  simulate.join(128)                       this process becomes rank 0 of 128; collectives send nothing
+  simulate.join(128)                       this process becomes rank 0 of a simulated world of 128; collectives send nothing
   memory = simulate.step(setup)            trace one training step by the tracer that also measures real ones
   memory = simulate.step(setup, gpu)       with a GPU's operators (gpu_operators.py)
-  with simulate.ranks_are_real(): …        inside setup, around what makes device meshes
+  with simulate.real_tensors(): …          inside setup, around what makes device meshes
 
-What comes out is *simulated*, never measured: FSDP, autograd and the optimizer ran, and allocated nothing.
-DDP cannot be simulated: its reducer looks inside the tensors.
+The result is *simulated*, never measured: FSDP, autograd and the optimizer ran, and allocated nothing.
+DDP cannot be simulated: its reducer reads the tensors' elements.
 
 Private PyTorch used here, and only here: ``FakeTensorMode`` and its switch, the process group of the kind "fake",
 how FSDP2 cuts a parameter, how DTensor decides whether to use its cache, and ``FSDPMemTracker``.
@@ -17,7 +17,6 @@ import os
 import traceback
 import warnings
 from pathlib import Path
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -35,29 +34,32 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit import UserError
 from labkit.measuring.gpu_operators import GpuOperators, GpuTrace
+from labkit.measuring.replaced import replaced
 from labkit.measuring.trace import CATEGORIES, StepTrace, listed, peak
 
 
 def join(world_size: int):
-    """Make this process rank 0 of a world of that size in which nobody else is. It leaves the one before."""
+    """Make this process rank 0 of a simulated world of ``world_size`` (PyTorch's fake process group), leaving any earlier one."""
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
 
 
 def step(setup, gpu: GpuOperators | None = None, workspaces: bool = True) -> dict:
-    """Trace a steady training step on rank 0 of the world that was joined.
+    """Trace a steady training step on rank 0 of the simulated world.
 
-    setup: called with no arguments and no memory, returns (model, optimizer, batch, train); ``batch`` is a tuple of
-    tensors, and ``train(*batch)`` is one step, forward to ``zero_grad``. It must make its tensors itself, and its
-    device meshes (``fully_shard`` may make one too) before, outside, or in ``ranks_are_real()``.
+    Args:
+        setup: called without arguments, on tensors without memory; returns (model, optimizer, batch, train). ``batch``
+            is a tuple of tensors, and ``train(*batch)`` is one step, forward to ``zero_grad``. It must make its tensors
+            itself, and its device meshes (``fully_shard`` may make one too) before, outside, or in ``real_tensors()``.
+        gpu: a GPU's operators instead of the CPU's.
+        workspaces: whether to count what a GPU's operators allocate inside them.
 
-    gpu: a GPU's operators instead of the CPU's. workspaces: count what these allocate inside them, too.
-
-    Returns what a record has under "memory" and "traffic": {"peak": {category: bytes}, "peak_phase",
-    "peak_operator", "start", "timeline", "traffic": [{"kind", "count", "bytes", "dimension"}, …]}.
+    Returns:
+        What a record has under "memory" and "traffic": {"peak": {category: bytes}, "peak_phase", "peak_operator",
+        "start", "timeline", "traffic": [{"kind", "count", "bytes", "dimension"}, …]}.
     """
-    with _without_memory() as counters:
+    with _fake_tensors() as counters:
         model, optimizer, batch, train = setup()
         counters.optimizer = optimizer
         about = model, optimizer, torch.device("meta")  # where fake tensors have their storage
@@ -80,8 +82,8 @@ def step(setup, gpu: GpuOperators | None = None, workspaces: bool = True) -> dic
 
 
 def tracked_peak(setup) -> int:
-    """Bytes alive at the peak of two steps, by PyTorch's own tracker for ``fully_shard``; setup: as ``step`` takes it."""
-    with _without_memory() as counters:
+    """Return the bytes alive at the peak of two steps, by PyTorch's own tracker for ``fully_shard``. setup: see ``step``."""
+    with _fake_tensors() as counters:
         model, optimizer, batch, train = setup()
         counters.optimizer = optimizer
         tracker = FSDPMemTracker(model, optimizer)
@@ -94,10 +96,10 @@ def tracked_peak(setup) -> int:
 
 
 @contextlib.contextmanager
-def _without_memory():
+def _fake_tensors():
     # The first step fills DTensor's cache of what its operators return, as it does in a real run. On tensors without
     # memory DTensor would think that it is being compiled, and work it out each time, on whole parameters.
-    cached = mock.patch.object(_dispatch, "_are_we_tracing", return_value=False)
+    cached = replaced(_dispatch, _are_we_tracing=lambda: False)
     with FakeTensorMode(allow_non_fake_inputs=True), _Counters() as counters, cached, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # FSDP1 asks whether there is one
         try:
@@ -117,9 +119,9 @@ def _innermost_line(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def ranks_are_real():
-    """A context in which new tensors are real: a device mesh has its ranks in a tensor, and must read them."""
-    with unset_fake_temporarily(), mock.patch.object(_fsdp_param, "_chunk_with_empty", _Parts):
+def real_tensors():
+    """Make new tensors real within the context: a device mesh has its ranks in a tensor, and reads them."""
+    with unset_fake_temporarily(), replaced(_fsdp_param, _chunk_with_empty=_Parts):
         yield
 
 

@@ -2,7 +2,7 @@
 
   lab = Lab()                                     the settings; Lab(ranks=2, partition="gpu") changes some
   lab.run("mnist_fsdp.py", strategy="ddp")        a lab script to its end; returns its record
-  lab.plan("mnist_fsdp.py", strategy="ddp")       what the planner says of that run
+  lab.plan("mnist_fsdp.py", strategy="ddp")       the plan of that run; import mnist_fsdp first, for its defaults
   lab.on_ranks(function)                          a function of the notebook, on every rank
 
 Where a setting is not given, it comes from the environment, where an instructor can set it for a class:
@@ -15,15 +15,13 @@ one GPU, single ranks compute on it, and what needs several runs beside it. A no
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from importlib import import_module
 from importlib.metadata import version
-from pathlib import Path
 
 from planner import predict
 
 from labkit import UserError
-from labkit.measuring import machine
-from labkit.running import cells, launch, slurm
+from labkit.running import launch, notebook_ranks, site, slurm
+from labkit.running.options import LABS
 
 
 @dataclass(frozen=True)
@@ -54,19 +52,19 @@ class Lab(launch.Cluster):
         if self.device == "cpu":
             return 0
         if not self.uses_slurm():
-            return machine.gpus_here()
-        if machine.is_practice():
+            return site.gpus_here()
+        if site.is_practice_cluster():
             return 0
-        return slurm.gpus_of_the_job() if slurm.inside_a_job() else machine.gpus_of_a_node(self.partition)
+        return slurm.gpus_of_the_job() if slurm.inside_a_job() else site.gpus_of_a_node(self.partition)
 
     def device_of(self, ranks: int | None = None, nodes: int = 1) -> str:
-        """What a run of so many ranks (default: those of the settings) computes on: "cuda" or "cpu"."""
+        """Return what a run of ``ranks`` (default: the settings') computes on: "cuda" or "cpu"."""
         if self.device != "auto":
             return self.device
         return "cuda" if (ranks or self.ranks) <= self.gpus * nodes else "cpu"
 
     def _where_runs_compute(self) -> list[str]:
-        if self.device == "cpu" and machine.gpus_here():
+        if self.device == "cpu" and site.gpus_here():
             return [f'{"":9}  this machine\'s GPUs stay unused; Lab(device="auto") computes on them']
         if self.device != "auto":
             return []
@@ -87,21 +85,28 @@ class Lab(launch.Cluster):
         return launch.run(script, **settings | options)
 
     def plan(self, script: str, *, ranks: int | None = None, nodes: int = 1, **options) -> predict.Plan:
-        """Plan the run that ``run`` starts with the same words. UserError: the planner does not know the lab."""
+        """Plan the run that ``run`` starts with the same options.
+
+        Raises:
+            UserError: the planner does not know the lab; or it has not been imported here, so that its defaults are
+                unknown.
+        """
         predict.check_planned(script)
+        if script not in LABS:
+            raise UserError(f"{script} must be imported before it can be planned: import {script.removesuffix('.py')}")
         ranks = ranks or (1 if options.get("strategy") == "single" else self.ranks)
-        config = import_module(Path(script).stem).Config(**options)  # the defaults are the script's
+        config = LABS[script](**options)
         about = {"script": script, "config": asdict(config), "ranks": ranks, "device": self.device_of(ranks, nodes)}
         about["versions"] = {"torch": version("torch")}
-        if script == "mnist_fsdp.py":
+        if hasattr(config, "batch_size_of"):
             about["batch_size"] = config.batch_size_of(ranks)
         return predict.plan_of(about)
 
     def on_ranks(self, function, *arguments, ranks: int | None = None, nodes: int = 1, **settings) -> list:
-        """[what ``function(me, *arguments)`` returned on rank 0, on rank 1, …] (``cells.on_ranks``).
+        """Run ``function(me, *arguments)`` on every rank, and return each rank's result (``notebook_ranks.on_ranks``).
 
-        settings: ``cells.on_ranks``' others.
+        settings: ``notebook_ranks.on_ranks``' others.
         """
         ranks = ranks or self.ranks
         about = {"ranks": ranks, "nodes": nodes, "device": self.device_of(ranks, nodes), "cluster": self}
-        return cells.on_ranks(function, *arguments, **about | settings)
+        return notebook_ranks.on_ranks(function, *arguments, **about | settings)

@@ -32,8 +32,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from labkit import UserError
-from labkit.measuring import machine, records
-from labkit.running import gpus, options, progress, slurm, warm
+from labkit.measuring import records
+from labkit.running import fork_server, gpus, options, progress, site, slurm
 
 SOURCE = Path(__file__).resolve().parents[2]
 RUNS = records.RUNS
@@ -70,8 +70,8 @@ class Cluster:
         if self.launcher == "local":
             return False
         try:
-            machine.partitions()
-        except machine.NoSlurm as reason:
+            site.partitions()
+        except site.NoSlurm as reason:
             if self.launcher == "slurm":
                 raise UserError(
                     f"Slurm was asked for, but {reason}: use launcher 'local', or start where Slurm is"
@@ -227,8 +227,8 @@ def follow(command: list[str], on_progress=None, timeout: float = 3600, device: 
 
 def _start(command, environ, output):
     """A process with the command, in source_code/, in a session of its own, which ends with this one."""
-    if command[0] == sys.executable and warm.possible(environ):
-        return warm.start(command, SOURCE, environ, output, output)
+    if command[0] == sys.executable and fork_server.possible(environ):
+        return fork_server.start(command, SOURCE, environ, output, output)
     return subprocess.Popen(
         command,
         cwd=SOURCE,
@@ -390,7 +390,7 @@ def submit(script: str, *, ranks: int, nodes: int = 1, cluster: Cluster | None =
     """
     import submitit  # only where there is Slurm
 
-    from labkit.running import resumable
+    from labkit.running import submitit_job
 
     cluster = replace(cluster or Cluster(), launcher="slurm")
     cluster.uses_slurm()
@@ -402,18 +402,20 @@ def submit(script: str, *, ranks: int, nodes: int = 1, cluster: Cluster | None =
     request = cluster.request(ranks, nodes, script_options.get("device", "auto"), tasks_of(script, nodes))
     mark = path.with_suffix(".progress")
     # A folder a job: another cluster, or this one installed anew, gives the same numbers to other jobs.
-    executor = submitit.SlurmExecutor(folder=records.made(path.with_suffix(".job")), max_num_timeout=resumable.LIVES)
+    executor = submitit.SlurmExecutor(
+        folder=records.made(path.with_suffix(".job")), max_num_timeout=submitit_job.MAX_REQUEUES
+    )
     executor.update_parameters(
         job_name=Path(script).stem,
         setup=[f"export {progress.VARIABLE}={shlex.quote(str(mark))}", f"cd {shlex.quote(str(SOURCE))}"],
         srun_args=[END_TOGETHER],
         nodes=request.pop("nodes"),
         ntasks_per_node=request.pop("ntasks-per-node"),
-        time=resumable.minutes(request.pop("time", None)),  # none: not what submitit asks for unasked, five minutes
+        time=submitit_job.minutes(request.pop("time", None)),  # none: not what submitit asks for unasked, five minutes
         additional_parameters=request,
         wckey=None,
     )
-    command = resumable.Command([sys.executable, "-u", *words], resumes)
+    command = submitit_job.Command([sys.executable, "-u", *words], resumes)
     try:
         with slurm.only_the_environment():
             handle = executor.submit(command)

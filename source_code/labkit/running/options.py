@@ -80,9 +80,16 @@ class Start(Options):
             raise UserError("--strategy single is one rank: leave --ranks out, or choose another strategy")
 
 
+LABS: dict[str, type] = {}  # {script: its options} of every lab that has been imported
+
+
 @dataclass(frozen=True)
 class Training(Start):
-    """What every run that trains can be told besides: what to keep of it."""
+    """What every run that trains can be told besides: what to keep of it. A lab's class names its ``script``."""
+
+    def __init_subclass__(cls):
+        if "script" in vars(cls):
+            LABS[cls.script] = cls
 
     checkpoint: str | None = option(None, "folder for checkpoints, the last one at the end of training")
     resume: bool = option(

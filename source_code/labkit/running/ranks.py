@@ -35,7 +35,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from labkit import Diverged, UserError
-from labkit.running import gpus, job_status, progress, stopping
+from labkit.running import gpus, job_status, preemption, progress
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 RENDEZVOUS_SECONDS = 300  # how long ranks wait for one another: a cold file system takes minutes to import torch
@@ -46,7 +46,7 @@ LOOPBACK = "127.0.0.1"
 # PyTorch asks for the name behind the address of every connection. /etc/hosts seldom has this one's IPv6 form, so the
 # question goes to a name server, and the C library waits five seconds for an answer that is lost (resolv.conf(5)).
 QUICK_DNS = "timeout:1"
-TOLD = (UserError.exit_code, Diverged.exit_code, stopping.TRY_AGAIN)  # exit codes of a rank that has said why
+TOLD = (UserError.exit_code, Diverged.exit_code, preemption.EXIT_REQUEUE)  # exit codes of a rank that has said why
 FAILED = "labkit/failed"  # at the store: how many ranks have failed
 SAID = "labkit/said"  # at the store, once the first of them has said why
 
@@ -76,12 +76,12 @@ def run(main, config):
 
     config: has ``ranks`` (int or None), ``backend`` and ``device``; with ``strategy="single"`` one rank is enough.
     Never returns: the process exits with 0, with 2 after a user's error (or that error's own ``exit_code``), with 75
-    where it was asked to end (stopping.py), with 1 after any other error.
+    where it was asked to end (preemption.py), with 1 after any other error.
     """
     if config.device == "cpu" or (config.backend == "gloo" and config.device == "auto"):
         gpus.hide()
     with _failing_tidily():
-        stopping.listen(config)
+        preemption.install_handlers(config)
         progress.report()
         if place := placement(dict(os.environ)):
             be_rank(place, main, config)
@@ -154,7 +154,7 @@ def start_here(count: int, device: str, main, config):
         start_method="fork" if fork else "spawn",
     )
     if getattr(config, "checkpoint", None):
-        stopping.pass_on(ranks.pids())
+        preemption.forward_signals(ranks.pids())
     try:
         while not ranks.join():  # it ends the others when one fails
             pass
@@ -169,7 +169,7 @@ def start_here(count: int, device: str, main, config):
             else f"ended with exit code {failure.exit_code}"
         )
         print(f"{program()}: rank {failure.error_index} {how}; the other ranks were ended", file=sys.stderr)
-        warned = [each for each in stopping.WARNINGS if each.name == failure.signal_name]  # before it could listen
+        warned = [each for each in preemption.WARNINGS if each.name == failure.signal_name]  # before it could listen
         sys.exit(128 + warned[0] if warned else 1)
 
 
@@ -179,7 +179,7 @@ def _as_local_rank(rank: int, count: int, ports, job: str, launcher: int, main, 
     if os.getppid() != launcher:  # it has ended before PyTorch could see to it that this one ends with it
         _end(1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every rank: end, without a traceback from each
-    stopping.listen(config)  # (a rank that was forked does already)
+    preemption.install_handlers(config)  # (a rank that was forked does already)
     with _failing_tidily():
         rendezvous(rank, count, LOOPBACK, ports, job)
         be_rank((rank, rank, count), main, config)
@@ -366,8 +366,8 @@ def _failing_tidily():
         yield
     except UserError as error:
         leave(str(error), error.exit_code)
-    except stopping.Stopped:
-        _end(stopping.TRY_AGAIN)
+    except preemption.Preempted:
+        _end(preemption.EXIT_REQUEUE)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:

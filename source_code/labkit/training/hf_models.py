@@ -11,15 +11,15 @@ import json
 import math
 import zlib
 from pathlib import Path
-from unittest import mock
 
 import torch
 from planner.huggingface import EXPERTS
 from torch import nn
 
 from labkit import UserError
-from labkit.measuring import own_model
+from labkit.measuring.replaced import replaced
 from labkit.training import hf_weights, text
+from labkit.training.units import units_of
 
 try:
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed, where there is one, is imported too, and prints
@@ -76,11 +76,11 @@ def configuration(path: str, option: str):
 def on_meta(config, dtype: torch.dtype, lora: int | None = None):
     """The model of a configuration on the meta device: shapes, and nothing allocated. lora: width of adapters, or None."""
     with torch.device("meta"):
-        return without_values(config, dtype, lora)
+        return without_weights(config, dtype, lora)
 
 
-def without_values(config, dtype: torch.dtype, lora: int | None = None):
-    """The same wherever new tensors go."""
+def without_weights(config, dtype: torch.dtype, lora: int | None = None):
+    """Make the model of a configuration, with new tensors where PyTorch makes them by default."""
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.config.use_cache = False  # what generation keeps of each token; training has no use for it
     if lora:
@@ -106,7 +106,7 @@ def add_lora(model, width: int):
 
 def blocks(model) -> list[nn.Module]:
     """The decoder's blocks."""
-    return own_model.units_of(model.base_model)
+    return units_of(model.base_model)
 
 
 def tied(model) -> bool:
@@ -258,13 +258,12 @@ def save(model, architecture, config):
 
 
 @contextlib.contextmanager
-def as_if_run():
-    """Around a simulation: have the library choose attention masks as it does for real tensors.
+def masks_as_in_a_run():
+    """Have the library choose attention masks for simulated tensors as it does for real ones.
 
     It makes whole masks where it believes to be traced, as on fake tensors; and where sequences are packed into one,
     which it reads from the positions' elements: the lab packs none.
     """
     masks = transformers.masking_utils
-    with mock.patch.object(masks, "is_tracing", return_value=False):
-        with mock.patch.object(masks, "find_packed_sequence_indices", return_value=None):
-            yield
+    with replaced(masks, is_tracing=lambda *_, **__: False, find_packed_sequence_indices=lambda *_, **__: None):
+        yield

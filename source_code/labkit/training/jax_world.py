@@ -17,7 +17,7 @@ from importlib import import_module
 import torch
 
 from labkit import UserError
-from labkit.measuring import hlo, machine, meters, records
+from labkit.measuring import hlo, host_memory, meters, records
 from labkit.measuring.trace import CATEGORIES
 from labkit.running import options, progress, ranks
 
@@ -119,7 +119,7 @@ def refuse_several(environ: dict):
 def free_memory(world: World) -> float:
     """Bytes that each device can still allocate: its own on a GPU, its part of what the machine has on the CPU."""
     if world.device.type == "cpu":
-        return machine.free_memory() / world.world_size
+        return host_memory.free() / world.world_size
     stats = [device.memory_stats() for device in world.devices]
     return min(each["bytes_limit"] - each["bytes_in_use"] for each in stats)
 

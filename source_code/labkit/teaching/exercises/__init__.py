@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 from labkit import UserError
-from labkit.running import cells, launch
+from labkit.running import launch, notebook_ranks
 
 DOTS = {1: "●○○", 2: "●●○", 3: "●●●"}
 
@@ -85,10 +85,10 @@ def on_ranks(function, *answer, ranks: int, timeout: float = 60, spawn: bool = F
     """[what ``function(me, *answer)`` returned on rank 0, on rank 1, …], for judges. timeout: seconds.
 
     The ranks are real processes of this machine, also where the labs are sent to Slurm: an answer comes in seconds.
-    spawn: as for ``cells.on_ranks``.
+    spawn: as for ``notebook_ranks.on_ranks``.
     """
     here = launch.Cluster(launcher="local")
-    return cells.on_ranks(function, *answer, ranks=ranks, cluster=here, timeout=timeout, spawn=spawn)
+    return notebook_ranks.on_ranks(function, *answer, ranks=ranks, cluster=here, timeout=timeout, spawn=spawn)
 
 
 _RIGHT = {}  # {number: the answer that check has last found right}

@@ -4,8 +4,8 @@ from collections import Counter
 from functools import partial
 
 import torch
-from planner import predict
-from planner.shapes import GPTShape
+from planner import networks, predict
+from planner.shapes import GPT_SHAPES, GPTShape
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from labkit.measuring.trace import StepTrace, local, peak
-from labkit.running.lab import Lab
 from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
 from labkit.training.models import ATTENTION_OPERATORS, GPT, Block, rotary
 
@@ -21,7 +20,8 @@ MIB = 2**20
 
 
 def _plan(batch, recompute="full"):
-    return Lab(ranks=4, device="cpu").plan("gpt_fsdp.py", recompute=recompute, batch_size=batch)
+    """The chapter's tiny GPT under FSDP2 on four ranks."""
+    return predict.Plan(networks.gpt(GPT_SHAPES["tiny"], batch, 128, recompute), ranks=4, workspaces=False)
 
 
 def _peak(batch, recompute="full"):
@@ -323,6 +323,7 @@ def prepare(model, mesh, excess, kept, given):
         solution="""
 # The terms with a token in them double; parameters, optimizer state, gathered and packed buffers stay. On paper that
 # is the backward of block 2. The plan finds block 3 higher by a hair: it holds one input more, and less of the model.
+import gpt_fsdp  # a plan needs its defaults
 from labkit.running.lab import Lab
 from planner import predict
 

@@ -5,13 +5,12 @@ import contextlib
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from planner import networks
+from planner import networks, predict
 from planner.shapes import GPT_SHAPES, GPTShape
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from labkit.running.lab import Lab
 from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
 from labkit.training import models
 
@@ -21,12 +20,12 @@ SHAPE = GPTShape(layers=3, width=16, heads=2, kv_heads=2, hidden=32, vocabulary=
 
 
 def _traffic(**options):
-    """MB of a step of the chapter's tiny GPT."""
-    plan = Lab(ranks=RANKS, device="cpu").plan("gpt_fsdp.py", **options)
+    """MB of a step of the chapter's tiny GPT. options: ``Plan``'s."""
+    plan = predict.Plan(networks.gpt(GPT_SHAPES["tiny"], 8, 128), ranks=RANKS, **options)
     return sum(entry["count"] * entry["bytes"] for entry in plan.traffic()) / 1e6
 
 
-ONCE = _traffic(reshard_after_forward="false")  # a gather and a reduction of all parameters
+ONCE = _traffic(reshard="false")  # a gather and a reduction of all parameters
 LLAMA = GPT_SHAPES["llama3-8b"]
 (BLOCK,) = {
     sum(torch.Size(shape).numel() for shape in module.parameters.values())
@@ -224,14 +223,14 @@ def fine_tune(model, batches, mesh):
         title="traffic, accumulating and keeping",
         level=1,
         minutes=4,
-        answer=_traffic(reshard_after_forward="false", accumulate=4, sync="last"),
+        answer=_traffic(reshard="false", micro_batches=4, sync="last"),
         unit="MB",
         slips={
             "the reduction comes once a step, not after each micro-batch": 4 * ONCE,
             "that is one micro-batch: the parameters are freed after each backward, and gathered for the next": ONCE,
-            "with the blocks kept, backward gathers nothing": _traffic(accumulate=4, sync="last"),
+            "with the blocks kept, backward gathers nothing": _traffic(micro_batches=4, sync="last"),
             "that is without the reduction, which comes once": 4 * ONCE / 2,
-            "that is MiB; traffic is in MB of 1000²": _traffic(reshard_after_forward="false", accumulate=4, sync="last")
+            "that is MiB; traffic is in MB of 1000²": _traffic(reshard="false", micro_batches=4, sync="last")
             * 1e6
             / 2**20,
         },

@@ -73,7 +73,7 @@ CAUSES = {  # a word for it: (what it is, what one would see)
 
 
 OURS = {  # what a page calls a fault: what one sees, the first tool, the usual cause
-    1: ("hangs, then a time-out", "`who_is_missing.py`, or `torchfrtrace`", "a collective under `if rank == 0`"),
+    1: ("hangs, then a time-out", "`diagnose_hang.py`, or `torchfrtrace`", "a collective under `if rank == 0`"),
     2: ("a rank is gone, no traceback", "the launcher's last lines, `sacct`, `dmesg`", "the node's memory was full"),
     3: (
         "out of memory, later than expected",
@@ -116,7 +116,7 @@ OURS = {  # what a page calls a fault: what one sees, the first tool, the usual 
         "its stack: `where_…`, or `py-spy dump`",
         "a loader, a lock, a file system",
     ),
-    12: ("hangs at the end of an epoch", "`who_is_missing.py`", "fewer batches on some rank"),
+    12: ("hangs at the end of an epoch", "`diagnose_hang.py`", "fewer batches on some rank"),
 }
 
 

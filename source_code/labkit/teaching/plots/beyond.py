@@ -1,9 +1,9 @@
-"""Figures of chapter 15: lanes of a pipeline, its stages' memory, the ways to divide side by side, and how equal they are."""
+"""Figures of chapter 15: the timeline of a pipeline, its stages' memory, the ways to divide side by side, and how equal they are."""
 
 import matplotlib.pyplot as plt
 from planner import cost
 
-from labkit.measuring import lanes as measured_lanes
+from labkit.measuring.pipeline_timeline import idle_share
 from labkit.teaching.plots import MIB, headline, show
 
 FORWARD, BACKWARD = "#BBBBBB", "#4D4D4D"  # as in images/pipeline_schedules.svg
@@ -16,14 +16,14 @@ KINDS = {  # what a step sends, by what for: its colour, that of the category of
 }
 
 
-def lanes(steps: dict[str, list], under: str, title: str):
-    """When each stage computes, a panel per schedule: {name: one step's lanes, as ``labkit/measuring/lanes.py`` has them}."""
+def pipeline_timeline(steps: dict[str, list], under: str, title: str):
+    """Draw when each stage computes, a panel per schedule: {name: one step, as ``pipeline_timeline.record_steps`` returns it}."""
     figure, panels = plt.subplots(
         len(steps), 1, figsize=(10, 2 * len(steps) + 1.4), sharex=True, squeeze=False, layout="constrained"
     )
     for axes, (name, step) in zip(panels[:, 0], steps.items(), strict=True):
-        for rank, lane in enumerate(step):
-            for note in lane:
+        for rank, row in enumerate(step):
+            for note in row:
                 forward = note["action"] == "forward"
                 begin, width = 1e3 * note["begin"], 1e3 * (note["end"] - note["begin"])
                 axes.barh(rank, width, left=begin, color=FORWARD if forward else BACKWARD, edgecolor="white")
@@ -33,9 +33,9 @@ def lanes(steps: dict[str, list], under: str, title: str):
         axes.set_yticks(range(len(step)), [f"stage {rank}" for rank in range(len(step))])
         axes.tick_params(axis="y", length=0)
         axes.invert_yaxis()
-        idle = f"{name}: {measured_lanes.idle_share(step):.1%} empty"
+        idle = f"{name}: {idle_share(step):.1%} empty"
         axes.set_title(idle, loc="right", fontsize=12, fontweight="bold")
-    panels[-1, 0].set_xlim(0, 1e3 * max(note["end"] for step in steps.values() for lane in step for note in lane))
+    panels[-1, 0].set_xlim(0, 1e3 * max(note["end"] for step in steps.values() for row in step for note in row))
     panels[-1, 0].set_xlabel("time since the step's first forward began [ms]")
     headline(figure, title, f"{under}\nlight: forward of a micro-batch, dark: its backward")
     show(figure)
@@ -125,8 +125,8 @@ def ways(rows: list[tuple[str, dict, int, dict]], title: str, under: str):
     show(figure)
 
 
-def equivalence(record: dict, tolerance: dict[str, float], title: str):
-    """The largest relative difference of a loss to one process, of each way: ``equivalence.py``'s record."""
+def loss_parity(record: dict, tolerance: dict[str, float], title: str):
+    """The largest relative difference of a loss to one process, of each way: ``proofs/parity.py``'s record."""
     names = [name for name in dict.fromkeys(row["way"] for row in record["rows"]) if name != "one process"]
     figure, axes = plt.subplots(figsize=(10, 0.34 * len(names) + 2.4), layout="constrained")
     colours = {"fp64": "#0072B2", "fp32": "#D55E00"}

@@ -1,0 +1,71 @@
+"""Read and set the speed of the link between the practice cluster's nodes, and count the bytes that crossed it.
+
+  link()                        "200mbit", "none" for one that is not slowed; None where there is no such network
+  change_link("100mbit")        for whatever runs from now on
+  interface_bytes()             what this rank's node has sent and received over it
+  bytes_per_second("200mbit")   its bandwidth for payload; planner/cost.py predicts how many bytes should cross it
+  burst_bytes("200mbit")        bytes that it passes at once after a pause
+
+``make slurm LINK=200mbit`` makes the network (source_code/slurm/practice_network.sh says how it looks).
+"""
+
+import math
+import os
+import subprocess
+from pathlib import Path
+
+from labkit import UserError
+
+SCRIPT = Path(__file__).resolve().parents[2] / "slurm" / "practice_cluster.sh"
+VARIABLE = "FSDP_LABS_LINK"  # from env.sh: the file that holds the link's speed
+INTERFACE = "eth0"  # the link's end on a node
+PAYLOAD = 8948 / 9014  # of a frame: the rest is headers, Ethernet's, IP's and TCP's
+PIECE, LATE = 66_000, 2e-3  # the token bucket's size: bytes, or seconds of the rate (practice_network.sh says why)
+
+
+def link() -> str | None:
+    """Return the link's speed: "200mbit", "1gbit", … or "none" (not slowed); None where there is no practice network."""
+    try:
+        return Path(os.environ[VARIABLE]).read_text().strip()
+    except (KeyError, OSError):
+        return None
+
+
+def change_link(rate: str):
+    """Set the speed of the practice cluster's link. UserError if there is no link, or it cannot be set."""
+    if link() is None:
+        raise UserError("there is no link to change: first type make slurm LINK=200mbit, and source its env.sh")
+    folder = Path(os.environ[VARIABLE]).parent
+    done = subprocess.run(
+        ["bash", SCRIPT, "up", "--link", rate, folder], capture_output=True, text=True, timeout=120, check=False
+    )
+    if done.returncode:
+        raise UserError(done.stderr.strip())
+
+
+def bytes_per_second(rate: str) -> float:
+    """Return the payload bandwidth of a link of this speed ("200mbit"), in bytes/s each way; infinity for "none"."""
+    if rate == "none":
+        return math.inf
+    return float(rate[:-4]) * {"mbit": 1e6, "gbit": 1e9}[rate[-4:]] / 8 * PAYLOAD
+
+
+def burst_bytes(rate: str, pause: float = math.inf) -> float:
+    """Return the bytes that the link passes at once after ``pause`` idle seconds: its token bucket's content."""
+    if rate == "none":
+        return 0.0
+    return min(pause * bytes_per_second(rate), max(PIECE, LATE * bytes_per_second(rate) / PAYLOAD))
+
+
+def interface_bytes() -> dict | None:
+    """Return {"interface", "sent", "received"}: the bytes that have crossed the link at this node since it came up.
+
+    None outside the practice network's nodes: on other machines much else uses the same interface. The kernel counts
+    headers too, once per segment of up to 64 KB, so the count is 0.3 % above the ranks' payload for large messages, and
+    more for small ones.
+    """
+    if VARIABLE not in os.environ or os.environ.get("GLOO_SOCKET_IFNAME") != INTERFACE:
+        return None
+    counters = Path("/sys/class/net") / INTERFACE / "statistics"
+    sent, received = (int((counters / f"{way}_bytes").read_text()) for way in ("tx", "rx"))
+    return {"interface": INTERFACE, "sent": sent, "received": received}

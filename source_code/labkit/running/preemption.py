@@ -1,0 +1,122 @@
+"""Shut down gracefully on a signal: every rank stops after the same step, with its state saved.
+
+Before it preempts a job or ends it at its time limit, Slurm sends the signal that ``sbatch --signal`` names; submitit
+uses SIGUSR2; torchrun, other schedulers and people send SIGTERM. The signal may reach only some ranks, or reach them in
+different steps. So the ranks vote.
+"""
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterable, Iterator
+
+from labkit.running import job_status
+
+# torch is imported only where it is needed: a queued job imports this file (submitit_job.py), and until its signal
+# handlers are installed, the warning that should requeue it would end it.
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, *WARNINGS)
+EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h. The job templates in slurm/ requeue a job with this exit code
+
+_received = 0  # the signal that has reached this process
+
+
+class Preempted(Exception):
+    """The run has stopped on a signal, after it saved its state."""
+
+
+def install_handlers(config):
+    """Note signals from now on instead of ending by them. Call it early: Slurm may warn a job that has just begun.
+
+    Args:
+        config: its ``checkpoint`` is a folder, or None. Without one there is nowhere to save: SIGTERM ends the run at
+            once, and warnings are ignored.
+    """
+    saves = getattr(config, "checkpoint", None)
+    signal.signal(signal.SIGTERM, _note if saves else signal.SIG_DFL)
+    for number in WARNINGS:
+        signal.signal(number, _note if saves else signal.SIG_IGN)
+
+
+def _note(number, frame):
+    global _received
+    _received = number
+
+
+class Stop:
+    """The ranks' vote on whether to stop. Every rank makes one. config: see ``install_handlers``."""
+
+    def __init__(self, config):
+        import torch.distributed as dist
+
+        self.agreed = None  # the name of the signal for which all ranks end
+        self.vote = self.votes = None
+        # Messages of its own, in the CPU's memory: a GPU need not be waited for.
+        self.group = dist.new_group(backend="gloo") if config.checkpoint else None
+        install_handlers(config)
+
+    def until_preempted(self, batches: Iterable) -> Iterator:
+        """Yield batches until the ranks have agreed to stop. Collective.
+
+        Use it for the batches of training and of evaluation: either may take longer than the time that a warning leaves.
+        """
+        for batch in batches:
+            if self.group and self._voted():
+                return
+            yield batch
+
+    def _voted(self) -> bool:
+        """Return whether any rank had received a signal at the previous call, and start the next vote.
+
+        The vote runs during the step and so costs next to nothing; in return the run stops one step later.
+        """
+        import torch
+        import torch.distributed as dist
+
+        if self.vote:
+            self.vote.wait()
+            if number := int(self.votes):
+                self.agreed = signal.Signals(number).name
+                return True
+        self.votes = torch.tensor(_received)
+        self.vote = dist.all_reduce(self.votes, dist.ReduceOp.MAX, self.group, async_op=True)
+        return False
+
+    def raise_if_preempted(self, me, saver, step: int, last_step: int):
+        """Save, and end this rank, if the ranks have agreed to stop. Collective.
+
+        Args:
+            me: a ``ranks.Rank``.
+            saver: a ``saving.Saver``.
+            step: steps trained so far.
+            last_step: steps that the run should have trained.
+
+        Raises:
+            Preempted: the state is saved.
+            UserError: the state could not be saved.
+        """
+        import torch.distributed as dist
+
+        if not self.agreed:
+            return
+        saver.save(step, must=True)
+        saver.finish(step, must=True)
+        me.say(f"asked to end ({self.agreed}): saved at step {step} of {last_step}; --resume goes on from there")
+        if me.rank == 0:
+            job_status.note("asked", step)
+        dist.barrier(self.group)  # a rank that ends early would look to the others like a lost connection
+        raise Preempted
+
+
+def forward_signals(processes: list[int]):
+    """Forward the signals that this process receives, or has received already, to the ranks that it has started."""
+
+    def forward(number, frame=None):
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
+
+    for number in SIGNALS:
+        signal.signal(number, forward)
+    if _received:
+        forward(_received)

@@ -1,0 +1,16 @@
+"""Which modules of a model become FSDP units of their own."""
+
+from torch import nn
+
+
+def units_of(module: nn.Module) -> list[nn.Module]:
+    """Return the modules that become FSDP units: the members of the outermost ModuleLists, each of them once.
+
+    A list inside a member, such as the experts of a block, is gathered with it. A member that is a list itself has no
+    forward around which to gather: its members stand for it.
+    """
+    units = []
+    for child in module.children():
+        is_unit = isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList)
+        units += [child] if is_unit else units_of(child)
+    return list(dict.fromkeys(units))

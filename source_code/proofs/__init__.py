@@ -1,0 +1,1 @@
+"""Commands that prove what the project claims: each file is one, run from source_code/ as ``python -m proofs.NAME``."""
