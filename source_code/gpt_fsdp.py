@@ -31,9 +31,9 @@ from labkit.running import options, progress, ranks, stopping
 from labkit.running.options import RESHARD, SHARDED, option
 from labkit.training import checkpoints, models, recompute, saving, text
 from labkit.training.tensor_parallel import tensor_parallel
-from planner import flops, networks
-from planner.mesh import FORM, Mesh, arrange
-from planner.shapes import GPT_SHAPES, GPTShape
+from planner.models import flops, networks
+from planner.models.shapes import GPT_SHAPES, GPTShape
+from planner.parallel.mesh import FORM, Mesh, arrange
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh

@@ -27,8 +27,9 @@ from labkit.measuring import records
 from labkit.running import options, progress
 from labkit.running.options import option
 from labkit.training import checkpoints, jax_world, models, text
-from planner import flops, jax_sharding
-from planner.shapes import GPT_SHAPES, GPTShape
+from planner.models import flops
+from planner.models.shapes import GPT_SHAPES, GPTShape
+from planner.parallel import jax_sharding
 
 with jax_world.imports(__name__):  # if it is not installed: one sentence
     import jax

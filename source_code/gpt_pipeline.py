@@ -21,9 +21,10 @@ from labkit.measuring import limits
 from labkit.running import options, ranks
 from labkit.running.options import option
 from labkit.training import models
-from planner import networks, pipeline
-from planner.mesh import FORM, Mesh, arrange
-from planner.shapes import GPT_SHAPES, GPTShape
+from planner.models import networks
+from planner.models.shapes import GPT_SHAPES, GPTShape
+from planner.parallel import pipeline
+from planner.parallel.mesh import FORM, Mesh, arrange
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 

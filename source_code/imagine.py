@@ -11,7 +11,7 @@ from labkit.measuring import simulate
 from labkit.measuring.gpu_operators import GpuOperators
 from labkit.running.ranks import Rank
 from labkit.training import models
-from planner.shapes import GPTShape
+from planner.models.shapes import GPTShape
 
 
 def gpt(ranks: int, shape: GPTShape | None = None, gpu: GpuOperators | None = None, workspaces=True, **options) -> dict:

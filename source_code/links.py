@@ -30,7 +30,8 @@ from labkit import UserError
 from labkit.measuring import practice_link, records
 from labkit.running import cells, launch, options, ranks
 from labkit.running.options import option
-from planner import cost, predict
+from planner import predict
+from planner.timing import cost
 
 STRATEGIES = {
     "DDP": {"strategy": "ddp"},

@@ -41,12 +41,16 @@ from typing import Literal
 from labkit import UserError
 from labkit.running.options import RESHARD, SHARDED, check_choices, flag, leave, option, parse
 from labkit.running.options import Options as Base
-from planner import cost, huggingface, networks, pipeline, predict, report
-from planner.answers import STRATEGIES, describe, find, plan_of, sweep
+from planner import predict
+from planner.cli import report
+from planner.cli.commands import STRATEGIES, describe, find, plan_of, sweep
 from planner.gpus import GPU, GPUS
-from planner.mesh import FORM, arrange
-from planner.plan import STATES
-from planner.shapes import GPT_SHAPES, GPTShape
+from planner.models import huggingface, networks
+from planner.models.shapes import GPT_SHAPES, GPTShape
+from planner.parallel import pipeline
+from planner.parallel.mesh import FORM, arrange
+from planner.step.plan import STATES
+from planner.timing import cost
 
 MODEL = "llama3-8b"  # unless --model or --config names another
 TORCHS = ("single", "ddp", "zero1", "fsdp1", "fsdp2")  # what DeepSpeed makes of some choices is not predicted

@@ -10,7 +10,7 @@ One run is for calibration: one strategy on the link before it is slowed. PyTorc
 collectives took; the rest of a step is what it computes. (It is one of FSDP's, which under gloo waits for each call, so
 that the two add up.) What a rank sent in that time is the bandwidth within a node, where nothing but the machine slows
 messages down, and small all-reduces give the latency of both links. From these, the speeds that the link will be given,
-and the arithmetic of planner/cost.py, come the predictions. They are written, with their time, before the first
+and the arithmetic of planner/timing/cost.py, come the predictions. They are written, with their time, before the first
 measured step. Where one of them is more than 15 % off, the command ends with exit code 1.
 """
 
@@ -26,8 +26,9 @@ from labkit.measuring import practice_link, records
 from labkit.measuring.differences import largest
 from labkit.running import options, ranks
 from labkit.running.options import option
-from planner import cost, predict
-from planner.flops import of_hardware
+from planner import predict
+from planner.models.flops import of_hardware
+from planner.timing import cost
 
 SIZE = {"batch_size": 12, "seq_len": 128}  # computing takes about as long as the link
 CALIBRATION = "FSDP2, kept"

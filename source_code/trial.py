@@ -33,7 +33,8 @@ from labkit.measuring.meters import TRACED_STEPS
 from labkit.running import cells, launch, progress, ranks
 from labkit.running.options import Options, option, parse
 from labkit.training import deepspeed_zero
-from planner import predict, zero
+from planner import predict
+from planner.parallel import zero
 
 PERSISTENT = ("parameters", "gradients", "optimizer state")
 STEPS = TRACED_STEPS[-1] + 1

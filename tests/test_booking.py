@@ -11,7 +11,8 @@ import gpu_hour
 import plan
 import pytest
 from labkit.running import launch, options
-from planner import answers, gpus, predict, search
+from planner import gpus, predict
+from planner.cli import commands, search
 
 EXAMPLES = re.findall(r"^  python plan\.py (.*?)(?:   .*)?$", plan.__doc__, re.MULTILINE)
 GIB = 2**30
@@ -233,4 +234,4 @@ def test_a_figure_is_drawn(tmp_path):
 
 def test_planning_is_the_same_walked_once_or_twice():
     one = plan.plan_of(asked("--ranks 8"))
-    assert one.peak() == one.peak() and predict.total(one.peak()[1]) == answers.in_short(asked("--ranks 8"))["peak"]
+    assert one.peak() == one.peak() and predict.total(one.peak()[1]) == commands.in_short(asked("--ranks 8"))["peak"]

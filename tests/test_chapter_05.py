@@ -9,9 +9,11 @@ import pytest
 import torch
 from labkit.running.lab import Lab
 from labkit.teaching.exercises import chapter_05, check
-from planner import cost, networks, predict
-from planner.plan import Plan
-from planner.shapes import GPT_SHAPES
+from planner import predict
+from planner.models import networks
+from planner.models.shapes import GPT_SHAPES
+from planner.step.plan import Plan
+from planner.timing import cost
 from torch import nn
 
 from notebooks import run_broken

@@ -7,7 +7,8 @@ import torch
 from forked import by_value
 from labkit.teaching.exercises import check
 from labkit.teaching.exercises.chapter_08 import SHAPES, all_but_down, reference_kept, the_labs
-from planner import networks, predict, shapes
+from planner import predict
+from planner.models import networks, shapes
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint

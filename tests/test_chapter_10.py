@@ -11,7 +11,8 @@ from forked import forked
 from labkit.measuring import practice_link, records
 from labkit.running.lab import Lab
 from labkit.teaching.exercises import chapter_10, check
-from planner import cost, predict
+from planner import predict
+from planner.timing import cost
 
 from notebooks import FOLDER, code_cells, lines_of_verdicts, read, run_broken, run_cells
 

@@ -4,8 +4,10 @@ import dataclasses
 from collections import Counter
 
 import pytest
-from planner import cost, flops, networks, overlap, predict
-from planner.shapes import GPT_SHAPES
+from planner import predict
+from planner.models import flops, networks
+from planner.models.shapes import GPT_SHAPES
+from planner.timing import cost, overlap
 
 TINY = GPT_SHAPES["tiny"]
 TWO_BLOCKS = networks.gpt(dataclasses.replace(TINY, layers=2), 1, 64)

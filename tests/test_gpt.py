@@ -21,8 +21,9 @@ from labkit.running import cells, launch, options, ranks
 from labkit.running.lab import Lab
 from labkit.running.ranks import Rank
 from labkit.training import checkpoints, models, text
-from planner import flops, predict
-from planner.shapes import GPT_SHAPES
+from planner import predict
+from planner.models import flops
+from planner.models.shapes import GPT_SHAPES
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, Shard

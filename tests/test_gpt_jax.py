@@ -21,7 +21,7 @@ from labkit.measuring import meters
 from labkit.running import cells, launch
 from labkit.running.lab import Lab
 from labkit.training import jax_world
-from planner import jax_sharding
+from planner.parallel import jax_sharding
 
 pytestmark = pytest.mark.long
 HERE = launch.Cluster(launcher="local")

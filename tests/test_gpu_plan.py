@@ -13,11 +13,14 @@ from forked import forked
 from labkit.measuring import gpu_operators, trace
 from labkit.running import lab
 from labkit.training.models import Net
-from planner import answers, attention, networks, predict
-from planner.plan import STEP_COUNTER
-from planner.shapes import GPT_SHAPES, GPTShape
-from planner.sizes import Autograd
-from planner.step import Step
+from planner import predict
+from planner.cli import commands
+from planner.models import networks
+from planner.models.shapes import GPT_SHAPES, GPTShape
+from planner.ops import attention
+from planner.ops.autograd import Autograd
+from planner.step.plan import STEP_COUNTER
+from planner.step.simulation import Step
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -344,12 +347,12 @@ def test_plans_are_for_the_pytorch_that_is_here(monkeypatch):
     monkeypatch.setattr(lab, "version", lambda name: "2.14.1+cu130")
     assert lab.Lab(device="cuda").plan("gpt_fsdp.py").torch == (2, 14)
     here = tuple(map(int, torch.__version__.split(".")[:2]))
-    assert plan.plan_of(plan.Options()).torch == answers.installed_torch() == here
+    assert plan.plan_of(plan.Options()).torch == commands.installed_torch() == here
 
 
 def test_where_there_is_no_pytorch_the_newest_is_planned_for(monkeypatch):
-    monkeypatch.setattr(answers, "find_spec", lambda name: None)
-    assert answers.installed_torch.__wrapped__() == predict.Plan.torch
+    monkeypatch.setattr(commands, "find_spec", lambda name: None)
+    assert commands.installed_torch.__wrapped__() == predict.Plan.torch
 
 
 HOST = ("parameters", "gradients", "optimizer state")

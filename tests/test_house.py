@@ -13,7 +13,23 @@ FILES = sorted(SOURCE.rglob("*.py"))
 LABS = ("hello", "mnist_fsdp", "gpt_fsdp", "hf_fsdp")
 PAGES = {path.stem for path in SOURCE.glob("*.py")}  # labs and commands
 ROOMS = ("measuring", "running", "training", "teaching")  # each may use those before it
-PLANNER = re.findall(r"^  (\w+) {3}", planner.__doc__, re.MULTILINE)  # likewise
+
+
+def planner_modules() -> list[str]:
+    """The planner's modules, such as "ops.autograd", in the order of its docstring and those of its packages."""
+
+    def listed(init: Path) -> list[str]:
+        return re.findall(r"^  (\w+) {3}", ast.get_docstring(ast.parse(init.read_text()), clean=False), re.MULTILINE)
+
+    order = []
+    for name in listed(SOURCE / "planner" / "__init__.py"):
+        init = SOURCE / "planner" / name / "__init__.py"
+        order += [f"{name}.{module}" for module in listed(init)] if init.exists() else [name]
+    return order
+
+
+PLANNER = planner_modules()  # each may use those before it
+PACKAGES = {module.split(".")[0] for module in PLANNER if "." in module}  # their __init__ import nothing
 
 
 def imported(path: Path) -> set[str]:
@@ -46,8 +62,12 @@ def risen(path: Path) -> list[str]:
         first, second = (module.split(".") + [""])[:2]
         if floor == "planner":
             above = first not in sys.stdlib_module_names and first != "planner"
-            order = PLANNER[: PLANNER.index(path.stem)] if path.stem in PLANNER else []
-            above |= first == "planner" and bool(second) and second not in order
+            name, wanted = (
+                ".".join(path.relative_to(SOURCE / "planner").with_suffix("").parts),
+                module.partition(".")[2],
+            )
+            order = PLANNER[: PLANNER.index(name)] if name in PLANNER else []
+            above |= first == "planner" and bool(wanted) and wanted not in PACKAGES and wanted not in order
         elif floor == "labkit":
             above = first in PAGES
             if first == "labkit" and second in ROOMS and room[0] in ROOMS:
@@ -69,20 +89,23 @@ def test_every_file_has_a_room():
         "__init__.py",
         *ROOMS,
     }
-    assert {path.stem for path in (SOURCE / "planner").glob("*.py")} == {"__init__", *PLANNER}
+    files = {path.relative_to(SOURCE / "planner") for path in (SOURCE / "planner").rglob("*.py")}
+    modules = {".".join(path.with_suffix("").parts) for path in files if path.name != "__init__.py"}
+    assert modules == set(PLANNER)
 
 
 @pytest.mark.parametrize(
     "place, text",
     [
-        ("planner/cost.py", "import numpy"),
-        ("planner/cost.py", "from labkit import UserError"),
-        ("planner/sizes.py", "from planner.operators import Tape"),
+        ("planner/timing/cost.py", "import numpy"),
+        ("planner/timing/cost.py", "from labkit import UserError"),
+        ("planner/ops/autograd.py", "from planner.ops.operators import Tape"),
+        ("planner/parallel/zero.py", "from planner.timing import cost"),
         ("labkit/running/ranks.py", "def late():\n    import gpt_fsdp"),
         ("labkit/measuring/trace.py", "from labkit.running import ranks"),
         ("mnist_fsdp.py", "import gpt_fsdp"),
         ("hf_fsdp.py", "from gpt_fsdp import train_step"),
-        ("planner/sizes.py", "from . import operators"),
+        ("planner/ops/autograd.py", "from . import operators"),
         ("labkit/measuring/trace.py", "from ..running import ranks"),
         ("labkit/running/ranks.py", 'from importlib import import_module\nimport_module("gpt_fsdp")'),
         ("labkit/measuring/trace.py", 'import importlib\nimportlib.import_module("labkit.running.ranks")'),

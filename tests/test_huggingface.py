@@ -8,7 +8,8 @@ import torch
 import transformers
 from commands import refused
 from labkit.measuring.trace import StepTrace, peak, total
-from planner import huggingface, networks, predict
+from planner import predict
+from planner.models import huggingface, networks
 
 # As they were published, but for what has nothing to do with shapes.
 PUBLISHED = {

@@ -1,12 +1,13 @@
-"""FSDP in JAX as the planner has it (planner/jax_sharding.py), without running it."""
+"""FSDP in JAX as the planner has it (planner/parallel/jax_sharding.py), without running it."""
 
 from math import prod
 
 import pytest
 from commands import refused
-from planner import jax_sharding, networks
-from planner.jax_sharding import leaves, persistent, sums, traffic
-from planner.shapes import GPT_SHAPES
+from planner.models import networks
+from planner.models.shapes import GPT_SHAPES
+from planner.parallel import jax_sharding
+from planner.parallel.jax_sharding import leaves, persistent, sums, traffic
 
 TINY = GPT_SHAPES["tiny"]
 WHOLE = 4 * networks.gpt(TINY, 1, 8).numel  # bytes of the model

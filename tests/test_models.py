@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from labkit.training.models import GPT, apply_rope, rotary
-from planner.shapes import GPT_SHAPES, GPTShape
+from planner.models.shapes import GPT_SHAPES, GPTShape
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

@@ -19,10 +19,13 @@ from forked import forked
 from labkit.running import launch
 from labkit.running.lab import Lab
 from labkit.running.options import Training
-from planner import cost, networks, pipeline, predict
-from planner.plan import STEP_COUNTER
-from planner.shapes import GPT_SHAPES, GPTShape
-from planner.step import Step
+from planner import predict
+from planner.models import networks
+from planner.models.shapes import GPT_SHAPES, GPTShape
+from planner.parallel import pipeline
+from planner.step.plan import STEP_COUNTER
+from planner.step.simulation import Step
+from planner.timing import cost
 
 REFERENCE = launch.SOURCE / "results" / "reference"
 
@@ -199,7 +202,7 @@ def test_leaving_out_the_middle_of_a_long_row_changes_nothing(monkeypatch, strat
     ranks = 1 if strategy == "single" else 4
     long = predict.Plan(networks.gpt(shape, 2, 16, "full"), strategy, ranks, **options)
     shortened = long.peak(), long.timeline()["backward of the loss"]
-    monkeypatch.setattr("planner.step.WALKED", 100)
+    monkeypatch.setattr("planner.step.simulation.WALKED", 100)
     assert (long.peak(), long.timeline()["backward of the loss"]) == shortened
 
 
@@ -210,7 +213,7 @@ def test_nor_does_leaving_out_periods_of_blocks_that_differ(monkeypatch, layers,
     long = predict.Plan(network, "fsdp2", 4)
     assert Step(long, first=False).skipped
     shortened = long.peak(), long.timeline()["backward of the loss"]
-    monkeypatch.setattr("planner.step.WALKED", 100)
+    monkeypatch.setattr("planner.step.simulation.WALKED", 100)
     assert (long.peak(), long.timeline()["backward of the loss"]) == shortened
 
 

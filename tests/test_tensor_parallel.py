@@ -18,7 +18,9 @@ from forked import by_value
 from labkit.measuring import meters
 from labkit.running import cells, launch, options
 from labkit.training import models
-from planner import cost, networks, predict, shapes
+from planner import predict
+from planner.models import networks, shapes
+from planner.timing import cost
 
 pytestmark = pytest.mark.long
 STEPS, SAVED_AT, SEQUENCES, LENGTH = 6, 3, 8, 16

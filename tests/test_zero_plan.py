@@ -1,13 +1,16 @@
-"""ZeRO as the planner has it (planner/zero.py), without running it: parts, terms, records. On trial: test_predict.py."""
+"""ZeRO as the planner has it (planner/parallel/zero.py), without running it: parts, terms, records. On trial: test_predict.py."""
 
 from dataclasses import asdict, replace
 
 import gpt_zero
 import pytest
 from commands import refused
-from planner import cost, networks, predict, zero
-from planner.plan import STEP_COUNTER
-from planner.shapes import GPT_SHAPES
+from planner import predict
+from planner.models import networks
+from planner.models.shapes import GPT_SHAPES
+from planner.parallel import zero
+from planner.step.plan import STEP_COUNTER
+from planner.timing import cost
 
 TINY = networks.gpt(GPT_SHAPES["tiny"], batch=2, length=16)
 DEEPSPEED = ("deepspeed-0", "deepspeed-1", "deepspeed-2", "deepspeed-3")

@@ -5,7 +5,7 @@
   plan.persistent()        what a rank keeps from step to step
   plan.traffic()           each collective of a step
 
-The network's operators run on sizes (planner/operators.py), and around them happens what the strategy does (planner/strategies.py).
+The network's operators run on sizes (planner/ops/operators.py), and around them happens what the strategy does (planner/parallel/strategies.py).
 Sizes are bytes on ``Plan.rank``, by default rank 0, which never holds less than another rank, but under ZeRO-1 and 2;
 the categories are those of the meters (labkit/measuring/trace.py).
 
@@ -23,12 +23,14 @@ from collections import Counter
 from dataclasses import replace
 from math import prod
 
-from planner import UserError, huggingface, networks, zero
-from planner.mesh import arrange
-from planner.pipeline import Stage, blocks_of
-from planner.plan import Plan
-from planner.shapes import GPT_SHAPES, GPTShape
-from planner.strategies import Unit
+from planner import UserError
+from planner.models import huggingface, networks
+from planner.models.shapes import GPT_SHAPES, GPTShape
+from planner.parallel import zero
+from planner.parallel.mesh import arrange
+from planner.parallel.pipeline import Stage, blocks_of
+from planner.parallel.strategies import Unit
+from planner.step.plan import Plan
 
 # Options that older records do not know, as runs were without them
 ADDED_LATER = {"weights": "fp32", "recompute_every": 1, "loss_chunks": 1, "units": "blocks"}

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
-from planner import networks
+from planner.models import networks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (

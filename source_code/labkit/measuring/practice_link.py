@@ -3,7 +3,7 @@
   link()                        "200mbit", "none" for one that is not slowed; None where there is no such network
   change_link("100mbit")        for whatever runs from now on
   interface_bytes()             what this rank's node has sent and received over it
-  bytes_per_second("200mbit")   what it carries of your bytes; planner/cost.py says how many should cross it
+  bytes_per_second("200mbit")   what it carries of your bytes; planner/timing/cost.py says how many should cross it
   saved_up("200mbit")           what it carries at once after a pause
 
 ``make slurm LINK=200mbit`` makes the network (source_code/slurm/practice_network.sh says how it looks).

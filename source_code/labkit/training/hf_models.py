@@ -14,7 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from planner.huggingface import EXPERTS
+from planner.models.huggingface import EXPERTS
 from torch import nn
 
 from labkit import UserError

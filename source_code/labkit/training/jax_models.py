@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from flax import nnx
-from planner.shapes import GPTShape
+from planner.models.shapes import GPTShape
 
 from labkit.training import models
 

@@ -4,7 +4,7 @@ import hashlib
 
 import torch
 import torch.nn.functional as F
-from planner.shapes import GPTShape
+from planner.models.shapes import GPTShape
 from torch import nn
 
 from labkit.training.chunked_loss import chunked_loss

@@ -2,7 +2,7 @@
 
 import torch
 from planner import predict
-from planner.shapes import GPTShape
+from planner.models.shapes import GPTShape
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 from planner import predict
-from planner.shapes import GPTShape
+from planner.models.shapes import GPTShape
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor

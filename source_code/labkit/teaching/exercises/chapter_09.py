@@ -5,8 +5,8 @@ import contextlib
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from planner import networks
-from planner.shapes import GPT_SHAPES, GPTShape
+from planner.models import networks
+from planner.models.shapes import GPT_SHAPES, GPTShape
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor

@@ -4,7 +4,8 @@ from functools import cache
 from itertools import product
 from typing import NamedTuple
 
-from planner import cost, predict
+from planner import predict
+from planner.timing import cost
 
 from labkit.running.lab import Lab
 from labkit.teaching.exercises import Do, Predict, unanswered

@@ -2,8 +2,9 @@
 
 from functools import cache
 
-from planner import networks, predict
-from planner.shapes import GPT_SHAPES
+from planner import predict
+from planner.models import networks
+from planner.models.shapes import GPT_SHAPES
 
 from labkit.teaching.exercises import Do, Predict, unanswered
 

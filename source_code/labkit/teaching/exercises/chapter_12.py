@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from planner.shapes import GPTShape
+from planner.models.shapes import GPTShape
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode

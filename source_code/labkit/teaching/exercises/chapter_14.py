@@ -3,8 +3,9 @@
 from contextlib import suppress
 from math import prod
 
-from planner import UserError, jax_sharding
-from planner.shapes import GPT_SHAPES
+from planner import UserError
+from planner.models.shapes import GPT_SHAPES
+from planner.parallel import jax_sharding
 
 from labkit.measuring import hlo
 from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered

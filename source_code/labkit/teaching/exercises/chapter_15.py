@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from planner.shapes import GPT_SHAPES
+from planner.models.shapes import GPT_SHAPES
 
 from labkit.teaching.exercises import Do, Predict, on_ranks
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from planner import huggingface
+from planner.models import huggingface
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor

@@ -2,8 +2,8 @@
 
 from collections import Counter
 
-from planner import deepspeed, strategies
-from planner.operators import Tape
+from planner.ops.operators import Tape
+from planner.parallel import deepspeed, strategies
 
 RULES = strategies.RULES | deepspeed.RULES
 

@@ -1,6 +1,6 @@
 """The head's product and the cross-entropy for some tokens at a time, on sizes: labkit/training/chunked_loss.py. No torch."""
 
-from planner.sizes import FP32
+from planner.ops.autograd import FP32
 
 
 def chunked_loss(tape, x, weight, chunks: int):

@@ -6,9 +6,9 @@ plan: a ``predict.Plan``. A counter has {(kind, bytes of the whole tensor, ranks
 from collections import Counter
 from dataclasses import replace
 
-from planner import zero
-from planner.sizes import FP32
-from planner.strategies import WIDE_GRADIENTS, Unit
+from planner.ops.autograd import FP32
+from planner.parallel import zero
+from planner.parallel.strategies import WIDE_GRADIENTS, Unit
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes after which DDP closes its first bucket, and each other
 

@@ -9,8 +9,12 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from planner import UserError, cost, gpus, networks, pipeline, predict, search
-from planner.mesh import arrange
+from planner import UserError, gpus, predict
+from planner.cli import search
+from planner.models import networks
+from planner.parallel import pipeline
+from planner.parallel.mesh import arrange
+from planner.timing import cost
 
 STRATEGIES = ("single", "ddp", "zero1", *(f"deepspeed-{stage}" for stage in range(4)), "fsdp1", "fsdp2")
 SLOWEST, FASTEST = 1e-6, 1e6  # GB/s of a link

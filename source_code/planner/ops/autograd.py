@@ -2,10 +2,10 @@
 
 To predict peak memory one must know what is alive, and most of that autograd decides: which tensors wait for
 backward, when they go, how many gradients are there at once. ``Autograd`` is that bookkeeping, recomputation
-included; the operators are in planner/operators.py. Imports no torch.
+included; the operators are in planner/ops/operators.py. Imports no torch.
 
 A tensor lives as long as something refers to it. Python's own reference counting sees to that, here as in
-PyTorch; so a blueprint (planner/networks.py) lets go of its names where the real network does.
+PyTorch; so a blueprint (planner/models/networks.py) lets go of its names where the real network does.
 
 Sources: torch.utils.checkpoint (what recomputation keeps), and traces of real steps (labkit/measuring/trace.py).
 """
@@ -43,7 +43,7 @@ class SizedTensor:
 
 
 class SizedParameter:
-    """A leaf: backward leaves its gradient here, whole. packed: it is kept in 4 bits (planner/fewer_bits.py)."""
+    """A leaf: backward leaves its gradient here, whole. packed: it is kept in 4 bits (planner/ops/quantization.py)."""
 
     def __init__(self, name: str, shape: tuple, itemsize: int, trained: bool = True, packed: bool = False):
         self.name, self.shape, self.itemsize, self.trained, self.packed = name, shape, itemsize, trained, packed

@@ -1,7 +1,7 @@
-"""What DeepSpeed's stages do around each operator and micro-batch, on sizes: the rules of planner/step.py. No torch.
+"""What DeepSpeed's stages do around each operator and micro-batch, on sizes: the rules of planner/step/simulation.py. No torch.
 
 Sources: DeepSpeed 0.19.8, deepspeed/runtime/zero/stage_1_and_2.py, stage3.py, linear.py and partition_parameters.py,
-runtime/engine.py, runtime/fp16/unfused_optimizer.py; and traces of real steps. What each keeps: planner/zero.py.
+runtime/engine.py, runtime/fp16/unfused_optimizer.py; and traces of real steps. What each keeps: planner/parallel/zero.py.
 """
 
 from collections import Counter
@@ -9,10 +9,10 @@ from itertools import groupby
 from math import ceil
 from operator import itemgetter
 
-from planner import zero
-from planner.operators import Tape
-from planner.sizes import FP32, FP64
-from planner.strategies import Replicated
+from planner.ops.autograd import FP32, FP64
+from planner.ops.operators import Tape
+from planner.parallel import zero
+from planner.parallel.strategies import Replicated
 
 FLATTENED = 500_000_000  # numbers: how many gradients stage 0 flattens at most, by DeepSpeed's default
 

@@ -11,17 +11,17 @@ links within a node, one for the network between nodes. In the order of a step:
 Under gloo FSDP waits for each call, as PyTorch makes them without a stream to put them on: nothing hides. DDP hands
 its buckets to gloo's own threads.
 
-Sources: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py; planner/traffic.py's
+Sources: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py; planner/parallel/traffic.py's
 ``buckets`` for DDP. Not in it: NCCL's kernels take a share of the GPU from the compute beside which they run, and
 FSDP's gathers and reductions may share a link instead of queueing up.
 """
 
 from itertools import accumulate, groupby
 
-from planner import zero
-from planner.flops import of_modules
-from planner.strategies import Unit
-from planner.traffic import buckets
+from planner.models.flops import of_modules
+from planner.parallel import zero
+from planner.parallel.strategies import Unit
+from planner.parallel.traffic import buckets
 
 WALKED = 4  # micro-batches; from then on one more takes as long as the last
 

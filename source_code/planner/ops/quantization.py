@@ -9,7 +9,7 @@ NF4          QLoRA's weights: 4 bits per number, and of each block of 64 the lar
 
 from math import ceil
 
-from planner.sizes import FP32
+from planner.ops.autograd import FP32
 
 SMALLEST, ADAM_BLOCK, CODE = 4096, 256, 256
 BLOCK, BLOCKS_OF_BLOCK = 64, 256

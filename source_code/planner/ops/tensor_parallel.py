@@ -1,7 +1,7 @@
 """Tensor parallelism with sequence parallelism, on sizes: what is gathered, what is split, what a loss of parts costs.
 
 The ranks of a tensor group see the same sequences. Each has some columns or rows of every matrix, and between the
-products some tokens of every sequence (arXiv:2205.05198). A rank's blueprint (planner/networks.py) has its own parts of
+products some tokens of every sequence (arXiv:2205.05198). A rank's blueprint (planner/models/networks.py) has its own parts of
 the parameters; what is here stands where it meets the others. No torch.
 
 Sources: torch/distributed/tensor/parallel/style.py and loss.py, _functional_collectives.py (the copies around a
@@ -10,7 +10,7 @@ collective), and traces of real steps (labkit/measuring/trace.py).
 
 from dataclasses import dataclass
 
-from planner.sizes import INT64
+from planner.ops.autograd import INT64
 
 
 @dataclass(frozen=True)

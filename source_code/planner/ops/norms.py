@@ -1,6 +1,6 @@
 """Norms on sizes, as PyTorch computes them on each device: what they make, keep, and do in backward. Imports no torch."""
 
-from planner.sizes import FP32, SizedParameter, SizedTensor
+from planner.ops.autograd import FP32, SizedParameter, SizedTensor
 
 
 def rms_norm(tape, x: SizedTensor, weight: SizedParameter) -> SizedTensor:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from planner import UserError
-from planner.mesh import Mesh
-from planner.shapes import GPTShape
-from planner.sizes import Node, SizedTensor
-from planner.step import Step
+from planner.models.shapes import GPTShape
+from planner.ops.autograd import Node, SizedTensor
+from planner.parallel.mesh import Mesh
+from planner.step.simulation import Step
 
 SCHEDULES = ("gpipe", "1f1b")
 FRUGAL = (2, 15)  # from this version on PyTorch receives into new memory, and lets go of an output when it is sent

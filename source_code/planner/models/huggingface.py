@@ -1,7 +1,7 @@
 """Shapes of other people's models, from the config.json that Hugging Face keeps beside the weights. Imports no torch.
 
 What a family does otherwise than Llama is said here, once. Numbers of parameters are those of the ``transformers``
-library's modules. Operators are the course's (planner/networks.py), as if the model were written in PyTorch's fused ones:
+library's modules. Operators are the course's (planner/models/networks.py), as if the model were written in PyTorch's fused ones:
 its own modules may compute the same in more steps, and keep more. Compared with them, on the CPU: Llama, Qwen and Gemma
 agree; a window shorter than the sequence, soft caps, GPT-2 and Phi keep more without recomputation (plan.py --simulate).
 
@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 from planner import UserError
-from planner.shapes import GPTShape
+from planner.models.shapes import GPTShape
 
 ALL_BIASES = frozenset({"query", "output", "feed_forward"})
 

@@ -1,4 +1,4 @@
-"""The course's networks as blueprints: their parameters, and their operators on sizes (planner/operators.py). No torch.
+"""The course's networks as blueprints: their parameters, and their operators on sizes (planner/ops/operators.py). No torch.
 
 A blueprint says what labkit/training/models.py computes, line for line; tests hold the two together.
 """
@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 
-from planner import UserError, chunked_loss, flops, tensor_parallel
-from planner.attention import Heads
-from planner.operators import Tape
-from planner.shapes import GPTShape, block_parameters, norm_parameters, product_parameters
-from planner.sizes import INT64, SizedParameter, SizedTensor
-from planner.tensor_parallel import Exchange
+from planner import UserError
+from planner.models import flops
+from planner.models.shapes import GPTShape, block_parameters, norm_parameters, product_parameters
+from planner.ops import chunked_loss, tensor_parallel
+from planner.ops.attention import Heads
+from planner.ops.autograd import INT64, SizedParameter, SizedTensor
+from planner.ops.operators import Tape
+from planner.ops.tensor_parallel import Exchange
 
 
 @dataclass(frozen=True, eq=False)

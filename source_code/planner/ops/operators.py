@@ -1,4 +1,4 @@
-"""The operators of the course's networks, on sizes (planner/sizes.py): what each makes, keeps, and does in backward.
+"""The operators of the course's networks, on sizes (planner/ops/autograd.py): what each makes, keeps, and does in backward.
 
 They agree with PyTorch's on the CPU, and with those that it chooses for a GPU, to within a few numbers. Imports no torch.
 
@@ -8,9 +8,9 @@ steps (labkit/measuring/trace.py).
 
 from functools import partial
 
-from planner import attention, fewer_bits, norms
-from planner.attention import Heads
-from planner.sizes import FP32, INT64, Autograd, Saved, SizedParameter, SizedTensor, Storage
+from planner.ops import attention, norms, quantization
+from planner.ops.attention import Heads
+from planner.ops.autograd import FP32, INT64, Autograd, Saved, SizedParameter, SizedTensor, Storage
 
 
 class Cast(SizedTensor):
@@ -137,7 +137,7 @@ class Tape(Autograd):
         outs, ins = weight.shape
 
         def unpack():
-            largest = self.make(f"{name}: largest of each block", fewer_bits.blocks(size), FP32)
+            largest = self.make(f"{name}: largest of each block", quantization.blocks(size), FP32)
             unpacked = self.make(f"{name}, unpacked", size, itemsize)
             del largest
             return unpacked

@@ -1,4 +1,4 @@
-"""The sizes of the course's GPTs, as numbers: what labkit/training/models.py builds and planner/networks.py reckons with."""
+"""The sizes of the course's GPTs, as numbers: what labkit/training/models.py builds and planner/models/networks.py reckons with."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ class GPTShape:
     heads of queries share one of keys and values. ``hidden`` is the width inside the feed-forward part. ``tied``:
     the embedding's weight is the head's too. UserError where the sizes do not go together.
 
-    The rest is for the models of others (planner/huggingface.py): the course's labs have it as it is by default.
+    The rest is for the models of others (planner/models/huggingface.py): the course's labs have it as it is by default.
     """
 
     layers: int

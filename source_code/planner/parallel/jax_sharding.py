@@ -9,7 +9,7 @@ from collections import Counter
 from math import prod
 
 from planner import UserError
-from planner.shapes import GPTShape
+from planner.models.shapes import GPTShape
 
 COUNTER, LOSS = 4, 4  # bytes: the steps done, one number for all leaves, as optax counts them; the loss in fp32
 BLOCKS = "blocks."

@@ -1,7 +1,7 @@
 """What each strategy adds to a step's memory: when a unit's parameters are gathered and freed, and its gradients reduced.
 
-``Replicated`` (one process, DDP), ``FSDP1`` and ``FSDP2`` (and those in planner/deepspeed.py) are called around each
-unit's forward and backward, where PyTorch calls its own hooks. Sizes only (planner/sizes.py). Imports no torch.
+``Replicated`` (one process, DDP), ``FSDP1`` and ``FSDP2`` (and those in planner/parallel/deepspeed.py) are called around each
+unit's forward and backward, where PyTorch calls its own hooks. Sizes only (planner/ops/autograd.py). Imports no torch.
 
 Sources: torch/distributed/fsdp/_runtime_utils.py and _flat_param.py (FSDP1), torch/distributed/fsdp/_fully_shard/
 (FSDP2), and traces of real steps.
@@ -9,7 +9,7 @@ Sources: torch/distributed/fsdp/_runtime_utils.py and _flat_param.py (FSDP1), to
 
 from math import ceil, prod
 
-from planner.sizes import Autograd, SizedParameter
+from planner.ops.autograd import Autograd, SizedParameter
 
 
 class Unit:

@@ -1,7 +1,7 @@
 """What a plan says, as pages for people. asked: the options of plan.py; found: what it has worked out, as for JSON."""
 
 from planner import gpus
-from planner.answers import NOT_PLANNED
+from planner.cli.commands import NOT_PLANNED
 from planner.gpus import GIB
 from planner.predict import Plan, total
 

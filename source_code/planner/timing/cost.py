@@ -15,11 +15,11 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 
-from planner import overlap
-from planner.flops import of_hardware, of_model
-from planner.pipeline import bubble
+from planner.models.flops import of_hardware, of_model
+from planner.ops.autograd import FP32
+from planner.parallel.pipeline import bubble
 from planner.predict import Plan
-from planner.sizes import FP32
+from planner.timing import overlap
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,9 @@ def seconds(collective: dict, plan: Plan, node_size: int, link: Link, network: L
 def step_time(plan: Plan, node_size: int, link: Link, network: Link, flops: float, backend: str = "ring") -> dict:
     """Seconds of a step: {"compute", "bubble", "communication", "exposed", "in turn", "overlapped"}.
 
-    flops: a second, that a rank attains, counted as the hardware does them (planner/flops.py). bubble: what a stage of
+    flops: a second, that a rank attains, counted as the hardware does them (planner/models/flops.py). bubble: what a stage of
     a pipeline waits for the others, where all take equally long. A step takes from "overlapped", where compute and
-    each link work side by side as far as the order of the step lets them (planner/overlap.py), to "in turn", where
+    each link work side by side as far as the order of the step lets them (planner/timing/overlap.py), to "in turn", where
     nothing hides. exposed: of communication, what is not hidden in "overlapped".
 
     Nothing hides what a tensor group sends: the product that comes next waits for it.
@@ -147,7 +147,7 @@ def step_time(plan: Plan, node_size: int, link: Link, network: Link, flops: floa
 
 def utilisation(plan: Plan, seconds: float, peak: float) -> dict:
     """{"MFU", "HFU"}: the shares of ``peak`` operations per second that go into the model, and that a rank does at all,
-    where a step takes so many seconds. HFU counts what is computed again, and of causal attention half (planner/flops.py).
+    where a step takes so many seconds. HFU counts what is computed again, and of causal attention half (planner/models/flops.py).
     """
     return {"MFU": of_model(plan) / seconds / peak, "HFU": of_hardware(plan) / seconds / peak}
 

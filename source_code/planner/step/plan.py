@@ -4,12 +4,14 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from planner import UserError, fewer_bits, traffic, zero
-from planner.networks import Blueprint
-from planner.pipeline import Stage, StageStep
-from planner.sizes import FP32
-from planner.step import Step, optimizer_temporary
-from planner.strategies import Unit
+from planner import UserError
+from planner.models.networks import Blueprint
+from planner.ops import quantization
+from planner.ops.autograd import FP32
+from planner.parallel import traffic, zero
+from planner.parallel.pipeline import Stage, StageStep
+from planner.parallel.strategies import Unit
+from planner.step.simulation import Step, optimizer_temporary
 
 STEP_COUNTER = 4  # bytes: the number of steps done, one for each tensor that Adam or Adadelta updates
 # What an optimizer keeps, for each number it updates unless it is a counter.
@@ -19,7 +21,7 @@ STATES = {
     "adamw": ADAM,
     "adamw-fused": ADAM,
     "adamw-for-loop": ADAM,
-    "adamw-8bit": (),  # planner/fewer_bits.py has them
+    "adamw-8bit": (),  # planner/ops/quantization.py has them
     "momentum": ("momentum",),
     "sgd": (),
 }
@@ -30,7 +32,7 @@ class Plan:
     """A network, and how it is trained. UserError where the arithmetic does not reach."""
 
     blueprint: Blueprint
-    strategy: str = "fsdp2"  # single, ddp, fsdp1, fsdp2; zero1, deepspeed-0 to deepspeed-3: planner/zero.py
+    strategy: str = "fsdp2"  # single, ddp, fsdp1, fsdp2; zero1, deepspeed-0 to deepspeed-3: planner/parallel/zero.py
     ranks: int = 1
     replicas: int = 1  # HSDP: the model is there so many times, each time shared by ranks / replicas
     reshard: str = "true"  # FSDP, after forward: free what was gathered ("true"), keep it, or keep one part in N
@@ -179,14 +181,14 @@ class Plan:
         units, updated = self.resting, self.updated
         held = sum(unit.shard() for unit in units) * self.itemsize
         packed = [p.numel for unit in units for p in unit.parameters.values() if p.packed]
-        held += sum(fewer_bits.nf4(numel) - numel * self.itemsize for numel in packed)
+        held += sum(quantization.nf4(numel) - numel * self.itemsize for numel in packed)
         trained = sum(updated) * self.itemsize
         terms = zero.kept(self) if self.deepspeed else {("parameters", "parameters"): held}
         if self.strategy in ("ddp", "zero1"):
             whole = sum(unit.shard(trained=True) for unit in units) * self.itemsize
             terms["all-reduce buckets", "all-reduce buckets"] = whole
         if self.optimizer == "adamw-8bit":
-            terms |= {("optimizer state", name): size for name, size in fewer_bits.adam_states(updated).items()}
+            terms |= {("optimizer state", name): size for name, size in quantization.adam_states(updated).items()}
         for name in STATES[self.optimizer]:
             if name != "step counters":
                 terms["optimizer state", name] = trained

@@ -11,13 +11,13 @@ The ZeRO paper counts what must be kept (``cost.model_state``). What these two k
   deepspeed-3  each parameter is cut, gathered around the operator that uses it, and its gradient reduce-scattered;
                the bucket and this rank's part of the gradients stay from step to step
 
-Sources: torch/distributed/optim/zero_redundancy_optimizer.py; DeepSpeed's are in planner/deepspeed.py.
+Sources: torch/distributed/optim/zero_redundancy_optimizer.py; DeepSpeed's are in planner/parallel/deepspeed.py.
 """
 
 from math import ceil, prod
 
 from planner import UserError
-from planner.sizes import FP32, FP64
+from planner.ops.autograd import FP32, FP64
 
 SUB_GROUP = 1_000_000_000  # numbers: how many parameters stage 3 updates together, by DeepSpeed's default
 UNEVEN = ("zero1", "deepspeed-1", "deepspeed-2")  # where one rank's peak is not another's

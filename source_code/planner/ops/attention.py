@@ -12,7 +12,7 @@ cuDNN's workspaces, and what flash attention's forward splits where batch × hea
 from dataclasses import dataclass
 from math import ceil
 
-from planner.sizes import BF16, FP32, INT64, SizedTensor
+from planner.ops.autograd import BF16, FP32, INT64, SizedTensor
 
 GROUPED_EFFICIENT = (2, 15)  # the first PyTorch whose memory-efficient attention takes grouped heads
 

@@ -8,9 +8,9 @@ counts. Not counted: the scores that a fused kernel makes once more inside its o
 
 from math import prod
 
-from planner import attention
-from planner.shapes import GPTShape, block_parameters, norm_parameters, product_parameters
-from planner.sizes import BF16
+from planner.models.shapes import GPTShape, block_parameters, norm_parameters, product_parameters
+from planner.ops import attention
+from planner.ops.autograd import BF16
 
 LOOKED_UP = ("embedding.weight", "positions.weight")
 

@@ -1,0 +1,7 @@
+"""One training step of one rank.
+
+Each module may import those above it:
+
+  simulation   run the step on sizes: every micro-batch, then the optimizer
+  plan         the plan of a run: its peak, its persistent memory, its collectives
+"""
