@@ -9,9 +9,10 @@ from planner.models.networks import Blueprint
 from planner.ops import quantization
 from planner.ops.autograd import FP32
 from planner.parallel import traffic, zero
-from planner.parallel.pipeline import Stage, StageStep
+from planner.parallel.pipeline import Stage
 from planner.parallel.strategies import Unit
 from planner.step.simulation import Step, optimizer_temporary
+from planner.step.stage_simulation import StageStep
 
 STEP_COUNTER = 4  # bytes: the number of steps done, one for each tensor that Adam or Adadelta updates
 # What an optimizer keeps, for each number it updates unless it is a counter.
