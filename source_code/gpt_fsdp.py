@@ -412,12 +412,12 @@ class Config(options.Training):
             raise UserError("FSDP1 with --cpu-offload forgets all but the last micro-batch: use --sync last")
         if self.strategy == "fsdp1" and self.clip and self.precision == "fp64":
             raise UserError("FSDP1 computes the norm that --clip needs in fp32: leave --precision fp64 out")
-        options.check_choices(self, self.shape.tied)
+        options.check_choices(self, self.shape.tie_word_embeddings)
 
     @property
     def shape(self) -> GPTShape:
         shape = GPT_SHAPES[self.preset]
-        return shape if self.tied is None else dataclasses.replace(shape, tied=self.tied)
+        return shape if self.tied is None else dataclasses.replace(shape, tie_word_embeddings=self.tied)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -454,7 +454,7 @@ class Config(options.Training):
             }
             for what in (name for name, given in refused.items() if given):
                 raise UserError(f"--mesh {self.mesh} splits matrix products, which goes without {what}")
-            self.shape.check_split(mesh.tensor, self.seq_len)
+            self.shape.check_tensor_parallel(mesh.tensor, self.seq_len)
         return mesh
 
 

@@ -27,7 +27,7 @@ from labkit.measuring.differences import largest
 from labkit.running import options, ranks
 from labkit.running.options import option
 from planner import predict
-from planner.models.flops import of_hardware
+from planner.models.flops import hardware_flops
 from planner.timing import cost
 
 SIZE = {"batch_size": 12, "seq_len": 128}  # computing takes about as long as the link
@@ -93,7 +93,7 @@ def predicted(calibrated: dict, name: str, rate: str) -> dict:
     plan = predict.plan_of(about | {"config": about["config"] | config_of(name)})
     within = cost.Link(calibrated["node bandwidth"], calibrated["node latency"], "measured")
     network = cost.Link(practice_link.bytes_per_second(rate), calibrated["network latency"], "set; latency measured")
-    speed = of_hardware(plan) / calibrated["compute"]
+    speed = hardware_flops(plan) / calibrated["compute"]
     times = cost.step_time(plan, NODE_SIZE, within, network, speed, backend="gloo")
     return {"strategy": name, "rate": rate, "predicted": times, "predicted_at": now()}
 

@@ -139,7 +139,9 @@ def test_the_peak_of_every_cut_is_the_arithmetic(strategy, ranks):
 
 def llama(apart=False, one=False):
     """The plan of Llama 3 8B on 32 GPUs, one sequence of 4096 tokens per rank in bf16, blocks recomputed."""
-    blueprint = networks.gpt(GPT_SHAPES["llama3-8b"], batch=1, length=4096, recompute="full", apart=apart)
+    blueprint = networks.gpt(
+        GPT_SHAPES["llama3-8b"], batch_size=1, seq_len=4096, recompute="full", wrap_embeddings=apart
+    )
     if one:
         blueprint = replace(blueprint, modules=tuple(replace(each, wrapped=False) for each in blueprint.modules))
     return Plan(blueprint, "fsdp2", 32, optimizer="adamw-fused", precision="bf16", on_gpu=True, workspaces=True)

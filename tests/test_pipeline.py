@@ -154,7 +154,7 @@ def test_a_slower_stage_lets_the_other_wait_longer():
     "layers, stages, sizes", [(4, 4, [1] * 4), (8, 3, [3, 3, 2]), (5, 1, [5]), (7, 4, [2, 2, 2, 1])]
 )
 def test_blocks_are_split_evenly_and_none_is_lost(layers, stages, sizes):
-    parts = pipeline.blocks_of(layers, stages)
+    parts = pipeline.split_blocks(layers, stages)
     assert [len(part) for part in parts] == sizes
     assert [block for part in parts for block in part] == list(range(layers))
 

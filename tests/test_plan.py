@@ -64,7 +64,7 @@ def test_the_page_says_what_was_found():
 
 @pytest.mark.parametrize("words", [ISSUE, TINY, "--model 1b --mesh 2x4"])
 def test_explained_terms_add_up_to_the_peak(words):
-    planned = plan.plan_of(asked(words))
+    planned = plan.plan_from_options(asked(words))
     lines = report.explained(planned).splitlines()
     shown = [(float(number.replace(",", "")), unit) for number, unit in (line.split()[:2] for line in lines)]
     peak = predict.total(planned.peak()[1])
@@ -77,7 +77,7 @@ def test_explained_terms_add_up_to_the_peak(words):
 
 
 def test_explained_numbers_multiply_to_the_terms_size():
-    for (_, name), size, text in plan.plan_of(asked(ISSUE)).explain():
+    for (_, name), size, text in plan.plan_from_options(asked(ISSUE)).explain():
         factors = [int(number.replace(",", "")) for number in re.findall(r"[\d,]+", text)]
         product = 1
         for factor in factors:
@@ -97,7 +97,7 @@ def test_the_sweep_is_sorted_and_whole():
     kinds = {row["recompute"] for row in rows}
     assert kinds == {"full", "alternate", "any"}  # what keeps more than "alternate" is left out
     assert (
-        {*commands.KEEPS_MORE_AND_MORE} == {*networks.RECOMPUTE} == {r["recompute"] for r in found(f"{TINY} --sweep")}
+        {*commands.RECOMPUTE_BY_MEMORY} == {*networks.RECOMPUTE} == {r["recompute"] for r in found(f"{TINY} --sweep")}
     )
     for row in rows:
         if row["recompute"] == "any" and "," not in row["strategy"]:  # its state is too much, whatever is recomputed
@@ -127,7 +127,7 @@ def test_the_sweep_says_why_a_strategy_is_not_planned():
 @pytest.mark.parametrize("model", ["tiny", "small --batch 1 --seq 16", "llama3-8b --seq 8192 --precision bf16"])
 def test_what_is_left_out_of_the_sweep_keeps_more(how, model):
     words = f"--model {model} --ranks 8 --strategy {how} --recompute "
-    peaks = [found(words + recompute)["peak"] for recompute in commands.KEEPS_MORE_AND_MORE]
+    peaks = [found(words + recompute)["peak"] for recompute in commands.RECOMPUTE_BY_MEMORY]
     assert peaks == sorted(peaks)
 
 
@@ -161,11 +161,11 @@ def test_8_bit_adam_keeps_bytes_and_a_number_for_each_block_of_256():
 def test_qloras_weights_take_little_more_than_half_a_byte():
     """And none of them waits for backward in bf16, as autocast's casts do: each is unpacked twice."""
     words = "--ranks 1 --strategy single --lora 16 --recompute none --loss-chunks 8"
-    packed, plain = plan.plan_of(asked(f"{words} --frozen nf4")), plan.plan_of(asked(words))
+    packed, plain = plan.plan_from_options(asked(f"{words} --frozen nf4")), plan.plan_from_options(asked(words))
     matrices = 32 * (4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     rest = (2 * 128_256 + 65) * 4096 + 32 * 16 * (3 * 4096 + 1024)
     each = 4096 * 4096  # of a weight, in bytes: half a one per number, one per block, four for 256 blocks, and four
-    assert quantization.nf4(each) == each / 2 + each / 64 + 4 * each / 64 / 256 + 4
+    assert quantization.nf4_bytes(each) == each / 2 + each / 64 + 4 * each / 64 / 256 + 4
     assert packed.persistent()["parameters", "parameters"] == pytest.approx(matrices * 4.127 / 8 + 4 * rest, rel=1e-5)
     assert plain.persistent()["parameters", "parameters"] == 4 * (matrices + rest)
     in_bf16 = ("activations", "block: gate.weight in bf16")
@@ -173,16 +173,16 @@ def test_qloras_weights_take_little_more_than_half_a_byte():
 
 
 def test_what_is_offloaded_is_not_on_the_device():
-    offloaded, planned = plan.plan_of(asked("--cpu-offload")), plan.plan_of(asked(""))
-    assert offloaded.persistent() == {} and planned.on_host() == {}
+    offloaded, planned = plan.plan_from_options(asked("--cpu-offload")), plan.plan_from_options(asked(""))
+    assert offloaded.persistent() == {} and planned.host_memory() == {}
     less = predict.total(planned.peak()[1]) - predict.total(offloaded.peak()[1])
     assert less == pytest.approx(predict.total(planned.persistent()), rel=0.05)
-    on_host = predict.by_category(offloaded.on_host())
-    numel = sum(planned.updated)
+    on_host = predict.by_category(offloaded.host_memory())
+    numel = sum(planned.optimizer_numels)
     assert on_host == {
         "parameters": 4 * numel,
         "gradients": 4 * numel,
-        "optimizer state": 8 * numel + 4 * len(planned.updated),
+        "optimizer state": 8 * numel + 4 * len(planned.optimizer_numels),
         "temporary": 4 * numel,
     }
 

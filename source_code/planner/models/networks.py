@@ -1,73 +1,90 @@
-"""The course's networks as blueprints: their parameters, and their operators on sizes (planner/ops/operators.py). No torch.
+"""The course's networks as blueprints: their parameters, and their operators on sizes. Imports no torch.
 
-A blueprint says what labkit/training/models.py computes, line for line; tests hold the two together.
+A blueprint states what labkit/training/models.py computes, line for line; tests hold the two together.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 
 from planner import UserError
 from planner.models import flops
-from planner.models.shapes import GPTShape, block_parameters, norm_parameters, product_parameters
+from planner.models.shapes import GPTShape, block_parameters, linear_parameters, norm_parameters
 from planner.ops import chunked_loss, tensor_parallel
 from planner.ops.attention import Heads
-from planner.ops.autograd import INT64, SizedParameter, SizedTensor
+from planner.ops.autograd import INT64, AbstractParameter, AbstractTensor
 from planner.ops.operators import Tape
 from planner.ops.tensor_parallel import Exchange
 
 
 @dataclass(frozen=True, eq=False)
-class SizedModule:
-    """A piece of a network that runs once in forward.
+class AbstractModule:
+    """A part of a network that runs once in forward.
 
-    parameters: {name: shape}, in the order in which they are registered; ``frozen`` names those not trained, and
-    ``everywhere`` those that every rank of a tensor group has, where of the others it has its part, and ``packed``
-    those of the frozen that are kept in 4 bits.
-    forward(tape, x, parameters): computes on sizes. wrapped: FSDP makes a unit of it; the rest belongs to the root.
-    with_next: so does this under FSDP1; FSDP2 makes one unit of it and the module that follows. again: what backward
-    computes a second time, the products with so many parameters, and attention or not.
+    Attributes:
+        name: such as "block 3".
+        parameters: {name: shape}, in the order of registration.
+        forward: forward(tape, x, {name: parameter}) → the output.
+        wrapped: whether FSDP makes a unit of it; the rest belongs to the root.
+        frozen: the parameters that are not trained.
+        replicated: the parameters that every rank of a tensor group has whole; of the others each has a part.
+        quantized: the frozen parameters that are stored in 4 bits.
+        grouped_with_next: FSDP2 makes one unit of it and the module that follows; under FSDP1 it belongs to the root.
+        recomputed: see ``flops.recomputed_operations``.
     """
 
     name: str
     parameters: dict[str, tuple]
-    forward: Callable[[Tape, SizedTensor, dict[str, SizedParameter]], SizedTensor]
+    forward: Callable[[Tape, AbstractTensor, dict[str, AbstractParameter]], AbstractTensor]
     wrapped: bool = False
     frozen: frozenset = frozenset()
-    everywhere: frozenset = frozenset()
-    packed: frozenset = frozenset()
-    with_next: bool = False
-    again: tuple[int, bool] = (0, False)
+    replicated: frozenset = frozenset()
+    quantized: frozenset = frozenset()
+    grouped_with_next: bool = False
+    recomputed: tuple[int, bool] = (0, False)
 
     @property
     def kind(self) -> str:
-        """What its tensors are called in terms: "block" for each of a GPT's."""
+        """The name that terms have of its tensors: "block" for each of a GPT's."""
         return self.name.split()[0]
 
 
 @dataclass(frozen=True, eq=False)
 class Blueprint:
-    """A network with its loss, for a batch of a given size on each rank; of tensor parallelism, one rank's part of it."""
+    """A network with its loss, for one rank's batch; under tensor parallelism, one rank's part of it.
+
+    Attributes:
+        name: of the network.
+        modules: in the order of forward.
+        batch: batch(tape, micro-batches, bytes per element) → (input, targets).
+        loss: loss(tape, output, targets, bytes per element) → the loss.
+        samples: images or tokens in a micro-batch on a rank.
+        flops: operations of forward and backward of one sample, without recomputation.
+        tied: {parameter: the one whose tensor it shares}.
+        tensor_parallel: what the ranks of a tensor group exchange.
+        period: each wrapped module is like the one this many before it.
+        boundary_numel: elements of a micro-batch between two blocks, and so between two stages of a pipeline.
+        holds_output: whether the training loop holds the network's output until it has the next step's.
+    """
 
     name: str
-    modules: tuple[SizedModule, ...]
-    batch: Callable[
-        [Tape, int, int], tuple[SizedTensor, SizedTensor]
-    ]  # (tape, micro-batches, bytes per number) → input, targets
-    loss: Callable[[Tape, SizedTensor, SizedTensor, int], SizedTensor]  # of output, targets, bytes per number
-    samples: int  # images or tokens in a micro-batch on a rank
-    flops: float  # of forward and backward of one sample, without recomputation
-    tied: dict[str, str] = field(default_factory=dict)  # a parameter → the one that it is
-    tensor: Exchange = field(default_factory=Exchange)  # how many ranks share each product, and what they exchange
-    period: int = 1  # of the wrapped modules, each is like the one so many before it
-    flowing: int = 0  # numbers of a micro-batch between two blocks, and so between two stages of a pipeline
-    holds_output: bool = False  # the training loop holds the network's output until the next step's is there
+    modules: tuple[AbstractModule, ...]
+    batch: Callable[[Tape, int, int], tuple[AbstractTensor, AbstractTensor]]
+    loss: Callable[[Tape, AbstractTensor, AbstractTensor, int], AbstractTensor]
+    samples: int
+    flops: float
+    tied: dict[str, str] = field(default_factory=dict)
+    tensor_parallel: Exchange = field(default_factory=Exchange)
+    period: int = 1
+    boundary_numel: int = 0
+    holds_output: bool = False
 
     @property
     def numel(self) -> int:
-        """How many parameters the network has, on all ranks of a tensor group together."""
+        """The number of parameters, on all ranks of a tensor group together."""
         return sum(
-            prod(shape) * (1 if name in module.everywhere else self.tensor.parts)
+            prod(shape) * (1 if name in module.replicated else self.tensor_parallel.tp_degree)
             for module in self.modules
             for name, shape in module.parameters.items()
             if name not in self.tied
@@ -82,15 +99,22 @@ LAYERS = {
     "fc1": {"fc1.weight": (128, 9216), "fc1.bias": (128,)},
     "fc2": {"fc2.weight": (10, 128), "fc2.bias": (10,)},
 }
-IMAGE, POOLED = 28 * 28, 64 * 12 * 12  # numbers an image
+IMAGE, POOLED = 28 * 28, 64 * 12 * 12  # elements per image
 
 
 def mnist(batch: int = 64, dropout: bool = True, min_num_params: int | None = None) -> Blueprint:
-    """batch: images on each rank. min_num_params: layers with at least as many parameters are units of their own."""
+    """Return the blueprint of the MNIST network.
+
+    Args:
+        batch: images on each rank.
+        dropout: whether training drops elements.
+        min_num_params: layers with at least this many parameters are units of their own; None: no layer is.
+    """
 
     def layer(name, forward):
         numel = sum(map(prod, LAYERS[name].values()))
-        return SizedModule(name, LAYERS[name], forward, wrapped=min_num_params is not None and numel >= min_num_params)
+        wrapped = min_num_params is not None and numel >= min_num_params
+        return AbstractModule(name, LAYERS[name], forward, wrapped=wrapped)
 
     def pooling(tape, x, _):
         x = tape.max_pool(x, batch * POOLED)
@@ -100,166 +124,215 @@ def mnist(batch: int = 64, dropout: bool = True, min_num_params: int | None = No
         x = tape.relu(x, "relu3")
         return tape.dropout(x, "dropout2") if dropout else x
 
-    def make_batch(tape, times, itemsize):
-        return tape.given("images", batch * IMAGE, itemsize, times), tape.given("labels", batch, INT64, times)
+    def make_batch(tape, count, itemsize):
+        return tape.constant("images", batch * IMAGE, itemsize, count), tape.constant("labels", batch, INT64, count)
 
     modules = (
         layer("conv1", lambda tape, x, p: tape.convolution(x, p["conv1.weight"], p["conv1.bias"], batch * 26 * 26)),
-        SizedModule("relu1", {}, lambda tape, x, _: tape.relu(x, "relu1")),
+        AbstractModule("relu1", {}, lambda tape, x, _: tape.relu(x, "relu1")),
         layer("conv2", lambda tape, x, p: tape.convolution(x, p["conv2.weight"], p["conv2.bias"], batch * 24 * 24)),
-        SizedModule("relu2", {}, lambda tape, x, _: tape.relu(x, "relu2")),
-        SizedModule("pooling", {}, pooling),
+        AbstractModule("relu2", {}, lambda tape, x, _: tape.relu(x, "relu2")),
+        AbstractModule("pooling", {}, pooling),
         layer("fc1", lambda tape, x, p: tape.linear(x, p["fc1.weight"], p["fc1.bias"])),
-        SizedModule("relu3", {}, hidden),
+        AbstractModule("relu3", {}, hidden),
         layer("fc2", lambda tape, x, p: tape.linear(x, p["fc2.weight"], p["fc2.bias"])),
-        SizedModule("log-softmax", {}, lambda tape, x, _: tape.log_softmax(x)),
+        AbstractModule("log-softmax", {}, lambda tape, x, _: tape.log_softmax(x)),
     )
     return Blueprint(
-        "MNIST net",
-        modules,
-        make_batch,
-        lambda tape, x, targets, itemsize: tape.nll_loss(tape.to(x, itemsize), targets),
-        batch,
-        0.0,
+        name="MNIST net",
+        modules=modules,
+        batch=make_batch,
+        loss=lambda tape, x, targets, itemsize: tape.nll_loss(tape.to(x, itemsize), targets),
+        samples=batch,
+        flops=0.0,
         holds_output=True,
     )
 
 
 # The GPT (labkit/training/models.py: GPT)
 
-# What backward computes again in a block: nothing; all of it; all but matrix products and attention; all but every
-# second matrix product, and attention.
+# What backward recomputes in a block: nothing; everything; everything except matmuls and attention; everything except
+# every second matmul, and attention.
 RECOMPUTE = ("none", "full", "selective", "alternate")
 
 
-def gpt(
-    shape: GPTShape,
-    batch: int,
-    length: int,
-    recompute: str = "none",
-    lora: int | None = None,
-    tensor: int = 1,
-    blocks: range | None = None,
-    recompute_every: int = 1,
-    loss_chunks: int = 1,
-    apart: bool = False,
-    packed: bool = False,
-) -> Blueprint:
-    """batch: sequences on each rank, of ``length`` tokens. recompute: one of ``RECOMPUTE``, for one block in so many.
+@dataclass(frozen=True)
+class GPT:
+    """A transformer, trained in a given way: ``gpt`` describes the fields, ``blueprint`` returns it as modules."""
 
-    lora: the adapters' rank; then they alone are trained. tensor: among how many ranks each matrix product is split,
-    and between the products the sequence; they see the same sequences. blocks: a pipeline's stage, which has these
-    alone, and with the first of all the embedding, with the last the head. loss_chunks: for one in so many parts of the
-    tokens at a time the head makes logits, and the loss. apart: embedding and head are units of their own for FSDP.
-    packed: with adapters, the matrices of the blocks are kept in 4 bits (QLoRA, arXiv:2305.14314).
-    UserError where ``tensor`` does not divide, or goes without what is given besides.
-    """
-    shape.check_split(tensor, length)
-    if tensor > 1 and (lora or apart or loss_chunks > 1):
-        raise UserError("products split among ranks go without --lora, --units apart and --loss-chunks: leave them out")
-    if loss_chunks > 1 and (shape.softcap or "head" in shape.biases):
-        raise UserError(
-            "the loss in chunks is planned for a head without bias and soft-capping: leave --loss-chunks out"
+    shape: GPTShape
+    batch_size: int
+    seq_len: int
+    recompute: str
+    lora: int | None
+    tp_degree: int
+    stage: range
+    recompute_every: int
+    loss_chunks: int
+    wrap_embeddings: bool
+    quantized: bool
+
+    def __post_init__(self):
+        self.shape.check_tensor_parallel(self.tp_degree, self.seq_len)
+        if self.tp_degree > 1 and (self.lora or self.wrap_embeddings or self.loss_chunks > 1):
+            raise UserError("tensor parallelism goes without --lora, --units apart, and --loss-chunks: leave them out")
+        if self.loss_chunks > 1 and (self.shape.softcaps_logits or "head" in self.shape.biases):
+            raise UserError(
+                "the loss in chunks is planned for a head without bias and soft-capping: leave --loss-chunks out"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on a rank."""
+        return self.batch_size * self.seq_len
+
+    def is_recomputed(self, block: int) -> bool:
+        """Return whether a block is recomputed in backward."""
+        return self.recompute != "none" and block % self.recompute_every == 0
+
+    def blueprint(self) -> Blueprint:
+        """Return the modules of this rank, with batch and loss."""
+        shape, stage = self.shape, self.stage
+        recomputed = sum(map(self.is_recomputed, stage))
+        return Blueprint(
+            name="GPT",
+            modules=(
+                self.first_module(),
+                *map(self.block_module, stage),
+                *(self.last_modules() if stage.stop == shape.num_hidden_layers else ()),
+            ),
+            batch=self.batch,
+            loss=self.loss,
+            samples=self.tokens,
+            flops=flops.per_token(shape, self.seq_len, self.lora, stage),
+            tied={"head.weight": "embedding.weight"} if shape.tie_word_embeddings else {},
+            tensor_parallel=tensor_parallel.exchange(
+                self.tp_degree, shape.num_hidden_layers, self.tokens, shape.hidden_size, recomputed
+            ),
+            period=self.recompute_every if self.recompute != "none" else 1,
+            boundary_numel=self.tokens * shape.hidden_size,
         )
-    blocks = blocks or range(shape.layers)
-    tokens, in_block = batch * length, block_parameters(shape, lora, tensor)
-    recomputed = [i for i in blocks if recompute != "none" and i % recompute_every == 0]
 
-    def frozen(parameters):
-        """With adapters, all but them."""
-        return frozenset(name for name in parameters if lora and not name.endswith((".down", ".up")))
+    # The modules, with their parameters
 
-    def embedding(tape, x, p):
-        x = tensor_parallel.embedding(tape, x, p["embedding.weight"], tensor)
-        if shape.positions:
-            return tape.add(x, tape.rows(x, p["positions.weight"], length), "embedding, with positions")
-        return positions(tape, tensor_parallel.scatter(tape, x, tensor, batch), p)
+    def module(self, name: str, parameters: dict, forward: Callable, **options) -> AbstractModule:
+        """Return a module; with adapters, everything except them is frozen."""
+        frozen = frozenset(n for n in parameters if self.lora and not n.endswith((".down", ".up")))
+        replicated = frozenset(n for n in parameters if n.endswith("norm.weight"))
+        return AbstractModule(name, parameters, forward, frozen=frozen, replicated=replicated, **options)
 
-    def positions(tape, x, _):
-        size = length * shape.in_head, x.itemsize
-        tape.tables = [tape.given(name, *size) for name in ("cosines", "sines")]
+    def first_module(self) -> AbstractModule:
+        """Return the embedding; on a later pipeline stage, what computes the positions."""
+        if self.stage.start > 0:
+            return self.module("positions", {}, self.positions)
+        shape = self.shape
+        parameters = {"embedding.weight": (shape.vocab_size // self.tp_degree, shape.hidden_size)}
+        if shape.learned_positions:
+            parameters["positions.weight"] = (shape.learned_positions, shape.hidden_size)
+        return self.module("embedding", parameters, self.embedding, wrapped=self.wrap_embeddings)
+
+    def block_module(self, number: int) -> AbstractModule:
+        """Return a block."""
+        parameters = block_parameters(self.shape, self.lora, self.tp_degree)
+        options = {"wrapped": True}
+        if self.quantized and self.lora:
+            matrices = (n for n, size in parameters.items() if len(size) > 1 and not n.endswith((".down", ".up")))
+            options["quantized"] = frozenset(matrices)
+        if not self.is_recomputed(number):
+            return self.module(f"block {number}", parameters, self.block, **options)
+        options["recomputed"] = flops.recomputed_operations(self.shape, self.recompute, self.lora)
+        return self.module(f"block {number}", parameters, self.checkpointed_block, **options)
+
+    def last_modules(self) -> list[AbstractModule]:
+        """Return the last norm and the head: one module, unless FSDP wraps the head."""
+        shape = self.shape
+        norm = norm_parameters(shape, "norm")
+        head = linear_parameters(shape, "head", shape.vocab_size // self.tp_degree, shape.hidden_size)
+        if not self.wrap_embeddings:
+            return [self.module("head", norm | head, self.norm_and_head)]
+        return [
+            self.module("norm", norm, self.last_norm, grouped_with_next=True),
+            self.module("head", head, self.head, wrapped=True),
+        ]
+
+    # What they compute. tape: records the operators; x: a module's input; p: its parameters by name.
+
+    def batch(self, tape, count, _):
+        tokens = self.tokens
+        return tape.constant("tokens", tokens, INT64, count), tape.constant("targets", tokens, INT64, count)
+
+    def embedding(self, tape, x, p):
+        x = tensor_parallel.embedding(tape, x, p["embedding.weight"], self.tp_degree)
+        if self.shape.learned_positions:
+            table = p["positions.weight"]
+            return tape.add(x, tape.position_embedding(x, table, self.seq_len), "embedding, with positions")
+        return self.positions(tape, tensor_parallel.scatter(tape, x, self.tp_degree, self.batch_size), p)
+
+    def positions(self, tape, x, _):
+        size = self.seq_len * self.shape.head_dim, x.itemsize
+        tape.rope_tables = [tape.constant(name, *size) for name in ("cosines", "sines")]
         return x
 
-    def call_block(tape, x, p):
-        heads = Heads(batch, shape.heads // tensor, shape.kv_heads // tensor, length)
-        return _block(tape, x, p, heads, tensor, shape)
+    def checkpointed_block(self, tape, x, p):
+        return tape.checkpoint(partial(self.block, tape, p=p), x, self.recompute)
 
-    def call_recomputed(tape, x, p):
-        return tape.recomputed(lambda x: call_block(tape, x, p), x, recompute)
+    def block(self, tape, x, p):
+        if self.shape.norms_per_block == 1:  # attention and feed-forward layer take the same input
+            normal = _norm(tape, x, p, "attention_norm")
+            both = [layer(tape, normal, p) for layer in (self.attention, self.feed_forward)]
+            return tape.add(x, tape.add(*both, "both layers"), "block's output")
+        attended = tape.add(x, self.sublayer(tape, x, p, "attention"), "after attention")
+        return tape.add(attended, self.sublayer(tape, attended, p, "feed_forward"), "block's output")
 
-    def block(i):
-        forward, again = call_block, (0, False)
-        if i in recomputed:
-            forward, again = call_recomputed, flops.again(shape, recompute, lora)
-        return SizedModule(f"block {i}", in_block, forward, True, frozen(in_block), norms, matrices, again=again)
+    def sublayer(self, tape, x, p, name):
+        """Norm and layer: a rank has some tokens of the norm's output, the layer needs all, and its outputs are summed."""
+        layer = {"attention": self.attention, "feed_forward": self.feed_forward}[name]
+        x = tensor_parallel.gather(tape, _norm(tape, x, p, f"{name}_norm"), self.tp_degree, self.batch_size)
+        x = tensor_parallel.scatter(tape, layer(tape, x, p), self.tp_degree, self.batch_size)
+        return _norm(tape, x, p, f"after_{name}_norm") if self.shape.norms_per_block == 4 else x
 
-    def norm(tape, x, p):
-        return tensor_parallel.gather(tape, _norm(tape, x, p, "norm"), tensor, batch)
+    def attention(self, tape, x, p):
+        shape, tp_degree = self.shape, self.tp_degree
+        heads = Heads(
+            self.batch_size,
+            query_heads=shape.num_attention_heads // tp_degree,
+            kv_heads=shape.num_key_value_heads // tp_degree,
+            seq_len=self.seq_len,
+        )
+        projected = (_projection(tape, x, p, name) for name in ("query", "key", "value"))
+        query, key, value = (tape.split_heads(projection, heads) for projection in projected)
+        if shape.qk_norm:
+            query, key = tape.rms_norm(query, p["query_norm.weight"]), tape.rms_norm(key, p["key_norm.weight"])
+        if shape.learned_positions:
+            mixed = tape.attention(query, key, value, heads)
+        else:
+            rotated_query, rotated_key = tape.apply_rope(query, "query"), tape.apply_rope(key, "key")
+            del query, key
+            mixed = tape.attention(rotated_query, rotated_key, value, heads)
+        return tape.linear(tape.join_heads(mixed, heads), p["output.weight"], p.get("output.bias"))
 
-    def head(tape, x, p):
-        if loss_chunks > 1:
-            return chunked_loss.chunked_loss(tape, x, p["head.weight"], loss_chunks)
-        x = tape.linear(x, p["head.weight"], p.get("head.bias"))
-        return tape.softcap(x) if shape.softcap else x
+    def feed_forward(self, tape, x, p):
+        linear = partial(_linear, tape, p)
+        if self.shape.gated:
+            return linear("down", tape.multiply(tape.silu(linear("gate", x)), linear("up", x)))
+        return linear("down", tape.silu(linear("up", x), "gelu"))
 
-    def norm_and_head(tape, x, p):
-        return head(tape, norm(tape, x, p), p)
+    def norm_and_head(self, tape, x, p):
+        return self.head(tape, self.last_norm(tape, x, p), p)
 
-    def make_batch(tape, times, _):
-        return tape.given("tokens", tokens, INT64, times), tape.given("targets", tokens, INT64, times)
+    def last_norm(self, tape, x, p):
+        return tensor_parallel.gather(tape, _norm(tape, x, p, "norm"), self.tp_degree, self.batch_size)
 
-    def loss(tape, output, targets, itemsize):
-        if loss_chunks == 1:
-            output = tensor_parallel.cross_entropy(tape, tape.to(output, itemsize, "logits"), targets, tensor)
+    def head(self, tape, x, p):
+        if self.loss_chunks > 1:
+            return chunked_loss.chunked_loss(tape, x, p["head.weight"], self.loss_chunks)
+        x = _linear(tape, p, "head", x)
+        return tape.softcap(x) if self.shape.softcaps_logits else x
+
+    def loss(self, tape, output, targets, itemsize):
+        if self.loss_chunks == 1:
+            output = tensor_parallel.cross_entropy(tape, tape.to(output, itemsize, "logits"), targets, self.tp_degree)
         return tape.divide(output, "loss, divided by micro-batches")
-
-    outer = {"embedding.weight": (shape.vocabulary // tensor, shape.width)}
-    if shape.positions:
-        outer["positions.weight"] = (shape.positions, shape.width)
-    of_norm = norm_parameters(shape, "norm")
-    of_head = product_parameters(shape, "head", shape.vocabulary // tensor, shape.width)
-    last = of_norm | of_head
-    matrices = frozenset(n for n in frozen(in_block) if packed and len(in_block[n]) > 1)
-    norms = frozenset(name for name in (in_block | last) if name.endswith("norm.weight"))
-    end = [SizedModule("head", last, norm_and_head, frozen=frozen(last), everywhere=norms)]
-    if apart:
-        end = [SizedModule("norm", of_norm, norm, frozen=frozen(of_norm), with_next=True)]
-        end.append(SizedModule("head", of_head, head, wrapped=True, frozen=frozen(of_head)))
-    return Blueprint(
-        name="GPT",
-        modules=(
-            SizedModule("embedding", outer, embedding, wrapped=apart, frozen=frozen(outer))
-            if blocks.start == 0
-            else SizedModule("positions", {}, positions),
-            *map(block, blocks),
-            *(end if blocks.stop == shape.layers else []),
-        ),
-        batch=make_batch,
-        loss=loss,
-        samples=tokens,
-        flops=flops.per_token(shape, length, lora, blocks),
-        tied={"head.weight": "embedding.weight"} if shape.tied else {},
-        tensor=tensor_parallel.exchange(tensor, shape.layers, tokens, shape.width, len(recomputed)),
-        period=recompute_every if recompute != "none" else 1,
-        flowing=tokens * shape.width,
-    )
-
-
-def _block(tape: Tape, x: SizedTensor, p: dict, heads: Heads, tensor: int, shape: GPTShape) -> SizedTensor:
-    """models.py's Block, Attention and FeedForward, and what other models do in their places."""
-
-    def shared(layer, x, name):
-        """Of a norm's result each rank has some tokens, the layer needs them all, and its results are added up."""
-        x = tensor_parallel.gather(tape, _norm(tape, x, p, f"{name}_norm"), tensor, heads.batch)
-        x = tensor_parallel.scatter(tape, layer(tape, x, p, heads, shape), tensor, heads.batch)
-        return _norm(tape, x, p, f"after_{name}_norm") if shape.norms == 4 else x
-
-    if shape.norms == 1:  # both parts take the same
-        normal = _norm(tape, x, p, "attention_norm")
-        both = [layer(tape, normal, p, heads, shape) for layer in (_attention, _feed_forward)]
-        return tape.add(x, tape.add(*both, "both parts"), "block's result")
-    x = tape.add(x, shared(_attention, x, "attention"), "after attention")
-    return tape.add(x, shared(_feed_forward, x, "feed_forward"), "block's result")
 
 
 def _norm(tape, x, p, name):
@@ -267,31 +340,59 @@ def _norm(tape, x, p, name):
     return tape.layer_norm(x, weight, bias) if bias else tape.rms_norm(x, weight)
 
 
-def _attention(tape, x, p, heads, shape):
-    projected = (_projection(tape, x, p, name) for name in ("query", "key", "value"))
-    query, key, value = (tape.split_heads(projection, heads) for projection in projected)
-    if shape.normed_heads:
-        query, key = tape.rms_norm(query, p["query_norm.weight"]), tape.rms_norm(key, p["key_norm.weight"])
-    if shape.positions:
-        mixed = tape.attention(query, key, value, heads)
-    else:
-        rotated_query, rotated_key = tape.rotate(query, "query"), tape.rotate(key, "key")
-        del query, key
-        mixed = tape.attention(rotated_query, rotated_key, value, heads)
-    return tape.linear(tape.join_heads(mixed, heads), p["output.weight"], p.get("output.bias"))
+def _linear(tape, p, name, x):
+    return tape.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
 
 
 def _projection(tape, x, p, name):
-    out = tape.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
+    out = _linear(tape, p, name, x)
     if f"{name}.down" not in p:
         return out
     return tape.add(out, tape.linear(tape.linear(x, p[f"{name}.down"]), p[f"{name}.up"]), f"{name}, adapted")
 
 
-def _feed_forward(tape, x, p, _, shape):
-    def product(x, name):
-        return tape.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
+def gpt(
+    shape: GPTShape,
+    batch_size: int,
+    seq_len: int,
+    recompute: str = "none",
+    lora: int | None = None,
+    *,
+    tp_degree: int = 1,
+    blocks: range | None = None,
+    recompute_every: int = 1,
+    loss_chunks: int = 1,
+    wrap_embeddings: bool = False,
+    quantized: bool = False,
+) -> Blueprint:
+    """Return the blueprint of a GPT for one rank's batch.
 
-    if shape.gated:
-        return product(tape.multiply(tape.silu(product(x, "gate")), product(x, "up")), "down")
-    return product(tape.silu(product(x, "up"), "gelu"), "down")
+    Args:
+        shape: the model's sizes.
+        batch_size: sequences on each rank.
+        seq_len: tokens of a sequence.
+        recompute: what backward recomputes, one of ``RECOMPUTE``.
+        lora: the adapters' rank; then they alone are trained.
+        tp_degree: ranks that split every weight, and the sequence between the linear layers; they see the same sequences.
+        blocks: those of a pipeline stage; the first stage also has the embedding, the last the head. By default all.
+        recompute_every: recompute one block in this many, beginning with the first.
+        loss_chunks: chunks of the tokens for which the head computes logits and loss, one after another.
+        wrap_embeddings: FSDP makes units of embedding and head.
+        quantized: with adapters, the matrices of the blocks are stored in 4 bits (QLoRA, arXiv:2305.14314).
+
+    Raises:
+        UserError: the model cannot be split among ``tp_degree`` ranks, or the options do not go together.
+    """
+    return GPT(
+        shape,
+        batch_size,
+        seq_len,
+        recompute=recompute,
+        lora=lora,
+        tp_degree=tp_degree,
+        stage=blocks or range(shape.num_hidden_layers),
+        recompute_every=recompute_every,
+        loss_chunks=loss_chunks,
+        wrap_embeddings=wrap_embeddings,
+        quantized=quantized,
+    ).blueprint()

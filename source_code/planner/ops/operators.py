@@ -1,6 +1,6 @@
-"""The operators of the course's networks, on sizes (planner/ops/autograd.py): what each makes, keeps, and does in backward.
+"""The operators of the course's networks, on sizes: what each allocates, saves, and does in backward.
 
-They agree with PyTorch's on the CPU, and with those that it chooses for a GPU, to within a few numbers. Imports no torch.
+They agree with PyTorch's on the CPU, and with those that it chooses for a GPU, to within a few elements. No torch.
 
 Sources: PyTorch's derivatives.yaml (what is saved), autocast's lists of operators (what is cast), and traces of real
 steps (labkit/measuring/trace.py).
@@ -10,166 +10,203 @@ from functools import partial
 
 from planner.ops import attention, norms, quantization
 from planner.ops.attention import Heads
-from planner.ops.autograd import FP32, INT64, Autograd, Saved, SizedParameter, SizedTensor, Storage
+from planner.ops.autograd import (
+    FP32,
+    INT64,
+    AbstractParameter,
+    AbstractTensor,
+    Autograd,
+    CheckpointFrame,
+    Saved,
+    Storage,
+)
 
 
-class Cast(SizedTensor):
+class CastParameter(AbstractTensor):
     """A parameter in autocast's number format. Its backward casts the gradient back, for the parameter."""
 
     __slots__ = ("name", "shape", "trained")
 
-    def __init__(self, parameter: SizedParameter, storage: Storage, itemsize: int):
+    def __init__(self, parameter: AbstractParameter, storage: Storage, itemsize: int):
         super().__init__(storage, parameter.numel, itemsize)
         self.name, self.shape, self.trained = parameter.name, parameter.shape, parameter.trained
 
 
-def result_of(weight) -> str:
-    """What a layer's result is called: "gate's result" of gate.weight."""
-    return f"{weight.name.removesuffix('.weight')}'s result"
+def output_name(weight) -> str:
+    """Return the name of a layer's output: "gate's output" for gate.weight."""
+    return f"{weight.name.removesuffix('.weight')}'s output"
 
 
 class Tape(Autograd):
-    """Each operator makes its result and says what its backward needs, makes, and in which order.
+    """Record operators: each makes its output, and states what its backward needs and makes, and in which order.
 
-    They remember their inputs' nodes and sizes, never the inputs: what autograd does not save must go. A result that
-    depends on nothing trained gets no backward, and nothing is saved for it. A tensor here is so many numbers in so many
-    bytes; where a docstring gives shapes, they are those of the operator's tensors in PyTorch.
+    An operator remembers its inputs' nodes and sizes, never the inputs: what autograd does not save must be freed. An
+    output that depends on nothing trained gets no backward, and nothing is saved for it. A tensor here is a number of
+    elements and their size; where a docstring gives shapes, they are those of the operator's tensors in PyTorch.
     """
 
-    saves_last = False  # whether a product keeps its factors after it has made its result
+    saves_after_output = False  # whether a linear layer saves its operands after it has made its output
 
     def __init__(self, fused=False, autocast: int | None = None, workspaces=False, torch: tuple[int, int] = (2, 15)):
-        """fused: a GPU's kernels, where a norm and its backward are one operator each.
+        """Start with nothing alive.
 
-        autocast: bytes per number in which autocast multiplies matrices; None: there is no autocast. workspaces: count
-        what these kernels allocate inside them. torch: the version whose choice of attention it is.
+        Args:
+            fused: take a GPU's kernels, where a norm and its backward are one operator each.
+            autocast: bytes per element in which autocast computes matmuls; None: there is no autocast.
+            workspaces: count what these kernels allocate inside them.
+            torch: PyTorch's version, for its choice of attention.
         """
         super().__init__()
         self.fused, self.autocast, self.workspaces, self.torch = fused, autocast, workspaces, torch
-        self.casts = {}  # parameter → its Cast: autocast keeps those of trained parameters until it is left
-        self.wide_gradients = False  # whether a norm's weight gets its gradient as it is computed, in fp32
+        self.casts = {}  # parameter → its CastParameter, which autocast caches until it ends, if it is trained
+        self.norm_gradients_in_fp32 = False  # whether a norm's weight gets its gradient as it is computed
 
-    def put_back(self, frame):
-        super().put_back(frame)
-        self.casts = {}  # recomputation has an autocast of its own
+    def recompute(self, frame: CheckpointFrame):
+        """Run a checkpointed call again, under an autocast of its own."""
+        super().recompute(frame)
+        self.casts = {}
 
-    def to(self, x: SizedTensor, itemsize: int, name: str = "cast") -> SizedTensor:
-        """Another number format; nothing happens where it is the same."""
+    def to(self, x: AbstractTensor, itemsize: int, name: str = "cast") -> AbstractTensor:
+        """Cast to a number format of ``itemsize`` bytes per element; return x itself if that is its own."""
         if x.itemsize == itemsize:
             return x
         out = self.make(name, x.numel, itemsize)
-        return self.passing_on(x, out, f"gradient of {name}")
+        return self.record_unary(x, out, f"gradient of {name}")
 
-    def passing_on(self, x: SizedTensor, out: SizedTensor, name: str, saved=()) -> SizedTensor:
-        """Give ``out`` the backward that makes one new gradient, as big as ``x``, for ``x``."""
+    def record_unary(self, x: AbstractTensor, out: AbstractTensor, name: str, saved=()) -> AbstractTensor:
+        """Return ``out`` with a backward that makes one new gradient, of x's size, for x.
+
+        Args:
+            x: the operator's input.
+            out: its output.
+            name: of the gradient.
+            saved: what backward needs, from ``save``.
+        """
         node, numel, itemsize = x.node, x.numel, x.itemsize
         if node is None:
             return out
         return self.record(out, lambda _: [(node, self.make(name, numel, itemsize))], saved)
 
-    def embedding(self, tokens: SizedTensor, weight: SizedParameter) -> SizedTensor:
-        """Tokens (…,) and weight (vocabulary, width) → (…, width). Keeps the tokens."""
+    def embedding(self, tokens: AbstractTensor, weight: AbstractParameter) -> AbstractTensor:
+        """Look up tokens (…,) in weight (vocabulary, hidden size) → (…, hidden size). Saves the tokens."""
         out = self.make("embedding", tokens.numel * weight.shape[1], weight.itemsize)
         if not weight.trained:
             return out
-        self.use(weight)
+        self.count_use(weight)
         return self.record(out, lambda _: [(weight, self.gradient_of(weight))], self.save(tokens))
 
-    def rows(self, x: SizedTensor, table: SizedParameter, count: int) -> SizedTensor:
-        """The first ``count`` rows of a table (rows, width), to be added to x: learned positions. Keeps their numbers."""
-        self.use(table)
-        numbers = self.given("numbers of positions", count, INT64)
+    def position_embedding(self, x: AbstractTensor, table: AbstractParameter, count: int) -> AbstractTensor:
+        """Look up the first ``count`` rows of a table (rows, hidden size), in x's format. Saves their indices."""
+        self.count_use(table)
+        indices = self.constant("indices of positions", count, INT64)
         out = self.make("positions", count * table.shape[1], x.itemsize)
-        return self.record(out, lambda _: [(table, self.gradient_of(table))], self.save(numbers))
+        return self.record(out, lambda _: [(table, self.gradient_of(table))], self.save(indices))
 
-    def cast(self, parameter: SizedParameter | None) -> SizedParameter | Cast | None:
-        """A parameter as an operator gets it that autocast gives a narrower format; itself without autocast."""
+    def cast(self, parameter: AbstractParameter | None) -> AbstractParameter | CastParameter | None:
+        """Return a parameter in autocast's number format; itself without autocast."""
         if parameter is None or not self.autocast:
             return parameter
         if parameter not in self.casts:
             name = f"{parameter.name} in bf16"
-            out = Cast(
-                parameter, self.make(name, parameter.numel, self.autocast, of_samples=False).storage, self.autocast
-            )
+            storage = self.make(name, parameter.numel, self.autocast, per_sample=False).storage
+            out = CastParameter(parameter, storage, self.autocast)
             if not parameter.trained:
                 return out
-            self.use(parameter)
+            self.count_use(parameter)
             self.casts[parameter] = self.record(out, lambda _: [(parameter, self.gradient_of(parameter))])
         return self.casts[parameter]
 
-    def _in_one_format(self, x: SizedTensor, weight: SizedParameter, bias: SizedParameter | None):
-        """What a product multiplies: autocast casts all three, the last first; FSDP has cast the parameters."""
+    def _in_one_format(self, x: AbstractTensor, weight: AbstractParameter, bias: AbstractParameter | None):
+        """Return a layer's operands in one format: autocast casts all three, the last first; FSDP has cast parameters."""
         bias, weight = self.cast(bias), self.cast(weight)
         return self.to(x, weight.itemsize), weight, bias
 
-    def leaf(self, weight: SizedParameter | Cast) -> tuple:
-        """(who receives a weight's gradient, a function that makes it)"""
-        if isinstance(weight, Cast):
+    def gradient_target(self, weight: AbstractParameter | CastParameter) -> tuple:
+        """Return (the receiver of a weight's gradient, a function that makes the gradient)."""
+        if isinstance(weight, CastParameter):
             name = f"gradient of {weight.name}"
-            return weight.node, partial(self.make, name, weight.numel, weight.itemsize, of_samples=False)
-        self.use(weight)
+            return weight.node, partial(self.make, name, weight.numel, weight.itemsize, per_sample=False)
+        self.count_use(weight)
         return weight, partial(self.gradient_of, weight)
 
-    def _save_factors(self, x: SizedTensor, weight) -> list[Saved]:
-        """Each factor of a product is kept for the other's gradient. A Parameter is there anyway."""
-        kept_weight = [weight] if isinstance(weight, Cast) and x.node else []
-        return self.save(*([x] if weight.trained else []), *kept_weight)
+    def _save_operands(self, x: AbstractTensor, weight) -> list[Saved]:
+        """Save each operand of a matmul for the other's gradient. (A parameter is alive anyway.)"""
+        saved_weight = [weight] if isinstance(weight, CastParameter) and x.node else []
+        return self.save(*([x] if weight.trained else []), *saved_weight)
 
-    def linear(self, x: SizedTensor, weight: SizedParameter, bias: SizedParameter | None = None) -> SizedTensor:
-        """x (…, in) and weight (out, in) → x @ weight.T + bias, (…, out). Keeps x."""
-        if weight.packed:
-            return self._linear_unpacking(self.to(x, self.autocast or x.itemsize), weight)
+    def linear(
+        self, x: AbstractTensor, weight: AbstractParameter, bias: AbstractParameter | None = None
+    ) -> AbstractTensor:
+        """Compute x @ weight.T + bias of x (…, in) and weight (out, in) → (…, out). Saves x."""
+        if weight.quantized:
+            return self._linear_4bit(self.to(x, self.autocast or x.itemsize), weight)
         x, weight, bias = self._in_one_format(x, weight, bias)
         outs, ins = weight.shape
         rows, itemsize = x.numel // ins, x.itemsize
-        saved = None if self.saves_last else self._save_factors(x, weight)
-        out = self.kept(lambda: [self.make(result_of(weight), rows * outs, itemsize)], product=True)[0]
-        if self.saves_last:
-            saved = self._save_factors(x, weight)
-        return self.weighed(x, out, weight, bias, saved)
+        saved = None if self.saves_after_output else self._save_operands(x, weight)
+        out = self.maybe_saved(lambda: [self.make(output_name(weight), rows * outs, itemsize)], is_linear=True)[0]
+        if self.saves_after_output:
+            saved = self._save_operands(x, weight)
+        return self.record_layer(x, out, weight, bias, saved)
 
-    def _linear_unpacking(self, x: SizedTensor, weight: SizedParameter) -> SizedTensor:
-        """The same with a frozen weight in 4 bits, unpacked for this product, and once more for that of its backward.
+    def _linear_4bit(self, x: AbstractTensor, weight: AbstractParameter) -> AbstractTensor:
+        """Compute x @ weight.T with a frozen weight in 4 bits, dequantized for this matmul and again for its backward's.
 
-        Keeps nothing. Source: bitsandbytes/autograd/_functions.py, MatMul4Bit; functional.py, dequantize_4bit.
+        Saves nothing. Source: bitsandbytes/autograd/_functions.py, MatMul4Bit; functional.py, dequantize_4bit.
         """
         numel, itemsize, node, name, size = x.numel, x.itemsize, x.node, weight.name, weight.numel
         outs, ins = weight.shape
 
-        def unpack():
-            largest = self.make(f"{name}: largest of each block", quantization.blocks(size), FP32)
-            unpacked = self.make(f"{name}, unpacked", size, itemsize)
+        def dequantize():
+            largest = self.make(f"{name}: largest of each block", quantization.nf4_blocks(size), FP32)
+            dequantized = self.make(f"{name}, dequantized", size, itemsize)
             del largest
-            return unpacked
+            return dequantized
 
         def compute():
-            unpacked = unpack()
+            dequantized = dequantize()
             out = self.make(name, numel // ins * outs, itemsize)
-            del unpacked
+            del dequantized
             return [out]
 
         def run(_):
-            unpacked = unpack()
+            dequantized = dequantize()
             of_input = self.make(f"gradient of {name}'s input", numel, itemsize)
-            del unpacked
+            del dequantized
             return [(node, of_input)]
 
-        out = self.kept(compute, product=True)[0]
+        out = self.maybe_saved(compute, is_linear=True)[0]
         return self.record(out, run) if node else out
 
-    def convolution(self, x: SizedTensor, weight: SizedParameter, bias: SizedParameter, places: int) -> SizedTensor:
-        """x (images, in, height, width), weight (out, in, 3, 3) → (images, out, height', width'). Keeps x and weight.
+    def convolution(
+        self, x: AbstractTensor, weight: AbstractParameter, bias: AbstractParameter, positions: int
+    ) -> AbstractTensor:
+        """Convolve x (images, in, height, width) with weight (out, in, 3, 3) → (images, out, height', width').
 
-        places: images × height' × width'.
+        Saves x and weight.
+
+        Args:
+            x: the input.
+            weight: the kernels.
+            bias: (out,).
+            positions: images × height' × width'.
         """
         x, weight, bias = self._in_one_format(x, weight, bias)
-        saved = self.save(x, *([weight] if isinstance(weight, Cast) else []))  # a Parameter is there anyway
-        return self.weighed(x, self.make(result_of(weight), places * weight.shape[0], x.itemsize), weight, bias, saved)
+        saved = self.save(x, *([weight] if isinstance(weight, CastParameter) else []))  # a parameter is alive anyway
+        out = self.make(output_name(weight), positions * weight.shape[0], x.itemsize)
+        return self.record_layer(x, out, weight, bias, saved)
 
-    def weighed(self, x, out, weight: SizedParameter | Cast, bias: SizedParameter | Cast | None, saved) -> SizedTensor:
-        """Backward of a layer with a weight: the gradients of weight, bias and input."""
+    def record_layer(
+        self,
+        x: AbstractTensor,
+        out: AbstractTensor,
+        weight: AbstractParameter | CastParameter,
+        bias: AbstractParameter | CastParameter | None,
+        saved: list[Saved],
+    ) -> AbstractTensor:
+        """Return a layer's output with a backward that makes the gradients of weight, bias, and input."""
         node, numel, itemsize = x.node, x.numel, x.itemsize
-        leaves = [self.leaf(leaf) for leaf in (weight, bias) if leaf and leaf.trained]
+        leaves = [self.gradient_target(leaf) for leaf in (weight, bias) if leaf and leaf.trained]
         if not leaves and node is None:
             return out
         of_input = f"gradient of {weight.name}'s input"
@@ -182,8 +219,8 @@ class Tape(Autograd):
 
         return self.record(out, run, saved)
 
-    def add(self, x: SizedTensor, y: SizedTensor, name: str = "sum") -> SizedTensor:
-        """Elementwise. Of two number formats the result has the wider; each input's gradient is in its own. Keeps nothing."""
+    def add(self, x: AbstractTensor, y: AbstractTensor, name: str = "sum") -> AbstractTensor:
+        """Add elementwise, in the larger of two number formats; each input's gradient is in its own. Saves nothing."""
         inputs = [(tensor.node, tensor.numel, tensor.itemsize) for tensor in (x, y) if tensor.node]
         out = self.make(name, x.numel, max(x.itemsize, y.itemsize))
 
@@ -195,8 +232,8 @@ class Tape(Autograd):
 
         return self.record(out, run) if inputs else out
 
-    def multiply(self, x: SizedTensor, y: SizedTensor, name: str = "product") -> SizedTensor:
-        """Elementwise. Keeps each factor for the other's gradient."""
+    def multiply(self, x: AbstractTensor, y: AbstractTensor, name: str = "product") -> AbstractTensor:
+        """Multiply elementwise. Saves each factor for the other's gradient."""
         nodes, numel, itemsize = [node for node in (x.node, y.node) if node], x.numel, x.itemsize
         saved = self.save(*([y] if x.node else []), *([x] if y.node else []))
 
@@ -206,89 +243,104 @@ class Tape(Autograd):
         out = self.like(x, name)
         return self.record(out, run, saved) if nodes else out
 
-    def silu(self, x: SizedTensor, name: str = "silu") -> SizedTensor:
-        """Elementwise, as are GELU and others of its kind. Keeps its input."""
+    def silu(self, x: AbstractTensor, name: str = "silu") -> AbstractTensor:
+        """Apply SiLU, GELU, or another such activation elementwise. Saves its input."""
         saved = self.save(x) if x.node else []
-        return self.passing_on(x, self.like(x, name), f"gradient of {name}", saved)
+        return self.record_unary(x, self.like(x, name), f"gradient of {name}", saved)
 
-    def softcap(self, x: SizedTensor) -> SizedTensor:
-        """c · tanh(x / c), elementwise. Keeps the tanh."""
+    def softcap(self, x: AbstractTensor) -> AbstractTensor:
+        """Compute c · tanh(x / c) elementwise. Saves the tanh."""
         out = self.divide(x, "logits / cap")
         squashed = self.like(out, "tanh of logits")
-        squashed = self.passing_on(out, squashed, "gradient of tanh's input", self.save(squashed))
+        squashed = self.record_unary(out, squashed, "gradient of tanh's input", self.save(squashed))
         return self.divide(squashed, "logits, capped")
 
-    def relu(self, x: SizedTensor, name: str = "relu") -> SizedTensor:
-        """Elementwise. Keeps its result, which the next operator often keeps too."""
+    def relu(self, x: AbstractTensor, name: str = "relu") -> AbstractTensor:
+        """Apply ReLU elementwise. Saves its output, which the next operator often saves too."""
         out = self.like(x, name)
-        return self.passing_on(x, out, f"gradient of {name}", self.save(out))
+        return self.record_unary(x, out, f"gradient of {name}", self.save(out))
 
-    def max_pool(self, x: SizedTensor, numel: int) -> SizedTensor:
-        """x (images, channels, height, width) → ``numel`` numbers. Keeps its input and, for each result, where it came from."""
+    def max_pool(self, x: AbstractTensor, numel: int) -> AbstractTensor:
+        """Pool x (images, channels, height, width) to ``numel`` elements. Saves its input, and an index for each element."""
         saved = self.save(x)
         out, indices = self.make("pooled", numel, x.itemsize), self.make("pooling's indices", numel, INT64)
-        return self.passing_on(x, out, "gradient of pooling's input", saved + self.save(indices))
+        return self.record_unary(x, out, "gradient of pooling's input", saved + self.save(indices))
 
-    def dropout(self, x: SizedTensor, name: str) -> SizedTensor:
-        """Elementwise. Keeps a mask: on the CPU as big as its input, on a GPU a byte a number."""
+    def dropout(self, x: AbstractTensor, name: str) -> AbstractTensor:
+        """Drop elements. Saves a mask: on the CPU of the input's size, on a GPU one byte per element."""
         mask = self.make(f"{name}'s mask", x.numel, 1 if self.fused else x.itemsize)
         saved = self.save(mask)
-        return self.passing_on(x, self.like(x, name), f"gradient of {name}", saved)
+        return self.record_unary(x, self.like(x, name), f"gradient of {name}", saved)
 
-    def log_softmax(self, x: SizedTensor) -> SizedTensor:
-        """(rows, classes) → the same, in fp32 at least under autocast. Keeps its result."""
+    def log_softmax(self, x: AbstractTensor) -> AbstractTensor:
+        """Compute the log-softmax of x (rows, classes), under autocast in fp32 at least. Saves its output."""
         x = self.to(x, FP32 if self.autocast else x.itemsize)
         out = self.like(x, "log-softmax")
-        return self.passing_on(x, out, "gradient of log-softmax's input", self.save(out))
+        return self.record_unary(x, out, "gradient of log-softmax's input", self.save(out))
 
-    def nll_loss(self, x: SizedTensor, targets: SizedTensor) -> SizedTensor:
-        """x (rows, classes) and targets (rows,) → a number: minus the mean of the targets' log-probabilities.
+    def nll_loss(self, x: AbstractTensor, targets: AbstractTensor) -> AbstractTensor:
+        """Return minus the mean of the targets' log-probabilities: a scalar, of x (rows, classes) and targets (rows,).
 
-        Keeps both, and the targets' weight, another number.
+        Saves both, and the targets' total weight, another scalar.
         """
         saved = self.save(x, targets)
         out, weight = self.make("loss", 1, x.itemsize), self.make("loss: weight", 1, x.itemsize)
-        return self.passing_on(x, out, "gradient of log-softmax", saved + self.save(weight))
+        return self.record_unary(x, out, "gradient of log-softmax", saved + self.save(weight))
 
-    def divide(self, x: SizedTensor, name: str) -> SizedTensor:
-        """By a number. Keeps nothing."""
-        return self.passing_on(x, self.like(x, name), f"gradient of {name}")
+    def divide(self, x: AbstractTensor, name: str) -> AbstractTensor:
+        """Divide by a constant. Saves nothing."""
+        return self.record_unary(x, self.like(x, name), f"gradient of {name}")
 
-    def rms_norm(self, x: SizedTensor, weight: SizedParameter) -> SizedTensor:
-        """x (…, width) and weight (width,) → x · 1/rms(x) · weight, as x."""
+    def rms_norm(self, x: AbstractTensor, weight: AbstractParameter) -> AbstractTensor:
+        """Compute x · 1/rms(x) · weight of x (…, features) and weight (features,): see ``norms.rms_norm``."""
         return norms.rms_norm(self, x, weight)
 
-    def layer_norm(self, x: SizedTensor, weight: SizedParameter, bias: SizedParameter) -> SizedTensor:
-        """x (…, width), weight and bias (width,) → as x."""
+    def layer_norm(self, x: AbstractTensor, weight: AbstractParameter, bias: AbstractParameter) -> AbstractTensor:
+        """Normalize x (…, features) with weight and bias (features,): see ``norms.layer_norm``."""
         return norms.layer_norm(self, x, weight, bias)
 
-    def rotate(self, x: SizedTensor, name: str) -> SizedTensor:
-        """Rotary positions of x (batch, heads, length, width) → as x."""
-        return attention.rotate(self, x, name)
+    def apply_rope(self, x: AbstractTensor, name: str) -> AbstractTensor:
+        """Rotate x (batch, heads, length, head dimension) by its positions: see ``attention.apply_rope``."""
+        return attention.apply_rope(self, x, name)
 
-    def view(self, x: SizedTensor) -> SizedTensor:
-        """The same storage, for an operator's backward of its own."""
-        return SizedTensor(x.storage, x.numel, x.itemsize)
+    def view(self, x: AbstractTensor) -> AbstractTensor:
+        """Return x's storage as another tensor, so that it can have a backward of its own."""
+        return AbstractTensor(x.storage, x.numel, x.itemsize)
 
-    def split_heads(self, x: SizedTensor, heads: Heads) -> SizedTensor:
-        """(batch, length, heads · width) → (batch, heads, length, width): a view. Math returns gradients head by head."""
+    def split_heads(self, x: AbstractTensor, heads: Heads) -> AbstractTensor:
+        """View x (batch, length, heads · dimension) as (batch, heads, length, dimension).
+
+        The math kernel returns gradients head by head, so that their backward copies.
+        """
         if self._attention_kernel(x.itemsize, heads) != "math":
             return x
-        return self.passing_on(x, self.view(x), "gradient of heads, side by side")
+        return self.record_unary(x, self.view(x), "gradient of heads, joined")
 
-    def attention(self, query: SizedTensor, key: SizedTensor, value: SizedTensor, heads: Heads) -> SizedTensor:
-        """Causal, of query (batch, heads, length, width), key and value (batch, kv heads, length, width) → as query."""
+    def attention(
+        self, query: AbstractTensor, key: AbstractTensor, value: AbstractTensor, heads: Heads
+    ) -> AbstractTensor:
+        """Compute causal attention with the kernel that PyTorch chooses.
+
+        Args:
+            query: (batch, query heads, length, head dimension).
+            key: (batch, kv heads, length, head dimension).
+            value: as key.
+            heads: these sizes.
+
+        Returns:
+            As query.
+        """
         query, key, value = (self.to(tensor, self.autocast or tensor.itemsize) for tensor in (query, key, value))
         kernel = self._attention_kernel(query.itemsize, heads)
         if kernel == "math":
             return attention.math(self, query, key, value, heads)
         return attention.fused(self, kernel, query, key, value, heads)
 
-    def join_heads(self, x: SizedTensor, heads: Heads) -> SizedTensor:
-        """(batch, heads, length, width) → (batch, length, heads · width): a view, but of what math returns a copy."""
+    def join_heads(self, x: AbstractTensor, heads: Heads) -> AbstractTensor:
+        """View x (batch, heads, length, dimension) as (batch, length, heads · dimension); the math kernel's output is copied."""
         if self._attention_kernel(x.itemsize, heads) != "math":
             return x
-        out, node = self.like(x, "attention, heads side by side"), x.node
+        out, node = self.like(x, "attention, heads joined"), x.node
         return self.record(out, lambda gradient: [(node, gradient)]) if node else out
 
     def _attention_kernel(self, itemsize: int, heads: Heads) -> str:

@@ -1,8 +1,8 @@
-"""Tensor parallelism with sequence parallelism, on sizes: what is gathered, what is split, what a loss of parts costs.
+"""Tensor parallelism with sequence parallelism: what is gathered and scattered, and what a vocabulary-parallel loss costs.
 
-The ranks of a tensor group see the same sequences. Each has some columns or rows of every matrix, and between the
-products some tokens of every sequence (arXiv:2205.05198). A rank's blueprint (planner/models/networks.py) has its own parts of
-the parameters; what is here stands where it meets the others. No torch.
+The ranks of a tensor group see the same sequences. Each has some columns or rows of every weight, and between the linear
+layers some tokens of every sequence (arXiv:2205.05198). A rank's blueprint (planner/models/networks.py) has its own parts
+of the parameters; the functions here stand where it meets the other ranks. Imports no torch.
 
 Sources: torch/distributed/tensor/parallel/style.py and loss.py, _functional_collectives.py (the copies around a
 collective), and traces of real steps (labkit/measuring/trace.py).
@@ -10,101 +10,147 @@ collective), and traces of real steps (labkit/measuring/trace.py).
 
 from dataclasses import dataclass
 
-from planner.ops.autograd import INT64
+from planner.ops.autograd import INT64, AbstractParameter, AbstractTensor
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What the ``parts`` ranks of a tensor group send one another in a micro-batch.
+    """What the ranks of a tensor group send one another in a micro-batch.
 
-    ``gathers`` and ``scatters``: how many all-gathers and reduce-scatters of an activation of ``numel`` numbers. rows:
-    for each token, the loss sums three numbers.
+    Attributes:
+        tp_degree: ranks of the group.
+        numel: elements of the activation that is gathered or scattered, (batch, length, hidden size).
+        gathers: all-gathers of it.
+        scatters: reduce-scatters of it.
+        rows: tokens; for each of them the loss all-reduces three elements.
     """
 
-    parts: int = 1
+    tp_degree: int = 1
     numel: int = 0
     gathers: int = 0
     scatters: int = 0
     rows: int = 0
 
 
-def exchange(parts: int, layers: int, tokens: int, width: int, recomputed: int) -> Exchange:
-    """Of a GPT, of whose blocks so many are recomputed. In backward each gather becomes a scatter, and vice versa.
+def exchange(tp_degree: int, layers: int, tokens: int, hidden_size: int, recomputed: int) -> Exchange:
+    """Return what a tensor group exchanges for a GPT.
 
-    A block gathers what comes into its attention and into its feed-forward part, and scatters what comes out; the
-    embedding scatters, the head gathers. A recomputed block gathers twice more and scatters once: what its last product
-    makes, nobody has kept.
+    A block gathers the input of its attention and of its feed-forward layer, and scatters their outputs; the embedding
+    scatters, the head gathers. In backward each gather becomes a scatter, and vice versa. A recomputed block gathers
+    twice more and scatters once: its last output is not recomputed.
+
+    Args:
+        tp_degree: ranks of the group.
+        layers: blocks of the model.
+        tokens: of a micro-batch.
+        hidden_size: elements of a token between blocks.
+        recomputed: blocks that are recomputed.
     """
-    if parts == 1:
+    if tp_degree == 1:
         return Exchange()
     both = 2 * (2 * layers + 1)
-    return Exchange(parts, tokens * width, both + 2 * recomputed, both + recomputed, tokens)
+    return Exchange(
+        tp_degree,
+        numel=tokens * hidden_size,
+        gathers=both + 2 * recomputed,
+        scatters=both + recomputed,
+        rows=tokens,
+    )
 
 
-def gather(tape, x, parts: int, batch: int):
-    """(batch, length / parts, width) → (batch, length, width). Of several sequences, what arrives is put in order."""
-    if parts == 1:
+def gather(tape, x: AbstractTensor, tp_degree: int, batch_size: int) -> AbstractTensor:
+    """All-gather tokens: (batch, length / tp_degree, hidden size) → (batch, length, hidden size).
+
+    Args:
+        tape: the ``Tape`` to record on.
+        x: this rank's tokens.
+        tp_degree: ranks of the group; x itself is returned if it is 1.
+        batch_size: sequences; with more than one, the gathered tensor is copied into order.
+    """
+    if tp_degree == 1:
         return x
     node, numel, itemsize = x.node, x.numel, x.itemsize
-    out = _gathered(tape, x, parts, batch)
-    return tape.record(out, lambda _: [(node, _scattered(tape, numel, itemsize, parts))])
+    out = _gathered(tape, x, tp_degree, batch_size)
+    return tape.record(out, lambda _: [(node, _scattered(tape, numel, itemsize, tp_degree))])
 
 
-def scatter(tape, x, parts: int, batch: int):
-    """Add up the ranks' (batch, length, width) → (batch, length / parts, width)."""
-    if parts == 1:
+def scatter(tape, x: AbstractTensor, tp_degree: int, batch_size: int) -> AbstractTensor:
+    """Reduce-scatter tokens: sum the ranks' (batch, length, hidden size) → (batch, length / tp_degree, hidden size).
+
+    Args:
+        tape: the ``Tape`` to record on.
+        x: this rank's summand.
+        tp_degree: ranks of the group; x itself is returned if it is 1.
+        batch_size: sequences.
+    """
+    if tp_degree == 1:
         return x
     node = x.node
-    out = _scattered(tape, x.numel // parts, x.itemsize, parts)
-    return tape.record(out, lambda gradient: [(node, _gathered(tape, gradient, parts, batch))])
+    out = _scattered(tape, x.numel // tp_degree, x.itemsize, tp_degree)
+    return tape.record(out, lambda gradient: [(node, _gathered(tape, gradient, tp_degree, batch_size))])
 
 
-def _gathered(tape, x, parts, batch):
-    arrived = tape.make("gathered, rank by rank", parts * x.numel, x.itemsize)
-    return tape.make("gathered", parts * x.numel, x.itemsize) if batch > 1 else arrived
+def _gathered(tape, x, tp_degree, batch_size):
+    received = tape.make("gathered, rank by rank", tp_degree * x.numel, x.itemsize)
+    return tape.make("gathered", tp_degree * x.numel, x.itemsize) if batch_size > 1 else received
 
 
-def _scattered(tape, numel, itemsize, parts):
-    """numel: of the result."""
-    packed = tape.make("to be scattered, rank by rank", parts * numel, itemsize)
+def _scattered(tape, numel, itemsize, tp_degree):
+    """numel: elements of the output."""
+    packed = tape.make("to be scattered, rank by rank", tp_degree * numel, itemsize)
     out = tape.make("scattered", numel, itemsize)
     del packed
     return out
 
 
-def embedding(tape, tokens, weight, parts: int):
-    """Tokens (…,) and this rank's part of the vocabulary → (…, width), zeros where the token is another rank's.
+def embedding(tape, tokens: AbstractTensor, weight: AbstractParameter, tp_degree: int) -> AbstractTensor:
+    """Look up tokens (…,) in this rank's rows of the vocabulary → (…, hidden size), zeros for other ranks' tokens.
 
     Backward makes a gradient for the whole vocabulary on each rank, which keeps its part when gradients are reduced.
+
+    Args:
+        tape: the ``Tape`` to record on.
+        tokens: (batch, length).
+        weight: (vocabulary / tp_degree, hidden size).
+        tp_degree: ranks of the group.
     """
-    if parts == 1:
+    if tp_degree == 1:
         return tape.embedding(tokens, weight)
     held = [tape.make(f"embedding: {what}", tokens.numel, size) for what, size in (("mask", 1), ("rows", INT64))]
     out = tape.make("embedding", tokens.numel * weight.shape[1], weight.itemsize)
     del held
-    tape.use(weight)
+    tape.count_use(weight)
 
     def run(_):
-        added = weight.uses > 1  # a copy of this rank's part, to the head's gradient, which is there in parts
-        whole = tape.make(f"gradient of {weight.name}, whole", (parts + added) * weight.numel, weight.itemsize)
-        if added:
-            whole.numel = weight.numel
+        tied = weight.uses > 1  # then a copy of this rank's part is added to the head's gradient, which is sharded
+        full = tape.make(f"gradient of {weight.name}, unsharded", (tp_degree + tied) * weight.numel, weight.itemsize)
+        if tied:
+            full.numel = weight.numel
         else:
-            weight.times = parts
-        return [(weight, whole)]
+            weight.gradient_copies = tp_degree
+        return [(weight, full)]
 
     return tape.record(out, run, tape.save(tokens))
 
 
-def cross_entropy(tape, logits, targets, parts: int):
-    """Mean cross-entropy of logits (tokens, vocabulary / parts): the maximum, the sum and the target's are reduced."""
-    if parts == 1:
+def cross_entropy(tape, logits: AbstractTensor, targets: AbstractTensor, tp_degree: int) -> AbstractTensor:
+    """Compute the mean cross-entropy of logits (tokens, vocabulary / tp_degree), without gathering them.
+
+    For each token, the maximum, the sum of exponentials, and the target's logit are all-reduced.
+
+    Args:
+        tape: the ``Tape`` to record on.
+        logits: this rank's columns.
+        targets: (tokens,).
+        tp_degree: ranks of the group.
+    """
+    if tp_degree == 1:
         return tape.nll_loss(tape.log_softmax(logits), targets)
     return _nll_loss(tape, _log_softmax(tape, logits, targets.numel), targets)
 
 
 def _log_softmax(tape, x, rows):
-    """Keeps its result. Its backward hands on what the loss has made."""
+    """Saves its output. Its backward passes the loss's gradient on."""
     highest = tape.make("loss: maxima", rows, x.itemsize)
     shifted = tape.like(x, "logits, shifted")
     powers = tape.like(x, "logits, exponential")
@@ -118,7 +164,7 @@ def _log_softmax(tape, x, rows):
 
 
 def _nll_loss(tape, x, targets):
-    """Keeps the log-probabilities, the targets and their weight. Its backward is that of the softmax too."""
+    """Saves the log-probabilities, the targets, and their weight. Its backward includes that of the softmax."""
     node, rows, numel, itemsize = x.node, targets.numel, x.numel, x.itemsize
     out, weight = tape.make("loss", 1, x.itemsize), tape.make("loss: weight", 1, x.itemsize)
 

@@ -1,6 +1,4 @@
-"""A pipeline: the model in stages, each on a rank of its own, and a step's batch in micro-batches. Imports no torch.
-
-``blocks_of`` splits the model, ``order`` says what a stage computes when.
+"""Pipeline parallelism: the model in stages, each on a rank of its own, and a step's batch in micro-batches. No torch.
 
 Sources: GPipe (arXiv:1811.06965); 1F1B with a flush as in Megatron-LM (arXiv:2104.04473, section 2.2), first in
 PipeDream (arXiv:1806.03377).
@@ -16,19 +14,34 @@ from planner.parallel.mesh import Mesh
 SCHEDULES = ("gpipe", "1f1b")
 
 
-def blocks_of(layers: int, stages: int) -> list[range]:
-    """Which of the ``layers`` blocks each stage has: as evenly as possible, and of unequal parts the first the larger."""
+def split_blocks(layers: int, stages: int) -> list[range]:
+    """Return the blocks of each stage: as evenly as possible; the first stages have one more if they do not divide.
+
+    Args:
+        layers: blocks of the model.
+        stages: of the pipeline.
+    """
     sizes = [layers // stages + (stage < layers % stages) for stage in range(stages)]
     return [range(begin, end) for begin, end in pairwise(accumulate(sizes, initial=0))]
 
 
 def check(mesh: Mesh, shape: GPTShape, schedule: str, micro_batches: int):
-    """UserError for stages that the model, the schedule or gpt_pipeline.py cannot have."""
+    """Check that the model, the schedule, and gpt_pipeline.py can have these stages.
+
+    Args:
+        mesh: how the ranks are arranged.
+        shape: the model.
+        schedule: one of ``SCHEDULES``.
+        micro_batches: in a step.
+
+    Raises:
+        UserError: they cannot.
+    """
     if mesh.ranks != mesh.pipeline:
         raise UserError("a pipeline here has stages only: give --mesh pipeline=N alone, N being the number of ranks")
-    if mesh.pipeline > shape.layers:
-        raise UserError(f"{mesh.pipeline} stages are more than the {shape.layers} blocks: take fewer ranks")
-    if shape.tied and mesh.pipeline > 1:
+    if mesh.pipeline > shape.num_hidden_layers:
+        raise UserError(f"{mesh.pipeline} stages are more than the {shape.num_hidden_layers} blocks: take fewer ranks")
+    if shape.tie_word_embeddings and mesh.pipeline > 1:
         raise UserError("one weight for embedding and head cannot be on two stages: take a preset that has two")
     if schedule == "1f1b" and micro_batches < mesh.pipeline:
         raise UserError(
@@ -38,10 +51,16 @@ def check(mesh: Mesh, shape: GPTShape, schedule: str, micro_batches: int):
 
 
 def order(schedule: str, stages: int, stage: int, micro_batches: int) -> list[tuple[str, int]]:
-    """What a stage computes in a step, in order: ("forward" or "backward", number of the micro-batch).
+    """Return what a stage computes in a step, in order: [("forward" or "backward", number of the micro-batch), …].
 
-    "gpipe": all forwards, then all backwards. "1f1b": as many forwards as there are stages from this one on, then a
-    backward and a forward by turns, and the backwards that are left.
+    "gpipe": all forwards, then all backwards. "1f1b": as many forwards as there are stages from this one on, then
+    alternately a backward and a forward, and the remaining backwards.
+
+    Args:
+        schedule: one of ``SCHEDULES``.
+        stages: of the pipeline.
+        stage: which of them.
+        micro_batches: in a step.
     """
     ahead = micro_batches if schedule == "gpipe" else min(micro_batches, stages - stage)
     actions = [("forward", number) for number in range(ahead)]
@@ -53,19 +72,27 @@ def order(schedule: str, stages: int, stage: int, micro_batches: int) -> list[tu
 
 
 def bubble(stages: int, micro_batches: int) -> float:
-    """The share of a step that a stage waits, where all stages take equally long: (p − 1) / (m + p − 1).
+    """Return the share of a step that a stage is idle, if all stages take equally long: (p − 1) / (m + p − 1).
 
-    The same for both schedules: they differ in memory, not in time. Sources: GPipe's paper, section 2.3, where it is
-    O((p − 1) / (m + p − 1)); Megatron-LM's, section 2.2, has (p − 1) / m, its ratio to the ideal step instead.
+    Both schedules have the same: they differ in memory, not in time. Sources: GPipe's paper, section 2.3, where it is
+    O((p − 1) / (m + p − 1)); Megatron-LM's, section 2.2, has (p − 1) / m, the ratio to the ideal step instead.
+
+    Args:
+        stages: p.
+        micro_batches: m.
     """
     return (stages - 1) / (micro_batches + stages - 1)
 
 
 def idle_share(schedule: str, seconds: dict[tuple[int, str, int], float]) -> float:
-    """``bubble`` where stages and micro-batches are not equally long; to hand over takes no time here either.
+    """Return the share of a step that stages are idle, if stages and micro-batches do not take equally long.
 
-    seconds: how long each (stage, "forward" or "backward", micro-batch) takes. The orders are played through: an
-    action begins when its stage is done with the one before, and its neighbour has handed over what it needs.
+    The schedule is simulated: an action begins when its stage has finished the one before, and its neighbor has sent
+    what it needs. Sending takes no time.
+
+    Args:
+        schedule: one of ``SCHEDULES``.
+        seconds: {(stage, "forward" or "backward", micro-batch): how long it takes}.
     """
     stages = 1 + max(stage for stage, *_ in seconds)
     to_do = [order(schedule, stages, stage, len(seconds) // (2 * stages)) for stage in range(stages)]
@@ -74,10 +101,10 @@ def idle_share(schedule: str, seconds: dict[tuple[int, str, int], float]) -> flo
         for stage, actions in enumerate(to_do):
             while actions:
                 action, number = actions[0]
-                giver = stage - 1 if action == "forward" else stage + 1
-                if 0 <= giver < stages and (giver, action, number) not in ends:
+                sender = stage - 1 if action == "forward" else stage + 1
+                if 0 <= sender < stages and (sender, action, number) not in ends:
                     break
-                begin = max(now[stage], ends.get((giver, action, number), 0.0))
+                begin = max(now[stage], ends.get((sender, action, number), 0.0))
                 now[stage] = ends[stage, action, number] = begin + seconds[stage, action, number]
                 actions.pop(0)
     return 1 - sum(seconds.values()) / (stages * max(now))
@@ -85,7 +112,13 @@ def idle_share(schedule: str, seconds: dict[tuple[int, str, int], float]) -> flo
 
 @dataclass(frozen=True)
 class Stage:
-    """Which stage of how many, and in which order it computes: one of ``SCHEDULES``."""
+    """One stage of a pipeline.
+
+    Attributes:
+        stages: of the pipeline.
+        stage: which of them.
+        schedule: one of ``SCHEDULES``.
+    """
 
     stages: int
     stage: int
@@ -93,21 +126,23 @@ class Stage:
 
     @property
     def first(self) -> bool:
+        """Whether it has the embedding."""
         return self.stage == 0
 
     @property
     def last(self) -> bool:
+        """Whether it has the head and the loss."""
         return self.stage == self.stages - 1
 
     def traffic(self, plan) -> list[dict]:
-        """What this rank sends and receives in a step, as ``Plan.traffic`` has it: each time a pair of ranks takes part.
+        """Return what this stage sends and receives in a step, in the form of ``Plan.traffic``: a pair of ranks each time.
 
-        Activations go to the next stage and gradients to the one before, each once a micro-batch; all add up the norm's
-        square, if gradients are clipped.
+        Activations go to the next stage and gradients to the one before, once per micro-batch each. If gradients are
+        clipped, all stages sum the squared norm.
         """
-        neighbours = 2 - self.first - self.last
-        size = plan.blueprint.flowing * plan.itemsize
-        passed = {"count": neighbours * plan.micro_batches, "bytes": size, "ranks": 2, "dimension": None}
+        neighbors = 2 - self.first - self.last
+        size = plan.blueprint.boundary_numel * plan.itemsize
+        passed = {"count": neighbors * plan.micro_batches, "bytes": size, "ranks": 2, "dimension": None}
         norm = {"kind": "all-reduce", "count": 1, "bytes": plan.itemsize, "ranks": self.stages, "dimension": None}
-        sent = [{"kind": kind} | passed for kind in ("receive", "send")] if neighbours else []
+        sent = [{"kind": kind} | passed for kind in ("receive", "send")] if neighbors else []
         return [norm, *sent] if plan.clip else sent

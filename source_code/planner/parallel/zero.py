@@ -1,14 +1,15 @@
-"""ZeRO as it is run here: PyTorch's ZeroRedundancyOptimizer, and DeepSpeed's stages 0 to 3. Imports no torch.
+"""ZeRO as the course runs it: PyTorch's ZeroRedundancyOptimizer, and DeepSpeed's stages 0 to 3. Imports no torch.
 
-The ZeRO paper counts what must be kept (``cost.model_state``). What these two keep and send differs, term by term:
+The ZeRO paper counts the least that must be stored (``cost.model_state``). What these two store and send differs:
 
-  zero1        whole parameters go to ranks, the largest first, each to the rank that has the least; after the step each
-               is broadcast by its own
+  zero1        whole parameters are assigned to ranks, the largest first, each to the rank that has the least; after the
+               step each is broadcast by its rank
   deepspeed-0  without ZeRO: gradients are flattened to be reduced; in bf16 each parameter has a copy in fp32
-  deepspeed-1  parameters are one flat tensor, of which a rank keeps its part once more, as master weights in fp32,
-               and steps it; whole gradients wait for the last backward. They are copied into a bucket, and all-reduced
-  deepspeed-2  likewise, as they come; what a rank keeps are the whole gradients of all parameters that its part touches
-  deepspeed-3  each parameter is cut, gathered around the operator that uses it, and its gradient reduce-scattered;
+  deepspeed-1  parameters are one flat tensor. A rank stores its part again, as master weights in fp32, and steps it;
+               whole gradients wait for the last backward. They are copied into a bucket, and all-reduced
+  deepspeed-2  the same, but gradients are reduced as they come, and a rank keeps the whole gradients of all parameters
+               that its part overlaps
+  deepspeed-3  each parameter is sharded, gathered around the operator that uses it, and its gradient reduce-scattered;
                the bucket and this rank's part of the gradients stay from step to step
 
 Sources: torch/distributed/optim/zero_redundancy_optimizer.py; DeepSpeed's are in planner/parallel/deepspeed.py.
@@ -19,8 +20,8 @@ from math import ceil, prod
 from planner import UserError
 from planner.ops.autograd import FP32, FP64
 
-SUB_GROUP = 1_000_000_000  # numbers: how many parameters stage 3 updates together, by DeepSpeed's default
-UNEVEN = ("zero1", "deepspeed-1", "deepspeed-2")  # where one rank's peak is not another's
+SUB_GROUP = 1_000_000_000  # elements that stage 3 updates together, by DeepSpeed's default
+UNEVEN = ("zero1", "deepspeed-1", "deepspeed-2")  # strategies under which ranks have different peaks
 
 
 # What gpt_zero.py's stages with --engine torch are for gpt_fsdp.py: strategy, --sync, --reshard-after-forward.
@@ -33,76 +34,96 @@ TORCH = {
 
 
 def as_gpt_fsdp(config: dict) -> dict:
-    """The options of a run of gpt_zero.py as gpt_fsdp.py's. UserError where the arithmetic does not reach."""
+    """Translate the options of a run of gpt_zero.py to those of gpt_fsdp.py.
+
+    Args:
+        config: {option: value} of a record.
+
+    Raises:
+        UserError: the run is not predicted.
+    """
     if config["cpu_offload"] and config["engine"] == "deepspeed":
-        raise UserError("what DeepSpeed's --cpu-offload keeps where is not predicted: leave it out")
-    found = TORCH[config["stage"]] if config["engine"] == "torch" else (f"deepspeed-{config['stage']}", "every", None)
+        raise UserError("where DeepSpeed's --cpu-offload stores what is not predicted: leave it out")
+    if config["engine"] == "torch":
+        strategy, sync, reshard = TORCH[config["stage"]]
+    else:
+        strategy, sync, reshard = f"deepspeed-{config['stage']}", "every", None
     fixed = {"mesh": None, "prefetch": 0, "lora": None, "optimizer": "adamw"}
-    return config | fixed | dict(zip(("strategy", "sync", "reshard_after_forward"), found, strict=True))
+    return config | fixed | {"strategy": strategy, "sync": sync, "reshard_after_forward": reshard}
 
 
-def shares(sizes: list[int], ranks: int) -> list[list[int]]:
-    """ZeroRedundancyOptimizer's split of parameters of so many numbers: those of each rank, as it steps them."""
-    found = [[] for _ in range(ranks)]
+def partition_parameters(sizes: list[int], ranks: int) -> list[list[int]]:
+    """Assign parameters to ranks as ZeroRedundancyOptimizer does.
+
+    Args:
+        sizes: elements of each parameter.
+        ranks: how many there are.
+
+    Returns:
+        The sizes of each rank's parameters, in the order in which it steps them.
+    """
+    partitions = [[] for _ in range(ranks)]
     for numel in sorted(sizes, reverse=True):
-        min(found, key=sum).append(numel)
-    return found
+        min(partitions, key=sum).append(numel)
+    return partitions
 
 
-def partition(plan) -> int:
-    """Numbers of a rank's part of DeepSpeed's flat tensor, all parts alike: padded to an even number each."""
-    return 2 * ceil(sum(numels(plan)) / (2 * plan.ranks))
+def partition_numel(plan) -> int:
+    """Return the elements of a rank's part of DeepSpeed's flat tensor; all parts are padded to the same even number."""
+    return 2 * ceil(sum(parameter_numels(plan)) / (2 * plan.ranks))
 
 
-def bucket(plan) -> int:
-    """Numbers in DeepSpeed's bucket, as gpt_zero.py sets it: a block's."""
+def bucket_numel(plan) -> int:
+    """Return the elements of DeepSpeed's bucket, as gpt_zero.py sets it: a block's."""
     block = next(module for module in plan.blueprint.modules if module.kind == "block")
     return sum(map(prod, block.parameters.values()))
 
 
-def fullest(plan) -> list[int]:
-    """The ranks of which one has the highest peak, to within the bytes of a parameter.
+def peak_rank_candidates(plan) -> list[int]:
+    """Return the ranks of which one has the highest peak, to within the bytes of a parameter.
 
-    In stages 1 and 2 it is the last rank where activations are high as backward begins, with the gradients of its part.
+    In stages 1 and 2 it is the last rank if activations are high as backward begins, with the gradients of its part.
     """
     if plan.strategy == "zero1":
-        parts = [sum(part) for part in shares(numels(plan), plan.ranks)]
-        return [parts.index(max(parts))]
+        sizes = [sum(part) for part in partition_parameters(parameter_numels(plan), plan.ranks)]
+        return [sizes.index(max(sizes))]
     return [0, plan.ranks - 1] if plan.strategy in UNEVEN else [0]
 
 
-def updated(plan) -> list[int]:
-    """The numbers of each tensor that ``plan.rank`` updates."""
+def optimizer_numels(plan) -> list[int]:
+    """Return the elements of each tensor that the optimizer of ``plan.rank`` updates."""
     if plan.strategy == "zero1":
-        return shares(numels(plan), plan.ranks)[plan.rank]
+        return partition_parameters(parameter_numels(plan), plan.ranks)[plan.rank]
     if plan.strategy == "deepspeed-3":
-        return sums([ceil(numel / plan.ranks) for numel in numels(plan)], SUB_GROUP - 1)
-    return [partition(plan)] if plan.strategy in ("deepspeed-1", "deepspeed-2") else numels(plan)
+        return grouped_sums([ceil(numel / plan.ranks) for numel in parameter_numels(plan)], SUB_GROUP - 1)
+    if plan.strategy in ("deepspeed-1", "deepspeed-2"):
+        return [partition_numel(plan)]
+    return parameter_numels(plan)
 
 
-def kept(plan) -> dict[tuple[str, str], int]:
-    """What DeepSpeed keeps from step to step beside the optimizer's moments: {(category, name): bytes}."""
-    stage, itemsize, mine = plan.strategy[-1], plan.parameter_itemsize, sum(updated(plan))
-    whole = {"0": mine, "1": mine * plan.ranks, "2": mine * plan.ranks, "3": mine}[stage]
-    terms = {("parameters", "parameters"): whole * itemsize}
+def persistent_state(plan) -> dict[tuple[str, str], int]:
+    """Return what DeepSpeed stores from step to step, except the optimizer's moments: {(category, name): bytes}."""
+    stage, itemsize, mine = plan.strategy[-1], plan.parameter_itemsize, sum(optimizer_numels(plan))
+    stored = {"0": mine, "1": mine * plan.ranks, "2": mine * plan.ranks, "3": mine}[stage]
+    terms = {("parameters", "parameters"): stored * itemsize}
     if stage != "0" or itemsize != FP32:
         terms["optimizer state", "master parameters in fp32"] = mine * FP32
     if stage != "0":
         terms["temporary", "norm of the last gradient"] = FP64 if stage == "3" else FP32
     if stage == "3":
         terms["gradients", "gradients, this rank's part"] = mine * itemsize
-        terms["reduce-scatter", "bucket"] = bucket(plan) * itemsize
+        terms["reduce-scatter", "bucket"] = bucket_numel(plan) * itemsize
     return terms
 
 
-def numels(plan) -> list[int]:
-    """The numbers of each parameter, in the model's order."""
-    (unit,) = plan.resting
-    return unit.tensors(trained=True)
+def parameter_numels(plan) -> list[int]:
+    """Return the elements of each trained parameter, in the model's order."""
+    (unit,) = plan.unit_sizes
+    return unit.shard_numels(trained=True)
 
 
-def sums(sizes: list[int], limit: int) -> list[int]:
-    """Sums of neighbours, each closed by the one that takes it above the limit."""
+def grouped_sums(sizes: list[int], limit: int) -> list[int]:
+    """Return the sums of groups of neighbors; each group ends with the one that takes its sum above the limit."""
     sums = [0]
     for numel in sizes:
         if sums[-1] > limit:

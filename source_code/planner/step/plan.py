@@ -1,8 +1,9 @@
-"""One rank's training step, as ``Plan`` has it: its memory in named terms, its collectives. No torch; see predict.py."""
+"""One rank's training step as ``Plan`` describes it: its memory in named terms, its collectives. Imports no torch."""
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from planner import UserError
 from planner.models.networks import Blueprint
@@ -14,8 +15,8 @@ from planner.parallel.strategies import Unit
 from planner.step.simulation import Step, optimizer_temporary
 from planner.step.stage_simulation import StageStep
 
-STEP_COUNTER = 4  # bytes: the number of steps done, one for each tensor that Adam or Adadelta updates
-# What an optimizer keeps, for each number it updates unless it is a counter.
+STEP_COUNTER = 4  # bytes: the number of steps done, for each tensor that Adam or Adadelta updates
+# An optimizer's state: for each element that it updates, except the counter.
 ADAM = ("step counters", "first moments", "second moments")
 STATES = {
     "adadelta": ("step counters", "mean squared gradients", "mean squared updates"),
@@ -28,110 +29,151 @@ STATES = {
 }
 
 
+class SteadyStep(NamedTuple):
+    """A simulated step from the second on.
+
+    Attributes:
+        timeline: see ``Plan.timeline``.
+        tensor_sizes: see ``Autograd``.
+        sent: DeepSpeed's collectives: {(kind, bytes): how many}.
+    """
+
+    timeline: dict
+    tensor_sizes: dict
+    sent: Counter
+
+
 @dataclass(frozen=True)
 class Plan:
-    """A network, and how it is trained. UserError where the arithmetic does not reach."""
+    """A network, and how it is trained.
+
+    Attributes:
+        blueprint: the network, for one rank's batch.
+        strategy: "single", "ddp", "fsdp1", "fsdp2"; "zero1", "deepspeed-0" to "deepspeed-3" (planner/parallel/zero.py).
+        ranks: how many train.
+        replicas: HSDP: copies of the model, each sharded among ranks / replicas.
+        reshard: FSDP, after forward: free gathered parameters ("true"), keep them ("false"), or keep one part in "N".
+        precision: of the computation: "fp32", "fp64", or "bf16"; without FSDP the latter is autocast's.
+        optimizer: a key of ``STATES``.
+        micro_batches: in a step.
+        sync: the micro-batches after which gradients are reduced: "every", or "last".
+        clip: whether the gradients' norm is limited.
+        prefetch: FSDP2: units that are gathered ahead; 0 leaves it to FSDP2.
+        rank: whose memory it is: under zero1, deepspeed-1, and deepspeed-2 ranks hold different parts.
+        on_gpu: whether it is a GPU's kernels.
+        workspaces: count what these allocate inside them, as the allocator does, and a tracer cannot.
+        torch: PyTorch's version, where versions differ.
+        weights: the format of parameters, gradients, and optimizer state: "fp32", or "bf16" if precision is.
+        offload: FSDP2: what persists is in the CPU's memory, where the optimizer steps.
+        pipeline: the stage whose blueprint it is.
+
+    Raises:
+        UserError: such a run is not predicted.
+    """
 
     blueprint: Blueprint
-    strategy: str = "fsdp2"  # single, ddp, fsdp1, fsdp2; zero1, deepspeed-0 to deepspeed-3: planner/parallel/zero.py
+    strategy: str = "fsdp2"
     ranks: int = 1
-    replicas: int = 1  # HSDP: the model is there so many times, each time shared by ranks / replicas
-    reshard: str = "true"  # FSDP, after forward: free what was gathered ("true"), keep it, or keep one part in N
-    precision: str = "fp32"  # fp32, fp64, or bf16: gathered parameters and activations; without FSDP, by autocast
-    optimizer: str = "adamw"  # a key of STATES
-    micro_batches: int = 1  # in a step
-    sync: str = "every"  # after which micro-batch the gradients are reduced: every, or last
-    clip: bool = False  # whether the gradients' norm is limited
-    prefetch: int = 0  # FSDP2: so many units are gathered ahead; 0 leaves it to FSDP2
-    rank: int = 0  # whose bytes: under zero1, deepspeed-1 and deepspeed-2 ranks hold different parts
-    on_gpu: bool = False  # a GPU's kernels
-    workspaces: bool = True  # count what these allocate inside them, as the allocator does, and a tracer cannot
-    torch: tuple[int, int] = (2, 15)  # the version, where versions differ
-    weights: str = "fp32"  # of parameters, gradients and optimizer state; or bf16, where precision is bf16
-    offload: bool = False  # FSDP2: what persists is in the CPU's memory, where the optimizer steps, not in the device's
-    pipeline: Stage | None = None  # the blueprint is that of one stage, and this says which
+    _: KW_ONLY
+    replicas: int = 1
+    reshard: str = "true"
+    precision: str = "fp32"
+    optimizer: str = "adamw"
+    micro_batches: int = 1
+    sync: str = "every"
+    clip: bool = False
+    prefetch: int = 0
+    rank: int = 0
+    on_gpu: bool = False
+    workspaces: bool = True
+    torch: tuple[int, int] = (2, 15)
+    weights: str = "fp32"
+    offload: bool = False
+    pipeline: Stage | None = None
 
     def __post_init__(self):
         if self.flat and any(module.frozen for module in self.blueprint.modules):
             raise UserError("frozen parameters in FSDP1's flat tensors are not predicted: take FSDP2")
         if self.flat and self.shards == 1:
             raise UserError("FSDP1 on one rank shards nothing (NO_SHARD), and is not predicted: take another strategy")
-        if self.tensor > 1 and self.strategy != "fsdp2":
-            raise UserError(f"matrix products split among {self.tensor} ranks go with fsdp2, not with {self.strategy}")
+        if self.tp_degree > 1 and self.strategy != "fsdp2":
+            raise UserError(f"tensor parallelism ({self.tp_degree} ranks) goes with fsdp2, not with {self.strategy}")
         if self.deepspeed and self.precision == "fp64":
             raise UserError("DeepSpeed trains in fp32 or bf16: give another --precision")
         if self.deepspeed and self.optimizer == "adamw-8bit":
-            raise UserError("what DeepSpeed makes of 8-bit Adam is not predicted: take another strategy or optimizer")
-        if any(m.packed for m in self.blueprint.modules) and (
+            raise UserError("8-bit Adam under DeepSpeed is not predicted: take another strategy or optimizer")
+        if any(m.quantized for m in self.blueprint.modules) and (
             self.strategy not in ("single", "ddp") or self.precision != "bf16" or self.weights != "fp32"
         ):
             raise UserError("weights in 4 bits are predicted for single and ddp, with --precision bf16, not for this")
         if self.offload and self.strategy != "fsdp2":
             raise UserError(f"offload is predicted for fsdp2, not for {self.strategy}")
-        if self.weights == "bf16" and (self.tensor > 1 or self.precision != "bf16"):
-            raise UserError("--weights bf16 goes with --precision bf16, and without products split among ranks")
+        if self.weights == "bf16" and (self.tp_degree > 1 or self.precision != "bf16"):
+            raise UserError("--weights bf16 goes with --precision bf16, and without tensor parallelism")
 
     @property
     def shards_parameters(self) -> bool:
+        """Whether the strategy is FSDP."""
         return self.strategy in ("fsdp1", "fsdp2")
 
     @property
     def deepspeed(self) -> bool:
+        """Whether the strategy is one of DeepSpeed's."""
         return self.strategy.startswith("deepspeed")
 
     @property
-    def tensor(self) -> int:
-        """Among how many ranks each matrix product is split."""
-        return self.blueprint.tensor.parts
+    def tp_degree(self) -> int:
+        """The number of ranks that split every weight."""
+        return self.blueprint.tensor_parallel.tp_degree
 
     @property
     def flat(self) -> bool:
-        """Whether a unit's parameters are cut as one flat tensor."""
+        """Whether a unit's parameters are sharded as one flat tensor."""
         return self.strategy == "fsdp1"
 
     @property
     def shards(self) -> int:
-        """Among how many ranks the parameters are cut."""
-        return self.ranks // self.replicas // self.tensor if self.shards_parameters else 1
+        """The number of ranks among which FSDP shards the parameters."""
+        return self.ranks // self.replicas // self.tp_degree if self.shards_parameters else 1
 
     @property
-    def part_kept(self) -> int | None:
-        """FSDP2: after forward one part in so many stays of what was gathered; None where that is but the shard, or all."""
+    def reshard_degree(self) -> int | None:
+        """N, if one part in N of the gathered parameters stays after forward; None if only the shard does, or everything."""
         return int(self.reshard) if self.reshard.isdecimal() and int(self.reshard) != self.shards else None
 
     @property
     def reductions(self) -> int:
-        """After how many of a step's micro-batches gradients are reduced."""
+        """The number of a step's micro-batches after which gradients are reduced."""
         waits = self.sync == "last" or self.strategy in ("deepspeed-0", "deepspeed-1")
         return 1 if waits else self.micro_batches
 
     @property
-    def updated(self) -> list[int]:
-        """The numbers of each tensor that the optimizer updates on this rank."""
+    def optimizer_numels(self) -> list[int]:
+        """The elements of each tensor that the optimizer updates on this rank."""
         if self.deepspeed or self.strategy == "zero1":
-            return zero.updated(self)
-        return [size for unit in self.resting for size in unit.tensors(trained=True)]
+            return zero.optimizer_numels(self)
+        return [numel for unit in self.unit_sizes for numel in unit.shard_numels(trained=True)]
 
     @property
     def itemsize(self) -> int:
-        """Bytes a number of parameters, reduced gradients and optimizer state."""
+        """Bytes per element of parameters, reduced gradients, and optimizer state."""
         if self.weights == "bf16":
             return 2
         return 8 if self.precision == "fp64" else 4
 
     @property
     def loss_itemsize(self) -> int:
-        """Bytes a number of the loss."""
+        """Bytes per element of the loss."""
         return max(FP32, self.itemsize)
 
     @property
     def compute_itemsize(self) -> int:
-        """Bytes a number of the parameters that a module computes with."""
+        """Bytes per element of the parameters that a module computes with."""
         return 2 if self.precision == "bf16" and not self.autocast else self.itemsize
 
     @property
     def parameter_itemsize(self) -> int:
-        """Bytes a number of the parameters that a rank keeps. FSDP casts what it gathers, DeepSpeed the model."""
+        """Bytes per element of the parameters that a rank stores. FSDP casts what it gathers, DeepSpeed the model."""
         return self.compute_itemsize if self.deepspeed else self.itemsize
 
     @property
@@ -142,52 +184,56 @@ class Plan:
 
     @cached_property
     def units(self) -> list[list]:
-        """The modules of each unit: the root first, the others in the order of forward."""
-        units, joined = [[]], []
+        """The modules of each unit: the root's first, the others in the order of forward."""
+        units, grouped = [[]], []
         for module in self.blueprint.modules:
-            if module.with_next and self.strategy == "fsdp2":
-                joined.append(module)
+            if module.grouped_with_next and self.strategy == "fsdp2":
+                grouped.append(module)
             elif module.wrapped and self.shards_parameters:
-                units.append([*joined, module])
-                joined = []
+                units.append([*grouped, module])
+                grouped = []
             else:
                 units[0].append(module)
         return units
 
     @cached_property
-    def resting(self) -> list[Unit]:
-        """The units before a step, for their sizes: a step needs units of its own, which it changes."""
+    def unit_sizes(self) -> list[Unit]:
+        """The units, for their sizes: a simulated step needs units of its own, which it changes."""
         return self.make_units()
 
     def make_units(self) -> list[Unit]:
-        return [Unit(m, self.blueprint.tied, self.shards, self.flat, self.compute_itemsize) for m in self.units]
+        """Return new units, the root first."""
+        return [
+            Unit(modules, self.blueprint.tied, self.shards, self.flat, self.compute_itemsize) for modules in self.units
+        ]
 
     def persistent(self) -> dict[tuple[str, str], int]:
-        """What a rank keeps from step to step on its device: {(category, name): bytes}."""
-        return {} if self.offload else self._kept()
+        """Return what a rank stores from step to step on its device: {(category, name): bytes}."""
+        return {} if self.offload else self._persistent_state()
 
-    def on_host(self) -> dict[tuple[str, str], int]:
-        """With offload, what a rank has in the CPU's memory as the optimizer steps, where that is most: likewise."""
+    def host_memory(self) -> dict[tuple[str, str], int]:
+        """Return a rank's peak in the CPU's memory with offload, as the optimizer steps: {(category, name): bytes}."""
         if not self.offload:
             return {}
-        numel = sum(self.updated)
-        terms = self._kept() | {("gradients", "gradients, this rank's part"): numel * self.itemsize}
+        numels = self.optimizer_numels
+        terms = self._persistent_state()
+        terms["gradients", "gradients, this rank's part"] = sum(numels) * self.itemsize
         if "step counters" in STATES[self.optimizer]:
-            terms["optimizer state", "step counters"] = len(self.updated) * STEP_COUNTER
-        temporary = optimizer_temporary(self.optimizer, self.updated) * self.itemsize
+            terms["optimizer state", "step counters"] = len(numels) * STEP_COUNTER
+        temporary = optimizer_temporary(self.optimizer, numels) * self.itemsize
         return terms | {("temporary", "intermediate results"): temporary}
 
-    def _kept(self) -> dict[tuple[str, str], int]:
-        """What a rank keeps from step to step, wherever it is; of counters, those that its device has."""
-        units, updated = self.resting, self.updated
-        held = sum(unit.shard() for unit in units) * self.itemsize
-        packed = [p.numel for unit in units for p in unit.parameters.values() if p.packed]
-        held += sum(quantization.nf4(numel) - numel * self.itemsize for numel in packed)
+    def _persistent_state(self) -> dict[tuple[str, str], int]:
+        """Return what a rank stores from step to step, on whichever device; of counters, those that its device has."""
+        units, updated = self.unit_sizes, self.optimizer_numels
+        held = sum(unit.shard_numel() for unit in units) * self.itemsize
+        quantized = [p.numel for unit in units for p in unit.parameters.values() if p.quantized]
+        held += sum(quantization.nf4_bytes(numel) - numel * self.itemsize for numel in quantized)
         trained = sum(updated) * self.itemsize
-        terms = zero.kept(self) if self.deepspeed else {("parameters", "parameters"): held}
+        terms = zero.persistent_state(self) if self.deepspeed else {("parameters", "parameters"): held}
         if self.strategy in ("ddp", "zero1"):
-            whole = sum(unit.shard(trained=True) for unit in units) * self.itemsize
-            terms["all-reduce buckets", "all-reduce buckets"] = whole
+            unsharded = sum(unit.shard_numel(trained=True) for unit in units) * self.itemsize
+            terms["all-reduce buckets", "all-reduce buckets"] = unsharded
         if self.optimizer == "adamw-8bit":
             terms |= {("optimizer state", name): size for name, size in quantization.adam_states(updated).items()}
         for name in STATES[self.optimizer]:
@@ -198,50 +244,57 @@ class Plan:
         return terms
 
     def timeline(self, first: bool = False) -> dict[str, tuple[int, dict]]:
-        """The highest moment of each place of a step: {place: (bytes, {(category, name): bytes})}, in order.
+        """Return the peak of each phase of a step: {phase: (bytes, {(category, name): bytes})}, in order.
 
-        first: the step in which the optimizer makes its state.
+        Args:
+            first: take the step in which the optimizer creates its state.
         """
-        return self._step(first).run() if first else self.steady[0]
+        return self._step(first).run() if first else self.steady_step.timeline
 
     @cached_property
-    def steady(self) -> tuple[dict, dict, Counter]:
-        """Of a steady step, walked through once: (its timeline, what each term is made of, what DeepSpeed has sent)."""
+    def steady_step(self) -> SteadyStep:
+        """A step from the second on, simulated once."""
         step = self._step(first=False)
-        return step.run(), step.tape.each, getattr(step.rules, "sent", Counter())
+        return SteadyStep(step.run(), step.tape.tensor_sizes, getattr(step.rules, "sent", Counter()))
 
     def _step(self, first: bool) -> Step:
         return StageStep(self, first) if self.pipeline else Step(self, first)
 
     def peak(self, first: bool = False) -> tuple[str, dict]:
-        """(place, {(category, name): bytes}) of the highest moment of a step; of equal ones the last."""
-        moments = self.timeline(first)
-        where = max(reversed(moments), key=lambda place: moments[place][0])
-        return where, moments[where][1]
+        """Return the peak of a step: (phase, {(category, name): bytes}); the last one of equal peaks.
 
-    def of_fullest_rank(self) -> "Plan":
-        """The same for the rank with the highest peak, where ranks differ: see ``rank``, and ``zero.fullest``."""
-        plans = [self if rank == self.rank else replace(self, rank=rank) for rank in zero.fullest(self)]
+        Args:
+            first: take the step in which the optimizer creates its state.
+        """
+        timeline = self.timeline(first)
+        phase = max(reversed(timeline), key=lambda phase: timeline[phase][0])
+        return phase, timeline[phase][1]
+
+    def for_peak_rank(self) -> "Plan":
+        """Return the plan of the rank with the highest peak: see ``rank``, and ``zero.peak_rank_candidates``."""
+        candidates = zero.peak_rank_candidates(self)
+        plans = [self if rank == self.rank else replace(self, rank=rank) for rank in candidates]
         return max(plans, key=lambda plan: sum(plan.peak()[1].values())) if len(plans) > 1 else plans[0]
 
     def explain(self) -> list[tuple]:
-        """The terms of the peak, the largest first: [((category, name), bytes, its numbers as text), …]."""
-        _, each, _ = self.steady
+        """Return the terms of the peak, the largest first: [((category, name), bytes, its factors as text), …]."""
+        sizes = self.steady_step.tensor_sizes
         largest_first = sorted(self.peak()[1].items(), key=lambda item: -item[1])
-        return [(term, size, self._numbers(size, *each[term])) for term, size in largest_first]
+        return [(term, size, self._factors(size, *sizes[term])) for term, size in largest_first]
 
-    def _numbers(self, size: int, numel: int, itemsize: int, of_samples: bool) -> str:
+    def _factors(self, size: int, numel: int, itemsize: int, per_sample: bool) -> str:
         samples = self.blueprint.samples
-        times = size // (numel * itemsize)
-        many = f"{times} × " if times > 1 else ""
-        if of_samples and itemsize > 1 and numel > samples and numel % samples == 0:
-            return f"{many}{samples:,} samples × {numel // samples:,} numbers × {itemsize} bytes"
-        return f"{many}{numel:,} numbers × {itemsize} bytes" if itemsize > 1 else f"{many}{numel:,} bytes"
+        count = size // (numel * itemsize)
+        many = f"{count} × " if count > 1 else ""
+        if per_sample and itemsize > 1 and numel > samples and numel % samples == 0:
+            return f"{many}{samples:,} samples × {numel // samples:,} elements × {itemsize} bytes"
+        return f"{many}{numel:,} elements × {itemsize} bytes" if itemsize > 1 else f"{many}{numel:,} bytes"
 
     def traffic(self) -> list[dict]:
-        """A step's collectives: [{"kind", "count", "bytes", "ranks", "dimension"}, …].
+        """Return a step's collectives: [{"kind", "count", "bytes", "ranks", "dimension"}, …].
 
-        bytes: of the whole tensor, as labkit/measuring/trace.py counts. ranks: how many take part in one. dimension: of
-        FSDP2's mesh, along which these lie; None for the pairs and the like of reshard N, and for the other strategies.
+        "bytes" are those of the unsharded tensor, as labkit/measuring/trace.py counts. "ranks" take part in one
+        collective. "dimension" is that of FSDP2's mesh, along which they lie; None for the groups of reshard N, and
+        under the other strategies.
         """
-        return self.pipeline.traffic(self) if self.pipeline else traffic.of_step(self)
+        return self.pipeline.traffic(self) if self.pipeline else traffic.step_collectives(self)

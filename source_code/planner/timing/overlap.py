@@ -1,196 +1,247 @@
-"""What hides behind what in a step: DDP's and FSDP's collectives, each on the lane of its link, beside compute. No torch.
+"""Which communication of a step is hidden: DDP's and FSDP's collectives, each on its link's stream, next to compute.
 
-A lane does one thing at a time, in the order in which things are handed to it. There is one for compute, one for the
-links within a node, one for the network between nodes. In the order of a step:
+A stream does one thing at a time, in order. There is one for compute, one for the links within a node, and one for the
+network between nodes.
 
   FSDP  A unit is gathered while the one before it computes, in forward and in backward (with --prefetch N: up to N
-        before); the first has nothing to hide behind. A unit's gradients are reduced while the backward of the units
-        before it goes on; the last unit's, which is the root, have nothing left to hide behind.
-  DDP   A bucket is reduced from when its last gradient is there; the last bucket is full when backward is over.
+        before); nothing hides the first gather. A unit's gradients are reduced while backward goes on with the units
+        before it; nothing hides the last reduction, which is the root's.
+  DDP   A bucket is reduced as soon as its last gradient is ready; the last bucket is full when backward ends.
 
-Under gloo FSDP waits for each call, as PyTorch makes them without a stream to put them on: nothing hides. DDP hands
-its buckets to gloo's own threads.
+Under gloo, FSDP waits for each collective, as PyTorch issues them without a stream: nothing is hidden. DDP hands its
+buckets to gloo's own threads.
 
-Sources: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py; planner/parallel/traffic.py's
-``buckets`` for DDP. Not in it: NCCL's kernels take a share of the GPU from the compute beside which they run, and
-FSDP's gathers and reductions may share a link instead of queueing up.
+Sources: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py; ``traffic.ddp_buckets``. Not
+modeled: NCCL's kernels take a share of the GPU from the compute they run next to, and FSDP's gathers and reductions may
+share a link instead of queueing. Imports no torch.
 """
 
+from collections.abc import Callable
 from itertools import accumulate, groupby
 
-from planner.models.flops import of_modules
+from planner.models.flops import module_flops
 from planner.parallel import zero
 from planner.parallel.strategies import Unit
-from planner.parallel.traffic import buckets
+from planner.parallel.traffic import ddp_buckets
 
-WALKED = 4  # micro-batches; from then on one more takes as long as the last
+MAX_SIMULATED_MICRO_BATCHES = 4  # each further one takes as long as the last
 
 
-class Lanes:
-    """When compute and each link are free again: seconds since the step began.
+class Streams:
+    """When compute and each link are free again.
 
-    seconds_of(call) → (lane, seconds) of a collective as ``Plan.traffic`` describes it, without a count.
-    blocking: compute waits for each collective.
+    Attributes:
+        seconds_of: seconds_of(collective) → (stream, seconds); a collective as in ``Plan.traffic``, without its count.
+        blocking: whether compute waits for each collective.
+        now: seconds from the start of the step to the end of compute so far.
+        free: {stream: seconds from the start of the step}.
+        calls: the collectives so far.
     """
 
-    def __init__(self, seconds_of, blocking: bool = False):
+    def __init__(self, seconds_of: Callable[[dict], tuple[str, float]], blocking: bool = False):
         self.seconds_of, self.blocking = seconds_of, blocking
         self.now, self.free = 0.0, {}
         self.calls = []
 
     def compute(self, seconds: float, after: float = 0.0):
+        """Compute for ``seconds``, not before the time ``after``."""
         self.now = max(self.now, after) + seconds
 
     def send(self, call: dict, ready: float) -> float:
-        """When it is done. ready: from when on it can begin."""
+        """Queue a collective that can begin at ``ready``, and return when it ends."""
         self.calls.append(call)
-        lane, seconds = self.seconds_of(call)
-        end = self.free[lane] = max(ready, self.free.get(lane, 0.0)) + seconds
+        stream, seconds = self.seconds_of(call)
+        end = self.free[stream] = max(ready, self.free.get(stream, 0.0)) + seconds
         if self.blocking:
             self.now = end
         return end
 
     @property
     def end(self) -> float:
+        """When everything is done."""
         return max([self.now, *self.free.values()])
 
 
-def step_end(plan, seconds_of, compute: float, blocking: bool = False) -> float:
-    """Seconds that a step of one process, DDP, ZeRO-1 or FSDP takes, of which ``compute`` in all its modules together."""
+def step_end(plan, seconds_of: Callable[[dict], tuple[str, float]], compute: float, blocking: bool = False) -> float:
+    """Return the seconds that a step of one process, DDP, ZeRO-1, or FSDP takes.
+
+    Args:
+        plan: the ``Plan``.
+        seconds_of: see ``Streams``.
+        compute: seconds of computation in all modules and micro-batches together.
+        blocking: whether FSDP's compute waits for each collective.
+    """
     each = compute / plan.micro_batches
-    if plan.micro_batches <= WALKED:
-        return walked(plan, seconds_of, each, blocking, plan.micro_batches).end
-    before, last = (walked(plan, seconds_of, each, blocking, count).end for count in (WALKED - 1, WALKED))
-    return last + (plan.micro_batches - WALKED) * (last - before)
+    if plan.micro_batches <= MAX_SIMULATED_MICRO_BATCHES:
+        return simulate(plan, seconds_of, each, blocking, plan.micro_batches).end
+    counts = (MAX_SIMULATED_MICRO_BATCHES - 1, MAX_SIMULATED_MICRO_BATCHES)
+    before, last = (simulate(plan, seconds_of, each, blocking, count).end for count in counts)
+    return last + (plan.micro_batches - MAX_SIMULATED_MICRO_BATCHES) * (last - before)
 
 
-def walked(plan, seconds_of, compute: float, blocking: bool, micro_batches: int) -> Lanes:
-    """The lanes after a step of so many micro-batches, each of which computes for so many seconds."""
-    lanes = Lanes(seconds_of, blocking and plan.shards_parameters)
-    seconds = shared_out(compute, of_modules(plan))
-    walk = (Sharded if plan.shards_parameters else Replicated)(plan, lanes, seconds)
+def simulate(
+    plan, seconds_of: Callable[[dict], tuple[str, float]], compute: float, blocking: bool, micro_batches: int
+) -> Streams:
+    """Return the streams after a step.
+
+    Args:
+        plan: the ``Plan``.
+        seconds_of: see ``Streams``.
+        compute: seconds of computation in a micro-batch.
+        blocking: whether FSDP's compute waits for each collective.
+        micro_batches: how many the step has.
+    """
+    streams = Streams(seconds_of, blocking and plan.shards_parameters)
+    seconds = split_by_flops(compute, module_flops(plan))
+    step = (Sharded if plan.shards_parameters else Replicated)(plan, streams, seconds)
     for number in range(micro_batches):
-        walk.forward()
-        walk.backward(syncs=plan.reductions > 1 or number == micro_batches - 1)
-    walk.after_optimizer()
-    return lanes
+        step.forward()
+        step.backward(syncs=plan.reductions > 1 or number == micro_batches - 1)
+    step.after_optimizer()
+    return streams
 
 
-def shared_out(seconds: float, flops: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """(forward, backward) of each module: its share by its operations."""
-    a_flop = seconds / (sum(map(sum, flops)) or 1.0)
-    return [(forward * a_flop, backward * a_flop) for forward, backward in flops]
+def split_by_flops(seconds: float, flops: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Divide ``seconds`` among modules in proportion to their operations: [(forward, backward), …]."""
+    seconds_per_flop = seconds / (sum(map(sum, flops)) or 1.0)
+    return [(forward * seconds_per_flop, backward * seconds_per_flop) for forward, backward in flops]
 
 
 class Replicated:
-    """Each rank has the whole model: one process, DDP. seconds: (forward, backward) of each module."""
+    """A step of one process, DDP, or ZeRO-1, where each rank has the whole model.
 
-    def __init__(self, plan, lanes: Lanes, seconds: list[tuple[float, float]]):
-        self.plan, self.lanes, self.seconds = plan, lanes, seconds
+    Attributes:
+        seconds: (forward, backward) of each module.
+    """
+
+    def __init__(self, plan, streams: Streams, seconds: list[tuple[float, float]]):
+        self.plan, self.streams, self.seconds = plan, streams, seconds
 
     def forward(self):
-        self.lanes.compute(sum(forward for forward, _ in self.seconds))
+        """Compute a micro-batch's forward."""
+        self.streams.compute(sum(forward for forward, _ in self.seconds))
 
     def backward(self, syncs: bool):
-        """A bucket is full when so many bytes of gradients are there; within a module they come evenly."""
-        plan, lanes = self.plan, self.lanes
-        full = list(accumulate(buckets(plan))) if syncs and plan.strategy != "single" else []
-        sizes, there = iter(buckets(plan)), 0
+        """Compute a micro-batch's backward, and reduce each bucket when it is full.
+
+        A module's gradients become ready evenly over its backward.
+        """
+        plan, streams = self.plan, self.streams
+        full = list(accumulate(ddp_buckets(plan))) if syncs and plan.strategy != "single" else []
+        sizes, ready = iter(ddp_buckets(plan)), 0
         for module, (_, seconds) in reversed([*zip(plan.blueprint.modules, self.seconds, strict=True)]):
-            arriving = plan.itemsize * Unit([module], plan.blueprint.tied, 1, False, plan.itemsize).numel(trained=True)
-            while full and full[0] <= there + arriving:
-                share = (full.pop(0) - there) / arriving
+            unit = Unit([module], plan.blueprint.tied, shards=1, flat=False, itemsize=plan.itemsize)
+            arriving = plan.itemsize * unit.numel(trained=True)
+            while full and full[0] <= ready + arriving:
+                share = (full.pop(0) - ready) / arriving
                 call = {"kind": "all-reduce", "bytes": next(sizes), "ranks": plan.ranks, "dimension": None}
-                lanes.send(call, ready=lanes.now + share * seconds)
-            there += arriving
-            lanes.compute(seconds)
+                streams.send(call, ready=streams.now + share * seconds)
+            ready += arriving
+            streams.compute(seconds)
 
     def after_optimizer(self):
-        """ZeRO-1: each rank hands round the parameters that it has updated."""
-        for size in zero.numels(self.plan) if self.plan.strategy == "zero1" else ():
-            call = {
-                "kind": "broadcast",
-                "bytes": size * self.plan.itemsize,
-                "ranks": self.plan.ranks,
-                "dimension": None,
-            }
-            self.lanes.send(call, ready=self.lanes.end)
+        """Broadcast the parameters that each rank has updated, under ZeRO-1."""
+        plan = self.plan
+        for numel in zero.parameter_numels(plan) if plan.strategy == "zero1" else ():
+            call = {"kind": "broadcast", "bytes": numel * plan.itemsize, "ranks": plan.ranks, "dimension": None}
+            self.streams.send(call, ready=self.streams.end)
 
 
 class Sharded:
-    """FSDP: units are gathered and reduced. seconds: (forward, backward) of each module."""
+    """A step of FSDP, where units are gathered and reduced.
 
-    def __init__(self, plan, lanes: Lanes, seconds: list[tuple[float, float]]):
-        self.plan, self.lanes = plan, lanes
+    Attributes:
+        units: the root first.
+        order: [(number of a unit, seconds of its forward, of its backward), …]: consecutive modules of a unit together.
+        ahead: units that are gathered ahead.
+        gathered_at: {number of a unit that is gathered, or will be: when it is ready}.
+        dimensions: of the mesh, along which shards and replicas lie.
+    """
+
+    def __init__(self, plan, streams: Streams, seconds: list[tuple[float, float]]):
+        self.plan, self.streams = plan, streams
         self.units = plan.make_units()
         modules = plan.blueprint.modules
         number_of = {module: number for number, unit in enumerate(plan.units) for module in unit}
         timed = zip((number_of[module] for module in modules), seconds, strict=True)
-        self.order = [  # what of a unit comes together: (its number, seconds of forward, of backward)
+        self.order = [
             (number, *map(sum, zip(*(times for _, times in together), strict=True)))
             for number, together in groupby(timed, key=lambda one: one[0])
         ]
         self.ahead = max(1, plan.prefetch)
-        self.arrived = {}  # number of a unit that is gathered, or will be → when it is there
-        self.names = ("shard", "replicate") if plan.strategy == "fsdp2" else (None, None)
+        self.gathered_at = {}
+        self.dimensions = ("shard", "replicate") if plan.strategy == "fsdp2" else (None, None)
 
     def forward(self):
-        entered = 0  # the last unit but for the root, which comes before and after all others
+        """Compute a micro-batch's forward, gathering units ahead."""
+        entered = 0  # the last unit except the root, which comes before and after all others
         for number, seconds, _ in self.order:
             entered = number or entered
             self.compute(number, seconds, self.units_after(entered), self.plan.shards)
-            if not self.stays(number):
-                del self.arrived[number]
+            if not self.stays_gathered(number):
+                del self.gathered_at[number]
 
-    def stays(self, number: int) -> bool:
-        """From forward to backward: the root, which comes last and first, and but for FSDP1's a head that is apart."""
+    def stays_gathered(self, number: int) -> bool:
+        """Return whether a unit stays gathered until backward: the root, and, except under FSDP1, a wrapped head."""
         head = not self.plan.flat and self.units[number].kind == "head"
         return number == 0 or head or self.plan.reshard == "false"
 
     def backward(self, syncs: bool):
-        among = int(self.plan.reshard) if self.plan.reshard.isdecimal() else self.plan.shards
+        """Compute a micro-batch's backward, gathering units ahead and reducing their gradients."""
+        group = int(self.plan.reshard) if self.plan.reshard.isdecimal() else self.plan.shards
         entered = len(self.units)
         for number, _, seconds in reversed(self.order):
             entered = number or entered
-            self.compute(number, seconds, self.units_before(entered, ahead=self.ahead if number else 1), among)
+            self.compute(number, seconds, self.units_before(entered, ahead=self.ahead if number else 1), group)
             if number:
-                self.leave(number, syncs)
-        self.leave(0, syncs)
+                self.free_unit(number, syncs)
+        self.free_unit(0, syncs)
 
-    def compute(self, number: int, seconds: float, following: range, among: int):
-        """A module of the unit, which is gathered if that was not done ahead; while it computes, those that follow."""
-        self.gather(number, among)
-        self.lanes.compute(0.0, after=self.arrived[number])
+    def compute(self, number: int, seconds: float, following: range, group: int):
+        """Compute modules of a unit, which is gathered unless it was prefetched; meanwhile gather those that follow.
+
+        Args:
+            number: of the unit.
+            seconds: of the computation.
+            following: the units to gather ahead.
+            group: ranks that gather.
+        """
+        self.gather(number, group)
+        self.streams.compute(0.0, after=self.gathered_at[number])
         for later in following:
-            self.gather(later, among)
-        self.lanes.compute(seconds)
+            self.gather(later, group)
+        self.streams.compute(seconds)
 
     def units_after(self, number: int) -> range:
+        """Return the units to gather ahead in forward."""
         return range(number + 1, min(number + 1 + self.ahead, len(self.units)))
 
     def units_before(self, number: int, ahead: int) -> range:
+        """Return the units to gather ahead in backward."""
         return range(number - 1, max(0, number - 1 - ahead), -1)
 
-    def gather(self, number: int, among: int):
-        if number in self.arrived:
+    def gather(self, number: int, group: int):
+        """All-gather a unit among ``group`` ranks, unless it is gathered."""
+        if number in self.gathered_at:
             return
-        along = self.names[0] if among == self.plan.shards else None
-        size = self.units[number].shard() * self.plan.shards * self.plan.compute_itemsize
-        self.arrived[number] = self.send("all-gather", size, among, along)
+        along = self.dimensions[0] if group == self.plan.shards else None
+        size = self.units[number].shard_numel() * self.plan.shards * self.plan.compute_itemsize
+        self.gathered_at[number] = self.send("all-gather", size, group, along)
 
-    def leave(self, number: int, syncs: bool):
-        """Free a unit after its backward, and reduce its gradients: within its shards, then among the replicas."""
-        self.arrived.pop(number, None)  # --units apart leaves the root without parameters, so it was never gathered
+    def free_unit(self, number: int, syncs: bool):
+        """Free a unit after its backward, and reduce its gradients: among its shards, then among the replicas."""
+        self.gathered_at.pop(number, None)  # a root without parameters was never gathered
         if syncs:
-            part = self.units[number].shard(trained=True) * self.plan.itemsize
-            done = self.send("reduce-scatter", part * self.plan.shards, self.plan.shards, self.names[0])
-            self.send("all-reduce", part, self.plan.replicas, self.names[1], ready=done)
+            size = self.units[number].shard_numel(trained=True) * self.plan.itemsize
+            done = self.send("reduce-scatter", size * self.plan.shards, self.plan.shards, self.dimensions[0])
+            self.send("all-reduce", size, self.plan.replicas, self.dimensions[1], ready=done)
 
     def after_optimizer(self):
-        pass
+        """Do nothing: the parameters are gathered in the next step."""
 
-    def send(self, kind: str, size: int, ranks: int, dimension, ready: float = 0.0) -> float:
-        ready = max(ready, self.lanes.now)
+    def send(self, kind: str, size: int, ranks: int, dimension: str | None, ready: float = 0.0) -> float:
+        """Queue a collective, if there is one, and return when it ends."""
+        ready = max(ready, self.streams.now)
         if not size or (ranks == 1 and (kind == "all-reduce" or self.plan.strategy == "fsdp2")):
-            return ready  # FSDP1 calls a group of one rank all the same
-        return self.lanes.send({"kind": kind, "bytes": size, "ranks": ranks, "dimension": dimension}, ready)
+            return ready  # (FSDP1 calls a group of one rank all the same.)
+        return self.streams.send({"kind": kind, "bytes": size, "ranks": ranks, "dimension": dimension}, ready)
