@@ -1,4 +1,4 @@
-"""What the command plan.py answers, and how it prints it.
+"""Answer what plan.py is asked, and print it.
 
 Each module may import those above it:
 

@@ -1,4 +1,4 @@
-"""What plan.py computes: a plan from its options, its needs and costs, a sweep over strategies, a search for what fits.
+"""Compute what plan.py prints: a plan from its options, its needs and costs, a sweep over strategies, a search.
 
 options: plan.py's ``Options``. Imports no torch.
 """
@@ -100,9 +100,9 @@ def stage_plans(options) -> list[predict.Plan]:
 @cache
 def installed_torch() -> tuple[int, int]:
     """Return the version of the installed PyTorch, which is not imported; without one, the version the planner assumes."""
-    found = find_spec("torch")
+    spec = find_spec("torch")
     try:
-        text = Path(found.origin).with_name("version.py").read_text()
+        text = Path(spec.origin).with_name("version.py").read_text()
         return tuple(map(int, re.search(r"__version__ = '(\d+)\.(\d+)", text).groups()))
     except (AttributeError, TypeError, OSError):
         return predict.Plan.torch

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 
-NEIGHBORS_BELOW = (
-    8  # numbers below the boundary that are tried too: padding makes a shard of 7 ranks larger than one of 6
-)
+# Numbers below the boundary that are tried, too: padding makes a shard of 7 ranks larger than one of 6.
+NEIGHBORS_BELOW = 8
 
 
 def least(needs: Callable[[int], float], limit: float, last: int) -> int | None:

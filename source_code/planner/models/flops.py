@@ -81,8 +81,8 @@ def module_flops(plan) -> list[tuple[float, float]]:
         mixing = attention_flops if module in attending else 0.0
         forward = 2 * every + mixing / 3
         matmuls, attends = module.recomputed
-        again = 2 * matmuls + (mixing / 3 if attends else 0.0)
-        flops.append((share * forward, share * (again + 2 * every + 2 * trained + mixing * 2 / 3)))
+        recomputed = 2 * matmuls + (mixing / 3 if attends else 0.0)
+        flops.append((share * forward, share * (recomputed + 2 * every + 2 * trained + mixing * 2 / 3)))
     return flops
 
 

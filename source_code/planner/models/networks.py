@@ -255,13 +255,15 @@ class GPT:
             self.module("head", head, self.head, wrapped=True),
         ]
 
-    # What they compute. tape: records the operators; x: a module's input; p: its parameters by name.
+    # Their operators. tape: records them; x: the input; p: {name: parameter}. Shapes are those under tp_degree 1.
 
     def batch(self, tape, count, _):
+        """Return tokens and targets, both (batch, length), for ``count`` micro-batches."""
         tokens = self.tokens
         return tape.constant("tokens", tokens, INT64, count), tape.constant("targets", tokens, INT64, count)
 
     def embedding(self, tape, x, p):
+        """Embed tokens (batch, length) → (batch, length, hidden size)."""
         x = tensor_parallel.embedding(tape, x, p["embedding.weight"], self.tp_degree)
         if self.shape.learned_positions:
             table = p["positions.weight"]
@@ -269,14 +271,17 @@ class GPT:
         return self.positions(tape, tensor_parallel.scatter(tape, x, self.tp_degree, self.batch_size), p)
 
     def positions(self, tape, x, _):
+        """Make the tables of cosines and sines, (length, head dimension) each, and return x."""
         size = self.seq_len * self.shape.head_dim, x.itemsize
         tape.rope_tables = [tape.constant(name, *size) for name in ("cosines", "sines")]
         return x
 
     def checkpointed_block(self, tape, x, p):
+        """Run ``block`` under activation checkpointing."""
         return tape.checkpoint(partial(self.block, tape, p=p), x, self.recompute)
 
     def block(self, tape, x, p):
+        """Add attention and feed-forward layer to x (batch, length, hidden size)."""
         if self.shape.norms_per_block == 1:  # attention and feed-forward layer take the same input
             normal = _norm(tape, x, p, "attention_norm")
             both = [layer(tape, normal, p) for layer in (self.attention, self.feed_forward)]
@@ -285,13 +290,14 @@ class GPT:
         return tape.add(attended, self.sublayer(tape, attended, p, "feed_forward"), "block's output")
 
     def sublayer(self, tape, x, p, name):
-        """Norm and layer: a rank has some tokens of the norm's output, the layer needs all, and its outputs are summed."""
+        """Apply norm and layer; a tensor group gathers the tokens in between, and sums and scatters the output."""
         layer = {"attention": self.attention, "feed_forward": self.feed_forward}[name]
         x = tensor_parallel.gather(tape, _norm(tape, x, p, f"{name}_norm"), self.tp_degree, self.batch_size)
         x = tensor_parallel.scatter(tape, layer(tape, x, p), self.tp_degree, self.batch_size)
         return _norm(tape, x, p, f"after_{name}_norm") if self.shape.norms_per_block == 4 else x
 
     def attention(self, tape, x, p):
+        """Attend causally over x (batch, length, hidden size), with rotary positions unless they are learned."""
         shape, tp_degree = self.shape, self.tp_degree
         heads = Heads(
             self.batch_size,
@@ -312,24 +318,29 @@ class GPT:
         return tape.linear(tape.join_heads(mixed, heads), p["output.weight"], p.get("output.bias"))
 
     def feed_forward(self, tape, x, p):
+        """Compute down(silu(gate(x)) · up(x)); without a gate, down(gelu(up(x)))."""
         linear = partial(_linear, tape, p)
         if self.shape.gated:
             return linear("down", tape.multiply(tape.silu(linear("gate", x)), linear("up", x)))
         return linear("down", tape.silu(linear("up", x), "gelu"))
 
     def norm_and_head(self, tape, x, p):
+        """Run ``last_norm`` and ``head`` as one module."""
         return self.head(tape, self.last_norm(tape, x, p), p)
 
     def last_norm(self, tape, x, p):
+        """Normalize x (batch, length, hidden size), all tokens of it."""
         return tensor_parallel.gather(tape, _norm(tape, x, p, "norm"), self.tp_degree, self.batch_size)
 
     def head(self, tape, x, p):
+        """Return logits (batch, length, vocabulary); with ``loss_chunks`` the loss, of which no logits stay."""
         if self.loss_chunks > 1:
             return chunked_loss.chunked_loss(tape, x, p["head.weight"], self.loss_chunks)
         x = _linear(tape, p, "head", x)
         return tape.softcap(x) if self.shape.softcaps_logits else x
 
     def loss(self, tape, output, targets, itemsize):
+        """Return the mean cross-entropy of the head's output, divided by the number of micro-batches."""
         if self.loss_chunks == 1:
             output = tensor_parallel.cross_entropy(tape, tape.to(output, itemsize, "logits"), targets, self.tp_degree)
         return tape.divide(output, "loss, divided by micro-batches")

@@ -113,7 +113,7 @@ class CheckpointFrame:
         kind: what is saved, see ``Autograd.checkpoint``.
         call: (function, its input, whether that needs a gradient).
         rope_tables: the constants that the call uses.
-        holders: the empty ``Saved`` in order; ``filled`` of them have a storage again.
+        holders: the empty ``Saved`` in order; ``filled`` of them are filled.
         outputs: the saved outputs, a list for each operator.
         recomputing: whether the call runs for the second time.
         matmuls: linear layers so far, in forward; then in recomputation.

@@ -1,4 +1,4 @@
-"""The operators of the course's networks, on sizes: what each allocates, saves, and does in backward.
+"""The operators of the course's networks, on sizes: each one's allocations, saved tensors, and backward.
 
 They agree with PyTorch's on the CPU, and with those that it chooses for a GPU, to within a few elements. No torch.
 

@@ -24,10 +24,10 @@ def adam_states(sizes: list[int]) -> dict[str, int]:
     """
     unquantized = [numel for numel in sizes if numel < SMALLEST]
     quantized = [numel for numel in sizes if numel >= SMALLEST]
-    moments = FP32 * sum(unquantized) + sum(quantized)
+    state = FP32 * sum(unquantized) + sum(quantized)
     return {
-        "first moments": moments,
-        "second moments": moments,
+        "first moments": state,
+        "second moments": state,
         "largest of each block": 2 * FP32 * sum(ceil(numel / ADAM_BLOCK) for numel in quantized),
         "codes": 2 * FP32 * CODE if quantized else 0,
     }

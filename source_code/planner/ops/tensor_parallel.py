@@ -1,4 +1,4 @@
-"""Tensor parallelism with sequence parallelism: what is gathered and scattered, and what a vocabulary-parallel loss costs.
+"""Tensor parallelism with sequence parallelism: its gathers and scatters, and its loss of a sharded vocabulary.
 
 The ranks of a tensor group see the same sequences. Each has some columns or rows of every weight, and between the linear
 layers some tokens of every sequence (arXiv:2205.05198). A rank's blueprint (planner/models/networks.py) has its own parts
@@ -15,7 +15,7 @@ from planner.ops.autograd import INT64, AbstractParameter, AbstractTensor
 
 @dataclass(frozen=True)
 class Exchange:
-    """What the ranks of a tensor group send one another in a micro-batch.
+    """The traffic of a tensor group in a micro-batch.
 
     Attributes:
         tp_degree: ranks of the group.

@@ -1,4 +1,4 @@
-"""What each way of parallelizing shards, gathers, and reduces.
+"""Parallelism: how each strategy shards, gathers, and reduces.
 
 Each module may import those above it:
 

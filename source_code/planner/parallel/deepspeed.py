@@ -1,4 +1,4 @@
-"""What DeepSpeed's stages do around each operator and micro-batch: rules for planner/step/simulation.py. No torch.
+"""Simulate DeepSpeed's stages around each operator and micro-batch: rules for planner/step/simulation.py. No torch.
 
 Sources: DeepSpeed 0.19.8, deepspeed/runtime/zero/stage_1_and_2.py, stage3.py, linear.py and partition_parameters.py,
 runtime/engine.py, runtime/fp16/unfused_optimizer.py; and traces of real steps. What each stage stores:
@@ -157,7 +157,7 @@ class Stage2(Bucketed):
         return [sum(numel for _, numel in slice_) for _, slice_ in groupby(owned, key=itemgetter(0))]
 
     def after_micro_batch(self):
-        """Reduce what is left in the bucket, and free it."""
+        """Reduce the rest of the bucket, and free it."""
         self.reduce()
         self.bucket = None
         self.summed_gradients = self.summed_gradients or self.micro_batch_gradients
@@ -293,7 +293,7 @@ class Stage3(Bucketed):
         self.clear_bucket()
 
     def after_micro_batch(self):
-        """Reduce what is left in the bucket."""
+        """Reduce the rest of the bucket."""
         self.reduce()
 
     def before_optimizer(self):

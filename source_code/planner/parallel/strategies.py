@@ -1,4 +1,4 @@
-"""What each strategy adds to a step's memory: when units are gathered and freed, and when gradients are reduced.
+"""Simulate how DDP and FSDP gather and free units, and reduce gradients: rules for planner/step/simulation.py.
 
 ``Replicated`` (one process, DDP), ``FSDP1``, and ``FSDP2`` (and those in planner/parallel/deepspeed.py) are called around
 each unit's forward and backward, where PyTorch calls its own hooks. Imports no torch.
@@ -101,7 +101,7 @@ class Replicated:
 
 
 class Sharded(Replicated):
-    """What FSDP1 and FSDP2 have in common: units are gathered, freed, and gathered again for backward, one ahead."""
+    """The common part of FSDP1 and FSDP2: units are gathered, freed, and gathered again for backward, one ahead."""
 
     gradient_category = "reduce-scatter"
 

@@ -80,7 +80,7 @@ def bucket_numel(plan) -> int:
 
 
 def peak_rank_candidates(plan) -> list[int]:
-    """Return the ranks of which one has the highest peak, to within the bytes of a parameter.
+    """Return the candidates for the rank with the highest peak, to within the bytes of a parameter.
 
     In stages 1 and 2 it is the last rank if activations are high as backward begins, with the gradients of its part.
     """
@@ -102,7 +102,7 @@ def optimizer_numels(plan) -> list[int]:
 
 
 def persistent_state(plan) -> dict[tuple[str, str], int]:
-    """Return what DeepSpeed stores from step to step, except the optimizer's moments: {(category, name): bytes}."""
+    """Return DeepSpeed's persistent memory except Adam's two states: {(category, name): bytes}."""
     stage, itemsize, mine = plan.strategy[-1], plan.parameter_itemsize, sum(optimizer_numels(plan))
     stored = {"0": mine, "1": mine * plan.ranks, "2": mine * plan.ranks, "3": mine}[stage]
     terms = {("parameters", "parameters"): stored * itemsize}

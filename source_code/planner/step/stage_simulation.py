@@ -11,7 +11,7 @@ FREES_SENT_OUTPUTS_SINCE = (2, 15)
 
 
 class InFlight:
-    """What a micro-batch leaves between its forward and its backward, in addition to what operators save.
+    """The tensors of a micro-batch between its forward and its backward, in addition to those that operators save.
 
     Attributes:
         nodes: its operators, as in ``Autograd``.

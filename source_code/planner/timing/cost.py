@@ -1,4 +1,4 @@
-"""What a step costs in time: its collectives within and across nodes, and which of them are hidden. Imports no torch.
+"""Predict the time of a step: its collectives within and across nodes, and which of them are hidden. Imports no torch.
 
 A ring of n ranks sends (n−1)/n of a tensor over each of its edges to gather or to reduce-scatter it, and twice that to
 all-reduce it (chapter 02). Of its edges, one each way crosses the boundary of each node that it touches. So
@@ -107,7 +107,7 @@ def _dimension(collective: dict, plan: Plan) -> str | None:
 
 @cache
 def _leaving_edges(ranks: int, n: int, stride: int, node_size: int) -> int:
-    """Return how many edges leave one node, of the rings of groups of n ranks that are ``stride`` apart."""
+    """Return how many edges leave one node, in the rings of groups of n ranks with this stride."""
     if n == 1:
         return 0
     edges = Counter()

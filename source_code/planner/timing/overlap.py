@@ -1,4 +1,4 @@
-"""Which communication of a step is hidden: DDP's and FSDP's collectives, each on its link's stream, next to compute.
+"""Simulate which communication of a step is hidden: DDP's and FSDP's collectives, each on its link's stream.
 
 A stream does one thing at a time, in order. There is one for compute, one for the links within a node, and one for the
 network between nodes.
@@ -28,7 +28,7 @@ MAX_SIMULATED_MICRO_BATCHES = 4  # each further one takes as long as the last
 
 
 class Streams:
-    """When compute and each link are free again.
+    """The times at which compute and each link become free.
 
     Attributes:
         seconds_of: seconds_of(collective) → (stream, seconds); a collective as in ``Plan.traffic``, without its count.
