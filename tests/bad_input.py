@@ -285,7 +285,7 @@ def too_little():
 
 def odd_heads():
     from labkit.training.models import GPT
-    from planner.shapes import GPTShape
+    from planner.models.shapes import GPTShape
     return GPT(GPTShape(num_hidden_layers=1, hidden_size=30, num_attention_heads=4, num_key_value_heads=4, intermediate_size=8)), (), None
 
 def broken():

@@ -233,6 +233,14 @@ def storage_of(thing):
     return getattr(thing, "storage", thing)
 
 
+def test_options_of_a_plan_are_named():
+    """By position, two of them could be swapped unnoticed."""
+    with pytest.raises(TypeError, match="positional"):
+        predict.Plan(networks.gpt(GPT_SHAPES["tiny"], 1, 16), "fsdp2", 4, 2)
+    with pytest.raises(TypeError, match="positional"):
+        networks.gpt(GPT_SHAPES["tiny"], 1, 16, "none", None, 2)
+
+
 def test_explained_terms_add_up_to_the_peak():
     predicted = plan(recompute="selective")
     assert sum(size for _, size, _ in predicted.explain()) == predict.total(predicted.peak()[1])
