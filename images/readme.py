@@ -40,7 +40,7 @@ def planned() -> dict[str, dict]:
     found = {}
     for way, given in WAYS.items():
         asked = plan.Options(model="llama3-8b", ranks=8, seq=4096, gpu="h100", **given)
-        found[way] = predict.by_category(plan.plan_of(asked).peak()[1])
+        found[way] = predict.by_category(plan.plan_from_options(asked).peak()[1])
     return found
 
 

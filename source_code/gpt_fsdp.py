@@ -31,9 +31,9 @@ from labkit.running import options, preemption, preflight, progress, ranks
 from labkit.running.options import RESHARD, SHARDED, option
 from labkit.training import checkpoints, models, recompute, saving, text
 from labkit.training.tensor_parallel import tensor_parallel
-from planner import flops, networks
-from planner.mesh import FORM, Mesh, arrange
-from planner.shapes import GPT_SHAPES, GPTShape
+from planner.models import flops, networks
+from planner.models.shapes import GPT_SHAPES, GPTShape
+from planner.parallel.mesh import FORM, Mesh, arrange
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
@@ -431,12 +431,12 @@ class Config(options.Training):
             raise UserError("FSDP1 with --cpu-offload forgets all but the last micro-batch: use --sync last")
         if self.strategy == "fsdp1" and self.clip and self.precision == "fp64":
             raise UserError("FSDP1 computes the norm that --clip needs in fp32: leave --precision fp64 out")
-        options.check_choices(self, self.shape.tied)
+        options.check_choices(self, self.shape.tie_word_embeddings)
 
     @property
     def shape(self) -> GPTShape:
         shape = GPT_SHAPES[self.preset]
-        return shape if self.tied is None else dataclasses.replace(shape, tied=self.tied)
+        return shape if self.tied is None else dataclasses.replace(shape, tie_word_embeddings=self.tied)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -473,7 +473,7 @@ class Config(options.Training):
             }
             for what in (name for name, given in refused.items() if given):
                 raise UserError(f"--mesh {self.mesh} splits matrix products, which goes without {what}")
-            self.shape.check_split(mesh.tensor, self.seq_len)
+            self.shape.check_tensor_parallel(mesh.tensor, self.seq_len)
         return mesh
 
 

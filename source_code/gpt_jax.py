@@ -27,8 +27,9 @@ from labkit.measuring import records
 from labkit.running import options, progress
 from labkit.running.options import option
 from labkit.training import checkpoints, jax_world, models, text
-from planner import flops, jax_sharding
-from planner.shapes import GPT_SHAPES, GPTShape
+from planner.models import flops
+from planner.models.shapes import GPT_SHAPES, GPTShape
+from planner.parallel import jax_sharding
 
 with jax_world.imports(__name__):  # if it is not installed: one sentence
     import jax
@@ -224,7 +225,9 @@ def planned(config, world) -> int:
     """Bytes that a device needs in any case: what persists, and gradients or what backward needs at the very least."""
     shape, cut, itemsize = config.shape, config.strategy in CUT, 8 if config.precision == "fp64" else 4
     kept = jax_sharding.persistent(shape, world.world_size if cut else 1, config.min_size, itemsize)
-    inputs = shape.layers * config.batch_size * config.seq_len * shape.width * itemsize  # of the blocks
+    inputs = (
+        shape.num_hidden_layers * config.batch_size * config.seq_len * shape.hidden_size * itemsize
+    )  # of the blocks
     return sum(kept.values()) + max(kept["parameters", "parameters"], inputs)
 
 
@@ -381,7 +384,10 @@ class Config(options.Training):
         axes = {name: int(size) for name, size in (pair.split("=") for pair in self.mesh.split(","))}
         if prod(axes.values()) != devices:
             raise UserError(f"--mesh {self.mesh} is for {prod(axes.values())} devices, but there are {devices}")
-        parts = {"heads of keys and values": self.shape.kv_heads, "hidden numbers": self.shape.hidden}
+        parts = {
+            "heads of keys and values": self.shape.num_key_value_heads,
+            "hidden numbers": self.shape.intermediate_size,
+        }
         for what, count in parts.items():
             if count % axes.get("tensor", 1):
                 raise UserError(f"the {count} {what} cannot be shared evenly by the devices of --mesh {self.mesh}")

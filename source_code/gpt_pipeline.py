@@ -20,9 +20,10 @@ import torch.nn.functional as F
 from labkit.running import options, preflight, ranks
 from labkit.running.options import option
 from labkit.training import models
-from planner import networks, pipeline
-from planner.mesh import FORM, Mesh, arrange
-from planner.shapes import GPT_SHAPES, GPTShape
+from planner.models import networks
+from planner.models.shapes import GPT_SHAPES, GPTShape
+from planner.parallel import pipeline
+from planner.parallel.mesh import FORM, Mesh, arrange
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -40,7 +41,7 @@ class Stage(nn.Module):
     def __init__(self, gpt: models.GPT, index: int, stages: int, bf16: bool):
         super().__init__()
         self.shape, self.index, self.stages, self.bf16 = gpt.shape, index, stages, bf16
-        mine = pipeline.blocks_of(len(gpt.blocks), stages)[index]
+        mine = pipeline.split_blocks(len(gpt.blocks), stages)[index]
         self.blocks = nn.ModuleDict({str(i): gpt.blocks[i] for i in mine})
         self.embedding = gpt.embedding if self.first else None
         self.norm, self.head = (gpt.norm, gpt.head) if self.last else (None, None)
@@ -58,7 +59,7 @@ class Stage(nn.Module):
             if self.first:
                 x = self.embedding(x)
             # Every stage makes these tables for itself: that is less than to send them.
-            rotation = models.rotary(x.shape[1], self.shape.width // self.shape.heads, x)
+            rotation = models.rotary(x.shape[1], self.shape.head_dim, x)
             for block in self.blocks.values():
                 x = block(x, rotation)
             return self.head(self.norm(x)) if self.last else x
@@ -128,7 +129,7 @@ def compute_loss(model, inputs, targets, config):
     """
     x = inputs
     if not model.first:
-        x = torch.empty(*inputs.shape, config.shape.width, dtype=config.dtype, device=inputs.device)
+        x = torch.empty(*inputs.shape, config.shape.hidden_size, dtype=config.dtype, device=inputs.device)
         dist.recv(x, model.index - 1)
     x = model(x)
     if model.last:

@@ -41,12 +41,16 @@ from typing import Literal
 from labkit import UserError
 from labkit.running.options import RESHARD, SHARDED, check_choices, flag, leave, option, parse
 from labkit.running.options import Options as Base
-from planner import cost, huggingface, networks, pipeline, predict, report
-from planner.answers import STRATEGIES, describe, find, plan_of, sweep
+from planner import predict
+from planner.cli import report
+from planner.cli.commands import STRATEGIES, describe, find, plan_from_options, sweep
 from planner.gpus import GPU, GPUS
-from planner.mesh import FORM, arrange
-from planner.plan import STATES
-from planner.shapes import GPT_SHAPES, GPTShape
+from planner.models import huggingface, networks
+from planner.models.shapes import GPT_SHAPES, GPTShape
+from planner.parallel import pipeline
+from planner.parallel.mesh import FORM, arrange
+from planner.step.plan import STATES
+from planner.timing import cost
 
 MODEL = "llama3-8b"  # unless --model or --config names another
 TORCHS = ("single", "ddp", "zero1", "fsdp1", "fsdp2")  # what DeepSpeed makes of some choices is not predicted
@@ -182,7 +186,7 @@ class Options(Base):
             self.check_own()
         if self.simulate and (self.cpu_offload or self.optimizer == "adamw-8bit" or self.frozen == "nf4"):
             raise UserError("neither --cpu-offload, adamw-8bit nor nf4 is simulated: leave --simulate out")
-        check_choices(self, bool(self.shape and self.shape.tied))
+        check_choices(self, bool(self.shape and self.shape.tie_word_embeddings))
         changed = [f.name for f in dataclasses.fields(self) if f.name in ALONE and getattr(self, f.name) != f.default]
         if changed and self.stages > 1:
             raise UserError(f"a pipeline is not planned together with {flag(changed[0])}: leave one of them out")
@@ -215,11 +219,15 @@ class Options(Base):
             raise UserError(f"hf_fsdp.py, which is simulated, has no --recompute {self.recompute}: take none or full")
         if self.strategy == "fsdp1":
             raise UserError("hf_fsdp.py, which is simulated, shards by FSDP2 alone: take --strategy fsdp2 or single")
-        if self.strategy == "fsdp2" and (self.units == "apart") == self.shape.tied:
-            theirs = "one unit with the rest, as they share a weight" if self.shape.tied else "units of their own"
+        if self.strategy == "fsdp2" and (self.units == "apart") == self.shape.tie_word_embeddings:
+            theirs = (
+                "one unit with the rest, as they share a weight"
+                if self.shape.tie_word_embeddings
+                else "units of their own"
+            )
             raise UserError(
                 f"in hf_fsdp.py, which is simulated, embedding and head are {theirs}: "
-                f"give --units {'blocks' if self.shape.tied else 'apart'}"
+                f"give --units {'blocks' if self.shape.tie_word_embeddings else 'apart'}"
             )
 
     def check_answers(self):
@@ -257,7 +265,7 @@ class Options(Base):
     @property
     def longest(self) -> int:
         """Tokens of a sequence at most: as many as there are learned positions."""
-        return self.shape.positions or 10**9
+        return self.shape.learned_positions or 10**9
 
     @property
     def booked(self) -> GPU:
@@ -303,7 +311,7 @@ def answer(options: Options) -> str:
         return json.dumps(found, indent=1) if options.json else page(options, found)
     if options.own:
         return answer_on_own(options)
-    plan = plan_of(options)
+    plan = plan_from_options(options)
     found = describe(options, plan)
     if options.simulate:
         found |= simulated(options)
@@ -311,7 +319,7 @@ def answer(options: Options) -> str:
         draw(options, plan)
     if options.json:
         return json.dumps(found, indent=1)
-    parts = [report.as_text(options, found)]
+    parts = [report.plan_text(options, found)]
     if options.explain:
         parts.append(report.explained(plan))
     if options.simulate:
@@ -338,7 +346,7 @@ def answer_on_own(options: Options) -> str:
     from labkit.training import own_model
 
     build = own_model.load(options.model)
-    plan = plan_of(options, own_model.blueprint(options.model, build))
+    plan = plan_from_options(options, own_model.blueprint(options.model, build))
     # Its error is told as a sentence; PyTorch would log it too, with a page of where it came from.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     with own_model.as_user_error(f"{options.model} cannot be simulated"):

@@ -285,8 +285,8 @@ def too_little():
 
 def odd_heads():
     from labkit.training.models import GPT
-    from planner.shapes import GPTShape
-    return GPT(GPTShape(layers=1, width=30, heads=4, kv_heads=4, hidden=8)), (), None
+    from planner.models.shapes import GPTShape
+    return GPT(GPTShape(num_hidden_layers=1, hidden_size=30, num_attention_heads=4, num_key_value_heads=4, intermediate_size=8)), (), None
 
 def broken():
     return nn.Linear(2, 2), (torch.zeros(1, 3),), lambda module, x: module(x).sum()

@@ -10,7 +10,8 @@ import venv
 import plan
 import pytest
 from labkit.running import launch, options
-from planner import answers, gpus, predict, search
+from planner import gpus, predict
+from planner.cli import commands, search
 from proofs import gpu as gpu_proof
 
 EXAMPLES = re.findall(r"^  python plan\.py (.*?)(?:   .*)?$", plan.__doc__, re.MULTILINE)
@@ -185,7 +186,7 @@ def test_money_is_hours_times_ranks_times_price():
     facts = found("--ranks 8 --tokens 15e9 --price 2.5")
     booked, seconds = facts["booking"], facts["seconds"]
     assert booked["steps"] == 15e9 / (8 * 8192)
-    for number, name in enumerate(("overlapped", "in turn")):
+    for number, name in enumerate(("overlapped", "serial")):
         hours = booked["steps"] * seconds[name] / 3600
         assert booked["hours"][number] == pytest.approx(hours)
         assert booked["gpu_hours"][number] == pytest.approx(8 * hours)
@@ -197,7 +198,7 @@ def test_money_is_hours_times_ranks_times_price():
 def test_throughput_is_a_range():
     facts = found("--ranks 16 --network 1")
     assert facts["samples_per_second_at_least"] < facts["samples_per_second"]
-    assert facts["samples_per_second_at_least"] == pytest.approx(16 * 8192 / facts["seconds"]["in turn"])
+    assert facts["samples_per_second_at_least"] == pytest.approx(16 * 8192 / facts["seconds"]["serial"])
 
 
 def test_recomputing_counts_for_the_hardware_and_not_for_the_model():
@@ -226,11 +227,11 @@ def test_a_figure_is_drawn(tmp_path):
     file = tmp_path / "plan.svg"
     plan.answer(asked(f"--model tiny --ranks 4 --seq 128 --plot {file}"))
     drawn = file.read_text()
-    _, terms = plan.plan_of(asked("--model tiny --ranks 4 --seq 128")).peak()
+    _, terms = plan.plan_from_options(asked("--model tiny --ranks 4 --seq 128")).peak()
     largest = max(terms, key=terms.get)[1]
     assert largest in drawn and "backward of block 3" in drawn
 
 
 def test_planning_is_the_same_walked_once_or_twice():
-    one = plan.plan_of(asked("--ranks 8"))
-    assert one.peak() == one.peak() and predict.total(one.peak()[1]) == answers.in_short(asked("--ranks 8"))["peak"]
+    one = plan.plan_from_options(asked("--ranks 8"))
+    assert one.peak() == one.peak() and predict.total(one.peak()[1]) == commands.row_summary(asked("--ranks 8"))["peak"]

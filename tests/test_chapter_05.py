@@ -9,9 +9,11 @@ import pytest
 import torch
 from labkit.running.lab import Lab
 from labkit.teaching.exercises import chapter_05, check
-from planner import cost, networks, predict
-from planner.plan import Plan
-from planner.shapes import GPT_SHAPES
+from planner import predict
+from planner.models import networks
+from planner.models.shapes import GPT_SHAPES
+from planner.step.plan import Plan
+from planner.timing import cost
 from torch import nn
 
 from notebooks import run_broken
@@ -137,7 +139,9 @@ def test_the_peak_of_every_cut_is_the_arithmetic(strategy, ranks):
 
 def llama(apart=False, one=False):
     """The plan of Llama 3 8B on 32 GPUs, one sequence of 4096 tokens per rank in bf16, blocks recomputed."""
-    blueprint = networks.gpt(GPT_SHAPES["llama3-8b"], batch=1, length=4096, recompute="full", apart=apart)
+    blueprint = networks.gpt(
+        GPT_SHAPES["llama3-8b"], batch_size=1, seq_len=4096, recompute="full", wrap_embeddings=apart
+    )
     if one:
         blueprint = replace(blueprint, modules=tuple(replace(each, wrapped=False) for each in blueprint.modules))
     return Plan(blueprint, "fsdp2", 32, optimizer="adamw-fused", precision="bf16", on_gpu=True, workspaces=True)

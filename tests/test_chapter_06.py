@@ -193,7 +193,7 @@ def test_a_wrong_host_step_is_told_what_is_wrong(answer, words, capsys):
 
 @pytest.mark.parametrize(("ranks", "said"), [(1, "{:.1f} MB less on one rank"), (4, "and {:.1f} on four")])
 def test_what_a_gpu_should_save_is_what_the_planner_says(ranks, said):
-    plan = predict.of_mnist("fsdp2", "size", ranks, 8, device="cuda")
+    plan = predict.mnist_plan("fsdp2", "size", ranks, 8, device="cuda")
     peaks = [predict.total(replace(plan, offload=offload).peak()[1]) for offload in (False, True)]
     text = "".join(cell.source for cell in read(next(FOLDER.glob("06_*.ipynb"))).cells)
     assert said.format((peaks[0] - peaks[1]) / 1e6) in text

@@ -7,7 +7,8 @@ import torch
 from forked import by_value
 from labkit.teaching.exercises import check
 from labkit.teaching.exercises.chapter_08 import SHAPES, all_but_down, reference_kept, the_labs
-from planner import networks, predict, shapes
+from planner import predict
+from planner.models import networks, shapes
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -98,8 +99,10 @@ def test_verdicts_can_fail(what):
 def test_a_block_keeps_what_the_predictor_says(shape, precision):
     kept = []
     for layers in (2, 3):  # each block more adds what one block keeps
-        sizes = shapes.GPTShape(layers, shape.width, shape.heads, shape.kv_heads, shape.hidden)
-        plan = predict.Plan(networks.gpt(sizes, batch=8, length=64), "fsdp2", 2, precision=precision)
+        sizes = shapes.GPTShape(
+            layers, shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads, shape.intermediate_size
+        )
+        plan = predict.Plan(networks.gpt(sizes, batch_size=8, seq_len=64), "fsdp2", 2, precision=precision)
         _, terms = plan.timeline()["backward"]
         kept.append(predict.by_category(terms)["activations"])
     itemsize = {"fp32": 4, "bf16": 2}[precision]
@@ -166,11 +169,13 @@ MM = torch.ops.aten.mm.default
 
 
 def products_only(operator, arguments, shape):
-    return operator is MM and arguments[0].shape[-1] != shape.hidden
+    return operator is MM and arguments[0].shape[-1] != shape.intermediate_size
 
 
 def some_products(operator, arguments, shape):
-    return all_but_down(operator, arguments, shape) and not (operator is MM and arguments[1].shape[-1] == shape.hidden)
+    return all_but_down(operator, arguments, shape) and not (
+        operator is MM and arguments[1].shape[-1] == shape.intermediate_size
+    )
 
 
 def norms_too(operator, arguments, shape):

@@ -12,7 +12,8 @@ from labkit.measuring import records
 from labkit.running import practice_link
 from labkit.running.lab import Lab
 from labkit.teaching.exercises import chapter_10, check
-from planner import cost, predict
+from planner import predict
+from planner.timing import cost
 from proofs import link_sweep
 
 from notebooks import FOLDER, code_cells, lines_of_verdicts, read, run_broken, run_cells
@@ -27,7 +28,7 @@ def test_the_bytes_that_leave_a_node_tell_a_swapped_mesh():
     assert len(failed) == 1 and "HSDP 2x2: what leaves a node" in failed[0]
 
 
-# What leaves a node, by planner.cost
+# What leaves a node, by planner.timing.cost
 
 
 def plan(ranks, **config):

@@ -4,24 +4,26 @@ import dataclasses
 from collections import Counter
 
 import pytest
-from planner import cost, flops, networks, overlap, predict
-from planner.shapes import GPT_SHAPES
+from planner import predict
+from planner.models import flops, networks
+from planner.models.shapes import GPT_SHAPES
+from planner.timing import cost, overlap
 
 TINY = GPT_SHAPES["tiny"]
-TWO_BLOCKS = networks.gpt(dataclasses.replace(TINY, layers=2), 1, 64)
+TWO_BLOCKS = networks.gpt(dataclasses.replace(TINY, num_hidden_layers=2), 1, 64)
 IN_FORWARD, IN_BACKWARD = [0, 1, 1, 1], [0, 2, 2, 2]  # seconds of embedding, block 0, block 1, head: 9 in all
 
 
 @pytest.fixture
 def by_hand(monkeypatch):
-    """lanes(plan, {kind: seconds}) after a step in which modules compute for as long as is said above."""
+    """streams(plan, {kind: seconds}) after a step in which modules compute for as long as is said above."""
 
-    def lanes(plan, seconds, lane=lambda call: "network", blocking=False, embedding=0):
+    def streams(plan, seconds, stream=lambda call: "network", blocking=False, embedding=0):
         computing = [(embedding, 0), *zip(IN_FORWARD[1:], IN_BACKWARD[1:], strict=True)]
-        monkeypatch.setattr(overlap, "of_modules", lambda plan: computing)
-        return overlap.walked(plan, lambda call: (lane(call), seconds[call["kind"]]), 9.0 + embedding, blocking, 1)
+        monkeypatch.setattr(overlap, "module_flops", lambda plan: computing)
+        return overlap.simulate(plan, lambda call: (stream(call), seconds[call["kind"]]), 9.0 + embedding, blocking, 1)
 
-    return lanes
+    return streams
 
 
 def fsdp2(**options):
@@ -66,12 +68,12 @@ def test_under_gloo_fsdp_hides_nothing(by_hand):
 def test_links_within_a_node_and_the_network_work_side_by_side(by_hand):
     """HSDP: reduce-scatters end at 10, 12, 13 within nodes, the all-reduces behind them at 13, 16, 19 between them."""
 
-    def lane(call):
+    def stream(call):
         return "network" if call["kind"] == "all-reduce" else "link"
 
     plan = fsdp2(replicas=2)
-    assert by_hand(plan, ONE | {"all-reduce": 3.0}, lane).end == 19
-    assert by_hand(plan, ONE | {"all-reduce": 3.0}).end > 19  # on one lane they queue
+    assert by_hand(plan, ONE | {"all-reduce": 3.0}, stream).end == 19
+    assert by_hand(plan, ONE | {"all-reduce": 3.0}).end > 19  # on one stream they queue
 
 
 @pytest.mark.parametrize("blocking", [False, True])
@@ -82,7 +84,7 @@ def test_ddp_hides_all_buckets_but_the_last(by_hand, monkeypatch, blocking):
         4 * sum(map(lambda shape: shape[0] * (shape[1] if shape[1:] else 1), module.parameters.values()))
         for module in TWO_BLOCKS.modules
     )
-    monkeypatch.setattr(overlap, "buckets", lambda plan: [head + 3 * block // 2, block // 2 + embedding])
+    monkeypatch.setattr(overlap, "ddp_buckets", lambda plan: [head + 3 * block // 2, block // 2 + embedding])
     assert by_hand(plan, ONE, blocking=blocking).end == 10
     assert by_hand(plan, THREE, blocking=blocking).end == 14
     waits = predict.Plan(TWO_BLOCKS, "ddp", 4, micro_batches=2, sync="last")
@@ -108,11 +110,11 @@ PLANS = {
 def test_a_step_that_is_walked_through_sends_what_the_plan_says(options, accumulated):
     for network in (
         networks.gpt(TINY, 2, 64, "full"),
-        networks.gpt(TINY, 2, 64, apart=True),  # FSDP's root has nothing of its own
+        networks.gpt(TINY, 2, 64, wrap_embeddings=True),  # FSDP's root has nothing of its own
         networks.mnist(8, min_num_params=300),
     ):
         plan = predict.Plan(network, **options | accumulated)
-        done = overlap.walked(plan, lambda call: ("network", 0.0), 1.0, False, plan.micro_batches)
+        done = overlap.simulate(plan, lambda call: ("network", 0.0), 1.0, False, plan.micro_batches)
         walked, planned = Counter(), Counter()
         for c in done.calls:
             walked[tuple(sorted(c.items(), key=str))] += 1
@@ -126,7 +128,7 @@ def test_a_step_that_is_walked_through_sends_what_the_plan_says(options, accumul
 def test_of_many_micro_batches_the_rest_take_as_long_as_the_last(monkeypatch, sync, seconds):
     plan = predict.Plan(TWO_BLOCKS, "fsdp2", 4, micro_batches=9, sync=sync)
     short = overlap.step_end(plan, lambda call: ("network", seconds), 9.0)
-    monkeypatch.setattr(overlap, "WALKED", 100)
+    monkeypatch.setattr(overlap, "MAX_SIMULATED_MICRO_BATCHES", 100)
     assert short == pytest.approx(overlap.step_end(plan, lambda call: ("network", seconds), 9.0))
 
 
@@ -135,8 +137,8 @@ def test_a_step_takes_from_overlapped_to_in_turn():
     for strategy in ("ddp", "zero1", "deepspeed-1", "deepspeed-3", "fsdp1", "fsdp2"):
         plan = predict.Plan(networks.gpt(GPT_SHAPES["llama3-8b"], 1, 8192, "full"), strategy, 16, precision="bf16")
         times = cost.step_time(plan, 8, nvlink, network, 4e14)
-        assert times["compute"] < times["overlapped"] < times["in turn"], strategy
-        assert times["in turn"] == pytest.approx(times["compute"] + times["communication"])
+        assert times["compute"] < times["overlapped"] < times["serial"], strategy
+        assert times["serial"] == pytest.approx(times["compute"] + times["communication"])
         assert times["exposed"] == pytest.approx(times["overlapped"] - times["compute"])
         assert 0 < times["exposed"] < times["communication"]
 
@@ -155,48 +157,50 @@ def test_gloo_waits_for_fsdp_and_passes_more():
 
 def gpt(size="llama3-8b", recompute="none", **options):
     network = networks.gpt(GPT_SHAPES[size], 1, 8192, recompute, **options)
-    return predict.Plan(network, "fsdp2", options.get("tensor", 1), precision="bf16", on_gpu=True)
+    return predict.Plan(network, "fsdp2", options.get("tp_degree", 1), precision="bf16", on_gpu=True)
 
 
 def test_the_model_attends_to_all_and_hardware_to_what_came_before():
     """By hand: Llama 3 8B, 8192 tokens; 32 blocks of 218,112,000 parameters, a head of 128256 × 4096, the last norm."""
     multiplied, matrix = 32 * 218_112_000 + 128_257 * 4096, 32 * 4096 * 8192
-    assert flops.of_model(gpt()) == 8192 * (6 * multiplied + 12 * matrix)
-    assert flops.of_hardware(gpt()) == pytest.approx(8192 * (6 * multiplied + 6 * matrix), rel=1e-12)
+    assert flops.model_flops(gpt()) == 8192 * (6 * multiplied + 12 * matrix)
+    assert flops.hardware_flops(gpt()) == pytest.approx(8192 * (6 * multiplied + 6 * matrix), rel=1e-12)
     # All blocks once more, but not the head; a forward is a third of a step
     again = 8192 * (2 * 32 * 218_112_000 + 2 * matrix)
-    assert flops.of_hardware(gpt(recompute="full")) == pytest.approx(flops.of_hardware(gpt()) + again, rel=1e-12)
-    assert flops.of_model(gpt(recompute="full")) == flops.of_model(gpt())
-    assert flops.of_hardware(gpt(recompute="selective")) == flops.of_hardware(gpt())  # no product is computed again
+    assert flops.hardware_flops(gpt(recompute="full")) == pytest.approx(flops.hardware_flops(gpt()) + again, rel=1e-12)
+    assert flops.model_flops(gpt(recompute="full")) == flops.model_flops(gpt())
+    assert flops.hardware_flops(gpt(recompute="selective")) == flops.hardware_flops(
+        gpt()
+    )  # no product is computed again
 
 
 def test_a_gpu_without_a_fused_kernel_computes_the_masked_half_too():
     plan = predict.Plan(networks.gpt(TINY, 2, 64), "single", precision="fp64", on_gpu=True)
-    assert flops.of_hardware(plan) == pytest.approx(flops.of_model(plan))
-    assert flops.of_hardware(dataclasses.replace(plan, on_gpu=False)) < flops.of_model(plan)
+    assert flops.hardware_flops(plan) == pytest.approx(flops.model_flops(plan))
+    assert flops.hardware_flops(dataclasses.replace(plan, on_gpu=False)) < flops.model_flops(plan)
 
 
 def test_parts_add_up():
     """Of a tensor group, of a pipeline, of micro-batches; adapters leave out the gradients of what is frozen."""
     whole = gpt("1b")
-    assert flops.of_hardware(gpt("1b", tensor=4)) == pytest.approx(flops.of_hardware(whole) / 4)
-    untied = dataclasses.replace(GPT_SHAPES["1b"], tied=False)
+    assert flops.hardware_flops(gpt("1b", tp_degree=4)) == pytest.approx(flops.hardware_flops(whole) / 4)
+    untied = dataclasses.replace(GPT_SHAPES["1b"], tie_word_embeddings=False)
     stages = [networks.gpt(untied, 1, 8192, blocks=blocks) for blocks in (range(7), range(7, 16))]
     parts = [dataclasses.replace(whole, blueprint=stage) for stage in stages]
-    assert sum(map(flops.of_hardware, parts)) == pytest.approx(flops.of_hardware(whole))
-    assert flops.of_hardware(dataclasses.replace(whole, micro_batches=3)) == 3 * flops.of_hardware(whole)
+    assert sum(map(flops.hardware_flops, parts)) == pytest.approx(flops.hardware_flops(whole))
+    assert flops.hardware_flops(dataclasses.replace(whole, micro_batches=3)) == 3 * flops.hardware_flops(whole)
     adapted = gpt("1b", lora=8)
-    assert 0.6 < flops.of_hardware(adapted) / flops.of_hardware(whole) < 0.75
-    (_, forward, *_, last) = flops.of_modules(whole)
+    assert 0.6 < flops.hardware_flops(adapted) / flops.hardware_flops(whole) < 0.75
+    (_, forward, *_, last) = flops.module_flops(whole)
     assert forward[1] == pytest.approx(2 * forward[0]) and last[1] == pytest.approx(2 * last[0])
 
 
 def test_utilisation_of_model_and_hardware():
     plan = gpt(recompute="full")
-    shares = cost.utilisation(plan, seconds=2.0, peak=1e15)
-    assert shares["MFU"] == flops.of_model(plan) / 2e15 and shares["HFU"] == flops.of_hardware(plan) / 2e15
+    shares = cost.utilization(plan, seconds=2.0, peak=1e15)
+    assert shares["MFU"] == flops.model_flops(plan) / 2e15 and shares["HFU"] == flops.hardware_flops(plan) / 2e15
     compute = cost.step_time(plan, 8, cost.LINKS["nvlink"], cost.NETWORKS["ethernet"], flops=4e14)["compute"]
-    assert cost.utilisation(plan, compute, 1e15)["HFU"] == pytest.approx(0.4)
+    assert cost.utilization(plan, compute, 1e15)["HFU"] == pytest.approx(0.4)
 
 
 # What a collective takes
@@ -217,7 +221,12 @@ def test_of_a_hybrid_mesh_the_norm_is_summed_within_a_node(strategy):
         # A node has one rank of each of the eight pairs of replicas.
         assert [other["node"] for other in others] == [8 * c["bytes"] for c in gradients]
         link, network = cost.Link(1e9, 1e-6, ""), cost.Link(1e9, 1.0, "")
-        assert cost.seconds(seen[0], plan, 8, link, network) < 1e-3 < 1 < cost.seconds(seen[1], plan, 8, link, network)
+        assert (
+            cost.collective_seconds(seen[0], plan, 8, link, network)
+            < 1e-3
+            < 1
+            < cost.collective_seconds(seen[1], plan, 8, link, network)
+        )
 
 
 @pytest.mark.parametrize(
@@ -234,17 +243,17 @@ def test_latency_counts_once_a_step_of_the_ring_over_the_slowest_link(kind, back
     plan = predict.Plan(networks.gpt(TINY, 1, 64), "fsdp2", ranks)
     near, far = cost.Link(1e9, 1.0, ""), cost.Link(1e9, 100.0, "")
     call = {"kind": kind, "bytes": 1, "ranks": ranks, "dimension": "shard"}
-    assert cost.seconds(call, plan, 8, near, far, backend) == pytest.approx(latency)
+    assert cost.collective_seconds(call, plan, 8, near, far, backend) == pytest.approx(latency)
 
 
 def test_what_stays_within_a_node_leaves_the_network_to_others(monkeypatch):
-    """Each call of HSDP is on the lane of the slowest link that it crosses."""
-    lanes = {}
+    """Each call of HSDP is on the stream of the slowest link that it crosses."""
+    streams = {}
     monkeypatch.setattr(
         cost.overlap,
         "step_end",
-        lambda plan, timed, *_, **__: lanes.update({c["kind"]: timed(c)[0] for c in plan.traffic()}) or 0.0,
+        lambda plan, timed, *_, **__: streams.update({c["kind"]: timed(c)[0] for c in plan.traffic()}) or 0.0,
     )
     plan = predict.Plan(networks.gpt(TINY, 1, 64), "fsdp2", 16, replicas=2)
     cost.step_time(plan, 8, cost.LINKS["nvlink"], cost.NETWORKS["ethernet"], 1e12)
-    assert lanes == {"all-gather": "link", "reduce-scatter": "link", "all-reduce": "network"}
+    assert streams == {"all-gather": "link", "reduce-scatter": "link", "all-reduce": "network"}

@@ -21,8 +21,9 @@ from labkit.running import launch, notebook_ranks, options, preflight, ranks
 from labkit.running.lab import Lab
 from labkit.running.ranks import Rank
 from labkit.training import checkpoints, models, text
-from planner import flops, predict
-from planner.shapes import GPT_SHAPES
+from planner import predict
+from planner.models import flops
+from planner.models.shapes import GPT_SHAPES
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, Shard
@@ -451,7 +452,7 @@ def test_an_earlier_records_share_of_the_ceiling_is_read_by_its_new_name(value, 
 
 def compiled_and_eager(me):
     """Two blocks, as a third one is compiled like the second; on one rank, as what is compiled sends nothing."""
-    gpt_fsdp.GPT_SHAPES["tiny"] = dataclasses.replace(gpt_fsdp.GPT_SHAPES["tiny"], layers=2)
+    gpt_fsdp.GPT_SHAPES["tiny"] = dataclasses.replace(gpt_fsdp.GPT_SHAPES["tiny"], num_hidden_layers=2)
     return [gpt_fsdp.train(gpt_fsdp.Config(max_steps=12, recompute="selective", compile=c), me) for c in (True, False)]
 
 
@@ -484,7 +485,9 @@ WHOLE, SAVED_AT = 6, 4
 def quick():
     """Here the losses are asked for, which a small model has, too."""
     meters.TRACED_STEPS = range(0)
-    gpt_fsdp.GPT_SHAPES["tiny"] = dataclasses.replace(gpt_fsdp.GPT_SHAPES["tiny"], width=32, hidden=96, layers=2)
+    gpt_fsdp.GPT_SHAPES["tiny"] = dataclasses.replace(
+        gpt_fsdp.GPT_SHAPES["tiny"], hidden_size=32, intermediate_size=96, num_hidden_layers=2
+    )
 
 
 def saved_config(name, me, **given):
@@ -605,9 +608,9 @@ def test_device_without_bf16(monkeypatch):
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [
-        ({"width": 100, "heads": 8}, ("100", "8 heads")),
-        ({"width": 24, "heads": 8, "kv_heads": 8}, ("3", "odd")),
-        ({"kv_heads": 3}, ("4 heads", "3")),
+        ({"hidden_size": 100, "num_attention_heads": 8}, ("100", "8 heads")),
+        ({"hidden_size": 24, "num_attention_heads": 8, "num_key_value_heads": 8}, ("3", "odd")),
+        ({"num_key_value_heads": 3}, ("4 heads", "3")),
     ],
 )
 def test_shapes_that_cannot_be(sizes, said):

@@ -18,7 +18,7 @@ from labkit.running import launch, notebook_ranks
 pytestmark = pytest.mark.long
 HERE = launch.Cluster(launcher="local")
 STEPS, SEQUENCES, RANKS = 6, 16, 4
-SMALL = {"width": 32, "hidden": 96, "layers": 3}  # a quarter of the smallest model's width
+SMALL = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 3}  # a quarter of the smallest model's width
 LORA = {"lora": 4, "lr": 0.02}
 CLIPPED = {"clip": 0.4}  # below most of the norms that occur
 FOUR = {"accumulate": 4}

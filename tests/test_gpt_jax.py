@@ -20,7 +20,7 @@ from labkit.measuring import meters
 from labkit.running import launch, notebook_ranks
 from labkit.running.lab import Lab
 from labkit.training import jax_world
-from planner import jax_sharding
+from planner.parallel import jax_sharding
 from proofs import parity
 
 pytestmark = pytest.mark.long
@@ -143,16 +143,16 @@ def test_donated_arrays_are_not_there_twice(runs):
 def test_collectives_are_those_predicted(name, runs):
     config = config_of(CASES[name])
     how = (config.recompute == "full", config.accumulate)
-    planned = jax_sharding.sums(jax_sharding.traffic(config.shape, config.devices, config.min_size, *how))
-    counted = jax_sharding.sums(runs[name]["traffic"])
+    planned = jax_sharding.bytes_by_kind(jax_sharding.traffic(config.shape, config.devices, config.min_size, *how))
+    counted = jax_sharding.bytes_by_kind(runs[name]["traffic"])
     reduced = ("all-reduce", "fsdp")
     assert counted.pop(reduced) == pytest.approx(planned.pop(reduced), abs=8 * config.accumulate)  # the loss
     assert counted == planned
 
 
 def test_left_to_the_compiler_gradients_are_all_reduced_on_the_cpu(runs):
-    counted = jax_sharding.sums(runs["fsdp"]["traffic"])
-    explicit = jax_sharding.sums(runs["fsdp-explicit"]["traffic"])
+    counted = jax_sharding.bytes_by_kind(runs["fsdp"]["traffic"])
+    explicit = jax_sharding.bytes_by_kind(runs["fsdp-explicit"]["traffic"])
     assert ("reduce-scatter", "fsdp") not in counted
     assert counted["all-gather", "fsdp"] == explicit["all-gather", "fsdp"]
     assert counted["all-reduce", "fsdp"] == explicit["all-reduce", "fsdp"] + explicit["reduce-scatter", "fsdp"]
@@ -205,7 +205,7 @@ def refuse_all(folder) -> dict:
             case = case | {"checkpoint": os.path.join(folder, case["checkpoint"])}
         if name == OTHER_SHAPES:  # those of this version of the course, and of the one that saved
             shapes = gpt_jax.GPT_SHAPES
-            shapes["tiny"] = dataclasses.replace(shapes["tiny"], hidden=256)
+            shapes["tiny"] = dataclasses.replace(shapes["tiny"], intermediate_size=256)
         config = config_of(case | {"record": f"{folder}/refused.json"})
         try:
             gpt_jax.main(config, jax_world.load(config.devices, config.device))

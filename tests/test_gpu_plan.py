@@ -12,11 +12,14 @@ from forked import forked
 from labkit.measuring import gpu_operators, trace
 from labkit.running import lab
 from labkit.training.models import Net
-from planner import answers, attention, networks, predict
-from planner.plan import STEP_COUNTER
-from planner.shapes import GPT_SHAPES, GPTShape
-from planner.sizes import Autograd
-from planner.step import Step
+from planner import predict
+from planner.cli import commands
+from planner.models import networks
+from planner.models.shapes import GPT_SHAPES, GPTShape
+from planner.ops import attention
+from planner.ops.autograd import Autograd
+from planner.step.plan import STEP_COUNTER
+from planner.step.simulation import Step
 from proofs import memory as memory_proof
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,16 +28,39 @@ from torch.utils._pytree import tree_leaves
 LABS = {"gpt": gpt_fsdp, "mnist": mnist_fsdp}
 HERE = gpu_operators.VERSION
 BEFORE_GROUPED = (2, 14)  # a PyTorch whose memory-efficient attention takes no grouped heads
-LLAMA = replace(GPT_SHAPES["llama3-8b"], layers=2)
-LARGE_LLAMA = replace(GPT_SHAPES["llama3-70b"], layers=5)
-UNGROUPED = GPTShape(layers=2, width=64, heads=4, kv_heads=4, hidden=96)
+LLAMA = replace(GPT_SHAPES["llama3-8b"], num_hidden_layers=2)
+LARGE_LLAMA = replace(GPT_SHAPES["llama3-70b"], num_hidden_layers=5)
+UNGROUPED = GPTShape(
+    num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=4, intermediate_size=96
+)
 # Long sequences and little else: here attention's backward is the peak, and with it what it allocates inside.
-NARROW = GPTShape(layers=2, width=128, heads=4, kv_heads=2, hidden=32, vocabulary=16)
+NARROW = GPTShape(
+    num_hidden_layers=2,
+    hidden_size=128,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=32,
+    vocab_size=16,
+)
 # Many short sequences: the matrices are small, and the copy of what math attention returns is the peak.
-SHORT = GPTShape(layers=2, width=128, heads=4, kv_heads=4, hidden=8, vocabulary=8)
-UNEVEN = GPTShape(layers=2, width=96, heads=4, kv_heads=2, hidden=32, vocabulary=16)  # heads and tiles must be padded
-EIGHT_BLOCKS = replace(GPT_SHAPES["tiny"], layers=8)
-MANY_WORDS = replace(GPT_SHAPES["tiny"], layers=1, vocabulary=6000)  # here the logits are the peak
+SHORT = GPTShape(
+    num_hidden_layers=2,
+    hidden_size=128,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    intermediate_size=8,
+    vocab_size=8,
+)
+UNEVEN = GPTShape(
+    num_hidden_layers=2,
+    hidden_size=96,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=32,
+    vocab_size=16,
+)  # heads and tiles must be padded
+EIGHT_BLOCKS = replace(GPT_SHAPES["tiny"], num_hidden_layers=8)
+MANY_WORDS = replace(GPT_SHAPES["tiny"], num_hidden_layers=1, vocab_size=6000)  # here the logits are the peak
 
 
 def gpt(ranks=4, shape=None, version=HERE, workspaces=True, **options):
@@ -77,7 +103,7 @@ TRIED = [
     # Other shapes
     *(gpt(2, UNGROUPED, precision=precision, seq_len=40) for precision in ("fp32", "fp64")),
     gpt(2, UNGROUPED, version=BEFORE_GROUPED, seq_len=40),
-    gpt(2, replace(NARROW, kv_heads=4), seq_len=2048, recompute="full"),
+    gpt(2, replace(NARROW, num_key_value_heads=4), seq_len=2048, recompute="full"),
     gpt(2, SHORT, precision="fp64", seq_len=8, batch_size=256, recompute="full"),
     *(gpt(2, NARROW, seq_len=2048, precision=p, recompute="full", workspaces=w) for p, w in (("bf16", True), ("bf16", False), ("fp32", True))),
     *(gpt(2, UNEVEN, seq_len=500, precision=precision, recompute="full") for precision in ("bf16", "fp32")),
@@ -133,7 +159,7 @@ def planned(one: dict) -> predict.Plan:
             config.lora,
             recompute_every=config.recompute_every,
             loss_chunks=config.loss_chunks,
-            apart=config.units == "apart",
+            wrap_embeddings=config.units == "apart",
         )
         plan = replace(plan, blueprint=network)
     return replace(plan, torch=one["torch"], workspaces=one["workspaces"])
@@ -165,7 +191,7 @@ def test_the_plan_for_a_gpu_is_what_a_gpus_operators_do(simulations, number):
         assert size == max(sum(sizes) for phase, *sizes in found["timeline"] if phase == "optimizer") + losses
 
 
-GROUPED = replace(UNGROUPED, kv_heads=2)
+GROUPED = replace(UNGROUPED, num_key_value_heads=2)
 ONE_RANK = {"strategy": "single", "seq_len": 40, "workspaces": False}
 ONE_AFTER_THE_OTHER = [
     gpt(1, shape, precision=p, **ONE_RANK) for shape in (UNGROUPED, GROUPED) for p in ("fp32", "bf16", "fp64")
@@ -179,27 +205,27 @@ def test_all_highs_of_a_blocks_backward_come_in_their_order(monkeypatch):
         plan = planned(one)
         moments = [(phase, sum(sizes) + plan.itemsize) for phase, *sizes in found["timeline"]]
         real = highs(dropwhile(lambda moment: moment[0] != "backward", moments))
-        walked = []
+        simulated_bytes = []
         with monkeypatch.context() as patch:
-            patch.setattr(Autograd, "change", noting(walked, Autograd.change))
+            patch.setattr(Autograd, "count", noting(simulated_bytes, Autograd.count))
             Step(plan, first=False).run()
-        expected = highs(takewhile(lambda moment: moment[0] != "backward of block 0", since_backward(walked)))
+        expected = highs(takewhile(lambda moment: moment[0] != "backward of block 0", since_backward(simulated_bytes)))
         assert len(expected) > 20
         assert expected == real[: len(expected)], name_of(one)
 
 
-def noting(moments: list, change):
-    """``Autograd.change`` that writes down (place, bytes) each time."""
+def noting(moments: list, count):
+    """Return an ``Autograd.count`` that writes down (phase, bytes) each time."""
 
-    def changed(tape, term, size):
-        change(tape, term, size)
-        moments.append((tape.place, tape.total))
+    def counted(tape, term, size):
+        count(tape, term, size)
+        moments.append((tape.phase, tape.total))
 
-    return changed
+    return counted
 
 
 def since_backward(moments):
-    """From the first of those moments (phase or place, bytes) on that is one of backward."""
+    """From the first of those moments (phase, bytes) on that is one of backward."""
     return dropwhile(lambda moment: not moment[0].startswith("backward"), moments)
 
 
@@ -221,7 +247,7 @@ def test_it_is_tried_with_enough_and_different_things():
 def kernel_of(one: dict) -> str:
     shape = one["shape"] or GPT_SHAPES["tiny"]
     itemsize = {"bf16": 2, "fp64": 8}.get(one["options"].get("precision"), 4)
-    return attention.kernel(True, itemsize, shape.kv_heads < shape.heads, one["torch"])
+    return attention.kernel(True, itemsize, shape.num_key_value_heads < shape.num_attention_heads, one["torch"])
 
 
 @pytest.mark.long
@@ -231,7 +257,7 @@ def test_cudnns_attention_keeps_what_flash_attention_does():
     (found,) = forked(simulated, [tried], True)
     plan = planned(tried)
     predicted = predict.total(plan.peak()[1])
-    layers = GPT_SHAPES["tiny"].layers
+    layers = GPT_SHAPES["tiny"].num_hidden_layers
     assert predicted - sum(found["peak"].values()) == 8 * layers + plan.itemsize
 
 
@@ -346,12 +372,12 @@ def test_plans_are_for_the_pytorch_that_is_here(monkeypatch):
     monkeypatch.setattr(lab, "version", lambda name: "2.14.1+cu130")
     assert lab.Lab(device="cuda").plan("gpt_fsdp.py").torch == (2, 14)
     here = tuple(map(int, torch.__version__.split(".")[:2]))
-    assert plan.plan_of(plan.Options()).torch == answers.installed_torch() == here
+    assert plan.plan_from_options(plan.Options()).torch == commands.installed_torch() == here
 
 
 def test_where_there_is_no_pytorch_the_newest_is_planned_for(monkeypatch):
-    monkeypatch.setattr(answers, "find_spec", lambda name: None)
-    assert answers.installed_torch.__wrapped__() == predict.Plan.torch
+    monkeypatch.setattr(commands, "find_spec", lambda name: None)
+    assert commands.installed_torch.__wrapped__() == predict.Plan.torch
 
 
 HOST = ("parameters", "gradients", "optimizer state")
@@ -374,7 +400,7 @@ def test_with_offload_the_device_has_what_the_host_has_not():
         assert predict.total(plan.peak()[1]) == max(device) + plan.loss_itemsize
         in_one = replace(plan, offload=False)
         assert predict.total(plan.peak()[1]) < predict.total(in_one.peak()[1])
-        host, kept = predict.by_category(plan.on_host()), predict.by_category(in_one.persistent())
+        host, kept = predict.by_category(plan.host_memory()), predict.by_category(in_one.persistent())
         assert {name: host[name] for name in ("parameters", "gradients")} == dict.fromkeys(HOST[:2], kept["parameters"])
-        counters = STEP_COUNTER * len(plan.updated)
+        counters = STEP_COUNTER * len(plan.optimizer_numels)
         assert host["optimizer state"] == kept["optimizer state"] + counters

@@ -22,7 +22,6 @@ LABS = {  # {lab: the labs that it may import}
 }
 TOOLS = ("plan", "ladder", "one_rank", "prepare_data", "export", "diagnose_hang")
 ROOMS = ("measuring", "running", "training", "teaching")  # of labkit; each may import those before it
-PLANNER = re.findall(r"^  (\w+) {3}", planner.__doc__, re.MULTILINE)  # likewise
 OURS = {*LABS, *TOOLS, "proofs", "minimal", "labkit", "planner"}
 
 # {function: which argument says what is imported}
@@ -35,6 +34,23 @@ DYNAMIC = {  # files that import what a variable names, and what that is
     "proofs/crash.py": "the lab of a configuration",
     "proofs/parity.py": "the lab of a variant",
 }
+
+
+def planner_modules() -> list[str]:
+    """Return the planner's modules, such as "ops.autograd", in the order of its docstring and of its packages'."""
+
+    def listed(init: Path) -> list[str]:
+        return re.findall(r"^  (\w+) {3}", ast.get_docstring(ast.parse(init.read_text()), clean=False), re.MULTILINE)
+
+    order = []
+    for name in listed(SOURCE / "planner" / "__init__.py"):
+        init = SOURCE / "planner" / name / "__init__.py"
+        order += [f"{name}.{module}" for module in listed(init)] if init.exists() else [name]
+    return order
+
+
+PLANNER = planner_modules()  # each may import those before it
+PACKAGES = {module.split(".")[0] for module in PLANNER if "." in module}  # their __init__ import nothing
 
 
 def imported_by_calls(path: Path) -> list[ast.expr]:
@@ -90,9 +106,13 @@ def forbidden(path: Path) -> list[str]:
         first, second = (module.split(".") + [""])[:2]
         bad = first in OURS - allowed(path)
         if top == "planner":
-            order = PLANNER[: PLANNER.index(path.stem)] if path.stem in PLANNER else []
+            name, wanted = (
+                ".".join(path.relative_to(SOURCE / "planner").with_suffix("").parts),
+                module.partition(".")[2],
+            )
+            order = PLANNER[: PLANNER.index(name)] if name in PLANNER else []
             bad |= first not in sys.stdlib_module_names and first != "planner"
-            bad |= first == "planner" and bool(second) and second not in order
+            bad |= first == "planner" and bool(wanted) and wanted not in PACKAGES and wanted not in order
         elif top == "labkit" and first == "labkit" and second in ROOMS and inside[0] in ROOMS:
             bad |= ROOMS.index(second) > ROOMS.index(inside[0])
         if bad:
@@ -113,7 +133,9 @@ def test_every_file_has_a_room():
         "__init__.py",
         *ROOMS,
     }
-    assert {path.stem for path in (SOURCE / "planner").glob("*.py")} == {"__init__", *PLANNER}
+    files = {path.relative_to(SOURCE / "planner") for path in (SOURCE / "planner").rglob("*.py")}
+    modules = {".".join(path.with_suffix("").parts) for path in files if path.name != "__init__.py"}
+    assert modules == set(PLANNER)
     assert [name for name in DYNAMIC if not dynamic(SOURCE / name)] == []  # none is listed without need
 
 
@@ -128,10 +150,11 @@ def test_the_readme_names_every_lab_tool_and_proof():
 @pytest.mark.parametrize(
     "place, text",
     [
-        ("planner/cost.py", "import numpy"),
-        ("planner/cost.py", "from labkit import UserError"),
-        ("planner/sizes.py", "from planner.operators import Tape"),
-        ("planner/sizes.py", "from . import operators"),
+        ("planner/timing/cost.py", "import numpy"),
+        ("planner/timing/cost.py", "from labkit import UserError"),
+        ("planner/ops/autograd.py", "from planner.ops.operators import Tape"),
+        ("planner/parallel/zero.py", "from planner.timing import cost"),
+        ("planner/ops/autograd.py", "from . import operators"),
         ("labkit/running/ranks.py", "def late():\n    import gpt_fsdp"),
         ("labkit/running/ranks.py", "from proofs import memory"),
         ("labkit/running/ranks.py", 'from importlib import import_module\nimport_module("gpt_fsdp")'),

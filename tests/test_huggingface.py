@@ -8,7 +8,8 @@ import torch
 import transformers
 from commands import refused
 from labkit.measuring.trace import StepTrace, peak, total
-from planner import huggingface, networks, predict
+from planner import predict
+from planner.models import huggingface, networks
 
 # As they were published, but for what has nothing to do with shapes.
 PUBLISHED = {
@@ -227,7 +228,7 @@ def theirs(config: dict):
 def test_parameters_are_counted_as_by_transformers(name):
     with torch.device("meta"):
         counted = sum(parameter.numel() for parameter in theirs(PUBLISHED[name]).parameters())
-    assert networks.gpt(huggingface.shape_of(PUBLISHED[name]), batch=1, length=128).numel == counted
+    assert networks.gpt(huggingface.shape_of(PUBLISHED[name]), batch_size=1, seq_len=128).numel == counted
 
 
 @pytest.mark.parametrize(
@@ -275,14 +276,14 @@ def test_a_window_saves_operations_and_no_parameters():
 
 def test_gemma_2_has_windows_in_every_other_layer_and_gemma_3_in_five_of_six():
     second, third = (huggingface.shape_of(PUBLISHED[name]) for name in ("gemma-2-9b", "gemma-3-1b"))
-    assert second.seen(8192) == (4096 + 8192) / 2
-    assert math.isclose(third.seen(8192), (22 * 512 + 4 * 8192) / 26)
+    assert second.attended_tokens(8192) == (4096 + 8192) / 2
+    assert math.isclose(third.attended_tokens(8192), (22 * 512 + 4 * 8192) / 26)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_each_can_be_planned_under_fsdp(name):
     shape = huggingface.shape_of(PUBLISHED[name])
-    length = min(shape.positions or 2048, 2048)
+    length = min(shape.learned_positions or 2048, 2048)
     for recompute in ("none", "full"):
         network = networks.gpt(shape, 1, length, recompute)
         planned = predict.Plan(network, "fsdp2", 8, precision="bf16", on_gpu=True)

@@ -1,16 +1,17 @@
-"""FSDP in JAX as the planner has it (planner/jax_sharding.py), without running it."""
+"""FSDP in JAX as the planner has it (planner/parallel/jax_sharding.py), without running it."""
 
 from math import prod
 
 import pytest
 from commands import refused
-from planner import jax_sharding, networks
-from planner.jax_sharding import leaves, persistent, sums, traffic
-from planner.shapes import GPT_SHAPES
+from planner.models import networks
+from planner.models.shapes import GPT_SHAPES
+from planner.parallel import jax_sharding
+from planner.parallel.jax_sharding import bytes_by_kind, leaves, persistent, traffic
 
 TINY = GPT_SHAPES["tiny"]
 WHOLE = 4 * networks.gpt(TINY, 1, 8).numel  # bytes of the model
-NORMS = 4 * 128 * (2 * TINY.layers + 1)  # what is left whole by a threshold of 1,000
+NORMS = 4 * 128 * (2 * TINY.num_hidden_layers + 1)  # what is left whole by a threshold of 1,000
 BLOCKS = 4 * sum(prod(dims) for name, dims in leaves(TINY).items() if len(dims) == 3)
 
 
@@ -41,7 +42,7 @@ def test_all_is_shared_without_a_threshold_and_nothing_above_all():
 
 
 def test_what_is_recomputed_is_gathered_twice_and_reduced_once():
-    plain, again = (sums(traffic(TINY, 8, 0, recompute)) for recompute in (False, True))
+    plain, again = (bytes_by_kind(traffic(TINY, 8, 0, recompute)) for recompute in (False, True))
     assert plain["all-gather", "fsdp"] == plain["reduce-scatter", "fsdp"] == WHOLE
     assert again["all-gather", "fsdp"] - WHOLE == BLOCKS + NORMS - 4 * 128  # the root is not recomputed
     assert again["reduce-scatter", "fsdp"] == WHOLE
@@ -49,14 +50,14 @@ def test_what_is_recomputed_is_gathered_twice_and_reduced_once():
 
 
 def test_what_is_below_the_threshold_is_all_reduced():
-    found = sums(traffic(TINY, 8, 1000))
+    found = bytes_by_kind(traffic(TINY, 8, 1000))
     assert found["all-reduce", "fsdp"] == NORMS + 4
     assert found["all-gather", "fsdp"] == WHOLE - NORMS
 
 
 def test_each_micro_batch_gathers_the_blocks_and_reduces():
     """The embedding and the head, which are no part of the model's loop, are gathered once."""
-    one, four = (sums(traffic(TINY, 8, 1000, micro_batches=n)) for n in (1, 4))
+    one, four = (bytes_by_kind(traffic(TINY, 8, 1000, micro_batches=n)) for n in (1, 4))
     outside, gathered = 2 * 4 * 256 * 128, ("all-gather", "fsdp")
     assert four.pop(gathered) == 4 * (one.pop(gathered) - outside) + outside
     assert four == {key: 4 * size for key, size in one.items()}
@@ -66,8 +67,10 @@ def test_each_micro_batch_gathers_the_blocks_and_reduces():
 def test_recomputation_keeps_inputs_of_blocks_and_the_values_of_one(length):
     """Kept of each block: all its values and its gathered weights; recomputed, its input."""
     plain, again = (jax_sharding.temporary(TINY, 2, length, recompute) for recompute in (False, True))
-    values, inputs = 4 * sum(jax_sharding.saved(TINY, 2, length).values()), 4 * 2 * length * 128
-    assert plain - again == TINY.layers * (values + BLOCKS // TINY.layers - inputs)
+    values, inputs = 4 * sum(jax_sharding.saved_elements(TINY, 2, length).values()), 4 * 2 * length * 128
+    assert plain - again == TINY.num_hidden_layers * (values + BLOCKS // TINY.num_hidden_layers - inputs)
     assert plain / again > 3
-    replicated = jax_sharding.temporary(TINY, 2, length, cut=False)
-    assert plain - replicated == BLOCKS + BLOCKS // TINY.layers - WHOLE  # what is gathered stays, but no whole gradient
+    replicated = jax_sharding.temporary(TINY, 2, length, sharded=False)
+    assert (
+        plain - replicated == BLOCKS + BLOCKS // TINY.num_hidden_layers - WHOLE
+    )  # what is gathered stays, but no whole gradient

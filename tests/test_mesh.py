@@ -2,7 +2,7 @@
 
 import pytest
 from commands import refused
-from planner.mesh import Mesh, arrange
+from planner.parallel.mesh import Mesh, arrange
 
 
 @pytest.mark.parametrize(

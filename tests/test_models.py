@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from labkit.training.models import GPT, apply_rope, rotary
-from planner.shapes import GPT_SHAPES, GPTShape
+from planner.models.shapes import GPT_SHAPES, GPTShape
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -55,23 +55,32 @@ def test_rotary_positions_depend_on_the_distance_only():
 def test_grouped_queries_share_keys_and_values():
     torch.manual_seed(0)
     attention = GPT(TINY).double().blocks[0].attention
-    x = torch.randn(2, 6, TINY.width, dtype=torch.float64)
-    rotation = rotary(6, attention.head_width, x)
-    group = TINY.heads // TINY.kv_heads
+    x = torch.randn(2, 6, TINY.hidden_size, dtype=torch.float64)
+    rotation = rotary(6, attention.head_dim, x)
+    group = TINY.num_attention_heads // TINY.num_key_value_heads
     heads = []
-    for head in range(TINY.heads):
-        q = attention.query(x).unflatten(-1, (TINY.heads, -1))[:, :, head]
+    for head in range(TINY.num_attention_heads):
+        q = attention.query(x).unflatten(-1, (TINY.num_attention_heads, -1))[:, :, head]
         k, v = (
-            layer(x).unflatten(-1, (TINY.kv_heads, -1))[:, :, head // group]
+            layer(x).unflatten(-1, (TINY.num_key_value_heads, -1))[:, :, head // group]
             for layer in (attention.key, attention.value)
         )
-        scores = apply_rope(q, *rotation) @ apply_rope(k, *rotation).mT / attention.head_width**0.5
+        scores = apply_rope(q, *rotation) @ apply_rope(k, *rotation).mT / attention.head_dim**0.5
         heads.append(scores.masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf).softmax(-1) @ v)
     assert torch.allclose(attention(x, rotation), attention.output(torch.cat(heads, -1)), rtol=1e-9)
 
 
 def test_tied_head_is_the_embedding():
-    tied = GPT(GPTShape(layers=1, width=32, heads=2, kv_heads=1, hidden=48, tied=True))
+    tied = GPT(
+        GPTShape(
+            num_hidden_layers=1,
+            hidden_size=32,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            intermediate_size=48,
+            tie_word_embeddings=True,
+        )
+    )
     assert tied.head.weight is tied.embedding.weight
     assert sum(1 for name, _ in tied.named_parameters() if name in ("head.weight", "embedding.weight")) == 1
 
@@ -115,13 +124,20 @@ def test_alternate_keeps_the_first_product_and_the_third():
         gpt_fsdp.change_forward(block, gpt_fsdp.Config(recompute="alternate"))
     with Seen() as seen:
         model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
-    assert seen.products[4 * 7 + 1 :][2:5] == [TINY.kv_width, TINY.width, TINY.hidden]
+    assert seen.products[4 * 7 + 1 :][2:5] == [TINY.key_value_size, TINY.hidden_size, TINY.intermediate_size]
 
 
 @pytest.mark.parametrize("chunks", [2, 5, 100])
 def test_a_loss_in_chunks_is_the_loss(chunks):
     """So are its gradients, to the last digits; and no tensor is as large as the logits."""
-    shape = GPTShape(layers=1, width=16, heads=2, kv_heads=1, hidden=16, vocabulary=400)
+    shape = GPTShape(
+        num_hidden_layers=1,
+        hidden_size=16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=16,
+        vocab_size=400,
+    )
     model, (tokens, targets) = GPT(shape).double(), torch.randint(400, (2, 3, 11))
     whole = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
     (whole / 3).backward()

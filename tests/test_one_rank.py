@@ -27,7 +27,7 @@ def made_small():
     import gpt_fsdp
     from labkit.measuring import meters
 
-    gpt_fsdp.GPT_SHAPES["tiny"] = dataclasses.replace(gpt_fsdp.GPT_SHAPES["tiny"], width=32, hidden=96)
+    gpt_fsdp.GPT_SHAPES["tiny"] = dataclasses.replace(gpt_fsdp.GPT_SHAPES["tiny"], hidden_size=32, intermediate_size=96)
     gpt_fsdp.VALIDATION_SEQUENCES = 4
     meters.TRACED_STEPS = range(1, 4)
 

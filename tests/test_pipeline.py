@@ -13,7 +13,8 @@ import pytest
 from forked import by_value
 from labkit.measuring import meters, pipeline_timeline
 from labkit.running import launch, notebook_ranks, options
-from planner import answers, pipeline
+from planner.cli import commands
+from planner.parallel import pipeline
 
 HERE = launch.Cluster(launcher="local")
 STEPS, A_LEG = 6, 2
@@ -157,7 +158,7 @@ def test_a_slower_stage_lets_the_other_wait_longer():
     "layers, stages, sizes", [(4, 4, [1] * 4), (8, 3, [3, 3, 2]), (5, 1, [5]), (7, 4, [2, 2, 2, 1])]
 )
 def test_blocks_are_split_evenly_and_none_is_lost(layers, stages, sizes):
-    parts = pipeline.blocks_of(layers, stages)
+    parts = pipeline.split_blocks(layers, stages)
     assert [len(part) for part in parts] == sizes
     assert [block for part in parts for block in part] == list(range(layers))
 
@@ -170,7 +171,7 @@ def peaks(schedule: str, micro_batches: int) -> list[int]:
 
 def test_only_under_gpipe_the_micro_batches_pile_up(monkeypatch):
     # PyTorch 2.11 has a place for all that a step receives, whatever the schedule.
-    monkeypatch.setattr(answers, "installed_torch", lambda: (2, 15))
+    monkeypatch.setattr(commands, "installed_torch", lambda: (2, 15))
     assert all(more > 1.5 * less for less, more in zip(peaks("gpipe", 8), peaks("gpipe", 16), strict=True))
     few, many = peaks("1f1b", 8), peaks("1f1b", 16)
     assert all(more < 1.02 * less for less, more in zip(few[:-1], many[:-1], strict=True))

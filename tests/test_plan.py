@@ -10,7 +10,10 @@ import plan
 import pytest
 from commands import call, script
 from labkit.running import launch, options
-from planner import answers, fewer_bits, networks, predict, report
+from planner import predict
+from planner.cli import commands, report
+from planner.models import networks
+from planner.ops import quantization
 
 ISSUE = "--model llama3-8b --ranks 8 --strategy fsdp2 --seq 8192 --batch 1 --precision bf16 --recompute full --gpu-memory 80"
 TINY = "--model tiny --ranks 4 --batch 2 --seq 64 --precision fp32 --recompute none --device cpu"
@@ -61,7 +64,7 @@ def test_the_page_says_what_was_found():
 
 @pytest.mark.parametrize("words", [ISSUE, TINY, "--model 1b --mesh 2x4"])
 def test_explained_terms_add_up_to_the_peak(words):
-    planned = plan.plan_of(asked(words))
+    planned = plan.plan_from_options(asked(words))
     lines = report.explained(planned).splitlines()
     shown = [(float(number.replace(",", "")), unit) for number, unit in (line.split()[:2] for line in lines)]
     peak = predict.total(planned.peak()[1])
@@ -74,7 +77,7 @@ def test_explained_terms_add_up_to_the_peak(words):
 
 
 def test_explained_numbers_multiply_to_the_terms_size():
-    for (_, name), size, text in plan.plan_of(asked(ISSUE)).explain():
+    for (_, name), size, text in plan.plan_from_options(asked(ISSUE)).explain():
         factors = [int(number.replace(",", "")) for number in re.findall(r"[\d,]+", text)]
         product = 1
         for factor in factors:
@@ -84,16 +87,18 @@ def test_explained_numbers_multiply_to_the_terms_size():
 
 def test_the_sweep_is_sorted_and_whole():
     rows = found("--model llama3-70b --ranks 64 --sweep")
-    kinds = [answers.ORDER.index(row["answer"]) for row in rows]
+    kinds = [commands.ORDER.index(row["answer"]) for row in rows]
     assert kinds == sorted(kinds) and {0, 2} <= set(kinds)
     for kind in (0, 1):
-        speeds = [row["samples_per_second"] for row in rows if row["answer"] == answers.ORDER[kind]]
+        speeds = [row["samples_per_second"] for row in rows if row["answer"] == commands.ORDER[kind]]
         assert speeds == sorted(speeds, reverse=True)
     lacking = [row["least"] for row in rows if row["answer"] == "does not fit"]
     assert lacking == sorted(lacking)
     kinds = {row["recompute"] for row in rows}
     assert kinds == {"full", "alternate", "any"}  # what keeps more than "alternate" is left out
-    assert {*answers.KEEPS_MORE_AND_MORE} == {*networks.RECOMPUTE} == {r["recompute"] for r in found(f"{TINY} --sweep")}
+    assert (
+        {*commands.RECOMPUTE_BY_MEMORY} == {*networks.RECOMPUTE} == {r["recompute"] for r in found(f"{TINY} --sweep")}
+    )
     for row in rows:
         if row["recompute"] == "any" and "," not in row["strategy"]:  # its state is too much, whatever is recomputed
             alone = found(f"--model llama3-70b --ranks 64 --strategy {row['strategy']} --recompute none")
@@ -122,7 +127,7 @@ def test_the_sweep_says_why_a_strategy_is_not_planned():
 @pytest.mark.parametrize("model", ["tiny", "small --batch 1 --seq 16", "llama3-8b --seq 8192 --precision bf16"])
 def test_what_is_left_out_of_the_sweep_keeps_more(how, model):
     words = f"--model {model} --ranks 8 --strategy {how} --recompute "
-    peaks = [found(words + recompute)["peak"] for recompute in answers.KEEPS_MORE_AND_MORE]
+    peaks = [found(words + recompute)["peak"] for recompute in commands.RECOMPUTE_BY_MEMORY]
     assert peaks == sorted(peaks)
 
 
@@ -132,7 +137,7 @@ def test_what_is_equally_fast_shares_a_place():
         if one["place"] == other["place"]:
             assert one["answer"] == other["answer"]
             first = next(row for row in rows if row["place"] == one["place"])
-            assert other["samples_per_second"] >= (1 - answers.TIE) * first["samples_per_second"]
+            assert other["samples_per_second"] >= (1 - commands.TIE) * first["samples_per_second"]
     assert len({row["place"] for row in rows}) < len(rows)  # some do: fsdp1 and fsdp2 send and compute the same
 
 
@@ -143,10 +148,10 @@ def test_a_row_of_the_sweep_is_that_plan():
 
 def test_8_bit_adam_keeps_bytes_and_a_number_for_each_block_of_256():
     """Tensors below 4,096 numbers keep their moments in fp32, and both codes have 256 numbers."""
-    sizes = fewer_bits.adam_states([10_000, 4_095])
+    sizes = quantization.adam_states([10_000, 4_095])
     assert sizes["first moments"] == sizes["second moments"] == 10_000 + 4 * 4_095
     assert sizes["largest of each block"] == 2 * 4 * 40 and sizes["codes"] == 2 * 4 * 256
-    assert fewer_bits.adam_states([4_095])["codes"] == 0
+    assert quantization.adam_states([4_095])["codes"] == 0
     planned, plain = found("--optimizer adamw-8bit"), found("")
     state = planned["by_category"]["optimizer state"] / plain["by_category"]["optimizer state"]
     assert state == pytest.approx((1 + 4 / 256) / 4, rel=1e-3)
@@ -156,11 +161,11 @@ def test_8_bit_adam_keeps_bytes_and_a_number_for_each_block_of_256():
 def test_qloras_weights_take_little_more_than_half_a_byte():
     """And none of them waits for backward in bf16, as autocast's casts do: each is unpacked twice."""
     words = "--ranks 1 --strategy single --lora 16 --recompute none --loss-chunks 8"
-    packed, plain = plan.plan_of(asked(f"{words} --frozen nf4")), plan.plan_of(asked(words))
+    packed, plain = plan.plan_from_options(asked(f"{words} --frozen nf4")), plan.plan_from_options(asked(words))
     matrices = 32 * (4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     rest = (2 * 128_256 + 65) * 4096 + 32 * 16 * (3 * 4096 + 1024)
     each = 4096 * 4096  # of a weight, in bytes: half a one per number, one per block, four for 256 blocks, and four
-    assert fewer_bits.nf4(each) == each / 2 + each / 64 + 4 * each / 64 / 256 + 4
+    assert quantization.nf4_bytes(each) == each / 2 + each / 64 + 4 * each / 64 / 256 + 4
     assert packed.persistent()["parameters", "parameters"] == pytest.approx(matrices * 4.127 / 8 + 4 * rest, rel=1e-5)
     assert plain.persistent()["parameters", "parameters"] == 4 * (matrices + rest)
     in_bf16 = ("activations", "block: gate.weight in bf16")
@@ -168,16 +173,16 @@ def test_qloras_weights_take_little_more_than_half_a_byte():
 
 
 def test_what_is_offloaded_is_not_on_the_device():
-    offloaded, planned = plan.plan_of(asked("--cpu-offload")), plan.plan_of(asked(""))
-    assert offloaded.persistent() == {} and planned.on_host() == {}
+    offloaded, planned = plan.plan_from_options(asked("--cpu-offload")), plan.plan_from_options(asked(""))
+    assert offloaded.persistent() == {} and planned.host_memory() == {}
     less = predict.total(planned.peak()[1]) - predict.total(offloaded.peak()[1])
     assert less == pytest.approx(predict.total(planned.persistent()), rel=0.05)
-    on_host = predict.by_category(offloaded.on_host())
-    numel = sum(planned.updated)
+    on_host = predict.by_category(offloaded.host_memory())
+    numel = sum(planned.optimizer_numels)
     assert on_host == {
         "parameters": 4 * numel,
         "gradients": 4 * numel,
-        "optimizer state": 8 * numel + 4 * len(planned.updated),
+        "optimizer state": 8 * numel + 4 * len(planned.optimizer_numels),
         "temporary": 4 * numel,
     }
 

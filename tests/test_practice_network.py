@@ -16,7 +16,7 @@ from commands import call, run_job
 from labkit import UserError
 from labkit.running import practice_link
 from labkit.running.lab import Lab
-from planner import cost
+from planner.timing import cost
 from test_practice_cluster import BASH, SCRIPT, TEMPLATES, cluster, processes_of
 
 SOURCE = TEMPLATES.parent

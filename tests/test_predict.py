@@ -17,10 +17,13 @@ from forked import forked
 from labkit.running import launch
 from labkit.running.lab import Lab
 from labkit.running.options import Training
-from planner import cost, networks, pipeline, predict
-from planner.plan import STEP_COUNTER
-from planner.shapes import GPT_SHAPES, GPTShape
-from planner.step import Step
+from planner import predict
+from planner.models import networks
+from planner.models.shapes import GPT_SHAPES, GPTShape
+from planner.parallel import pipeline
+from planner.step.plan import STEP_COUNTER
+from planner.step.simulation import Step
+from planner.timing import cost
 from proofs import configurations
 from proofs import memory as memory_proof
 
@@ -177,7 +180,7 @@ def test_the_committed_simulations_of_llama_3_are_predicted():
     known = {(row["model"], row["ranks"]): row for row in rows}
     assert {("llama3-8b", 8), ("llama3-8b", 128), ("llama3-70b", 64), ("llama3-405b", 512)} <= set(known)
     for row in rows:
-        network = networks.gpt(GPT_SHAPES[row["model"]], batch=1, length=8192, recompute="full")
+        network = networks.gpt(GPT_SHAPES[row["model"]], batch_size=1, seq_len=8192, recompute="full")
         _, terms = predict.Plan(network, "fsdp2", row["ranks"], precision="bf16").peak()
         assert predict.total(terms) == pytest.approx(row["simulated"], rel=0.02)
 
@@ -200,22 +203,26 @@ def test_the_committed_simulations_of_llama_3_are_predicted():
     + [("fsdp1", {"reshard": "false"}), ("fsdp2", {"reshard": "false"}), ("fsdp2", {"prefetch": 2})],
 )
 def test_leaving_out_the_middle_of_a_long_row_changes_nothing(monkeypatch, strategy, options):
-    shape = GPTShape(layers=12, width=32, heads=4, kv_heads=2, hidden=96)
+    shape = GPTShape(
+        num_hidden_layers=12, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96
+    )
     ranks = 1 if strategy == "single" else 4
     long = predict.Plan(networks.gpt(shape, 2, 16, "full"), strategy, ranks, **options)
     shortened = long.peak(), long.timeline()["backward of the loss"]
-    monkeypatch.setattr("planner.step.WALKED", 100)
+    monkeypatch.setattr("planner.step.simulation.SIMULATED_ENDS", 100)
     assert (long.peak(), long.timeline()["backward of the loss"]) == shortened
 
 
 @pytest.mark.parametrize(("layers", "every", "kind"), [(25, 3, "full"), (30, 4, "alternate"), (17, 2, "selective")])
 def test_nor_does_leaving_out_periods_of_blocks_that_differ(monkeypatch, layers, every, kind):
-    shape = GPTShape(layers=layers, width=32, heads=4, kv_heads=2, hidden=96)
+    shape = GPTShape(
+        num_hidden_layers=layers, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96
+    )
     network = networks.gpt(shape, 2, 16, kind, recompute_every=every)
     long = predict.Plan(network, "fsdp2", 4)
     assert Step(long, first=False).skipped
     shortened = long.peak(), long.timeline()["backward of the loss"]
-    monkeypatch.setattr("planner.step.WALKED", 100)
+    monkeypatch.setattr("planner.step.simulation.SIMULATED_ENDS", 100)
     assert (long.peak(), long.timeline()["backward of the loss"]) == shortened
 
 
@@ -229,6 +236,14 @@ def test_nothing_is_left_over_after_a_step():
 
 def storage_of(thing):
     return getattr(thing, "storage", thing)
+
+
+def test_options_of_a_plan_are_named():
+    """By position, two of them could be swapped unnoticed."""
+    with pytest.raises(TypeError, match="positional"):
+        predict.Plan(networks.gpt(GPT_SHAPES["tiny"], 1, 16), "fsdp2", 4, 2)
+    with pytest.raises(TypeError, match="positional"):
+        networks.gpt(GPT_SHAPES["tiny"], 1, 16, "none", None, 2)
 
 
 def test_explained_terms_add_up_to_the_peak():
@@ -281,7 +296,7 @@ def test_fsdp1_gathers_once_a_step_what_it_keeps_while_gradients_wait():
 
 def calls_of_a_prediction(layers: int, ranks: int) -> int:
     """The calls of Python's functions that a prediction takes; seconds depend on what else runs."""
-    network = networks.gpt(dataclasses.replace(GPT_SHAPES["llama3-405b"], layers=layers), 1, 8192, "full")
+    network = networks.gpt(dataclasses.replace(GPT_SHAPES["llama3-405b"], num_hidden_layers=layers), 1, 8192, "full")
     calls = Counter()
     sys.setprofile(lambda frame, event, argument: calls.update([event]))
     try:

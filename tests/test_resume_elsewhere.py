@@ -20,7 +20,7 @@ HERE = launch.Cluster(launcher="local")
 STEPS, GLOBAL_BATCH, DIGITS = 8, 12, 64  # 5 steps of 12 are an epoch
 MIDDLE, END_OF_EPOCH = 3, 5
 # A quarter of the smallest GPT's width, half of its blocks: what is tested does not depend on these.
-SMALL = {"width": 32, "hidden": 96, "layers": 2}
+SMALL = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2}
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,15 @@ from forked import by_value
 from labkit.measuring import meters
 from labkit.running import launch, notebook_ranks, options
 from labkit.training import models
-from planner import cost, networks, predict, shapes
+from planner import predict
+from planner.models import networks, shapes
+from planner.timing import cost
 from proofs import memory as memory_proof
 
 pytestmark = pytest.mark.long
 STEPS, SAVED_AT, SEQUENCES, LENGTH = 6, 3, 8, 16
 # A quarter of the smallest model's width, half of its blocks: of losses, what is tested does not depend on these.
-SMALL = {"width": 32, "hidden": 96, "layers": 2}
+SMALL = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2}
 FP64 = {"precision": "fp64"}
 CLIPPED = FP64 | {"clip": 0.4, "tied": True}  # below most of the norms that occur
 GRID, TENSOR, REPLICAS = ({"mesh": mesh} for mesh in ("shard=2,tensor=2", "tensor=2", "replicate=2,tensor=2"))
@@ -161,16 +163,16 @@ def parsed(words):
 
 def test_what_cannot_be_split_evenly():
     shape = shapes.GPT_SHAPES["tiny"]
-    shape.check_split(2, 16)
+    shape.check_tensor_parallel(2, 16)
     with refused("385 hidden"):
-        dataclasses.replace(shape, hidden=385).check_split(2, 16)
+        dataclasses.replace(shape, intermediate_size=385).check_tensor_parallel(2, 16)
     with refused("fsdp2", "ddp"):
-        predict.Plan(networks.gpt(shape, 1, 16, tensor=2), "ddp", ranks=2)
+        predict.Plan(networks.gpt(shape, 1, 16, tp_degree=2), "ddp", ranks=2)
 
 
 def test_on_nodes_a_tensor_group_stays_inside():
     """llama3-8b on 8 nodes of 8: gathered activations do not leave a node, and FSDP's parameters do."""
-    network = networks.gpt(shapes.GPT_SHAPES["llama3-8b"], 1, 8192, "full", tensor=8)
+    network = networks.gpt(shapes.GPT_SHAPES["llama3-8b"], 1, 8192, "full", tp_degree=8)
     plan = predict.Plan(network, ranks=64, precision="bf16")
     assert network.numel == networks.gpt(shapes.GPT_SHAPES["llama3-8b"], 1, 8192).numel
     sent = {(c["kind"], c["dimension"]): cost.ring_bytes(c, plan, 8) for c in plan.traffic()}
@@ -182,7 +184,7 @@ def test_on_nodes_a_tensor_group_stays_inside():
 def test_nothing_hides_what_a_tensor_group_sends():
     """The next product waits for it, while FSDP gathers ahead: with next to no network between nodes, that decides."""
     shape, nvlink = shapes.GPT_SHAPES["llama3-8b"], cost.LINKS["nvlink"]
-    network = networks.gpt(shape, 1, 8192, "full", tensor=8)
+    network = networks.gpt(shape, 1, 8192, "full", tp_degree=8)
     times = cost.step_time(predict.Plan(network, ranks=8, precision="bf16"), 8, nvlink, nvlink, flops=4e14)
     assert times["overlapped"] == pytest.approx(times["compute"] + times["communication"])
     alone = predict.Plan(networks.gpt(shape, 1, 8192, "full"), ranks=8, precision="bf16")

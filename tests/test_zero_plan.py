@@ -1,21 +1,24 @@
-"""ZeRO as the planner has it (planner/zero.py), without running it: parts, terms, records. On trial: test_predict.py."""
+"""ZeRO as the planner has it (planner/parallel/zero.py), without running it: parts, terms, records. On trial: test_predict.py."""
 
 from dataclasses import asdict, replace
 
 import gpt_zero
 import pytest
 from commands import refused
-from planner import cost, networks, predict, zero
-from planner.plan import STEP_COUNTER
-from planner.shapes import GPT_SHAPES
+from planner import predict
+from planner.models import networks
+from planner.models.shapes import GPT_SHAPES
+from planner.parallel import zero
+from planner.step.plan import STEP_COUNTER
+from planner.timing import cost
 
-TINY = networks.gpt(GPT_SHAPES["tiny"], batch=2, length=16)
+TINY = networks.gpt(GPT_SHAPES["tiny"], batch_size=2, seq_len=16)
 DEEPSPEED = ("deepspeed-0", "deepspeed-1", "deepspeed-2", "deepspeed-3")
 
 
 def test_whole_parameters_go_to_the_rank_that_has_least():
-    assert zero.shares([3, 5, 3, 4, 3], ranks=2) == [[5, 3], [4, 3, 3]]
-    assert zero.shares([7], ranks=2) == [[7], []]
+    assert zero.partition_parameters([3, 5, 3, 4, 3], ranks=2) == [[5, 3], [4, 3, 3]]
+    assert zero.partition_parameters([7], ranks=2) == [[7], []]
 
 
 @pytest.mark.parametrize("ranks", [3, 4, 64])
@@ -23,7 +26,7 @@ def test_each_parameter_has_one_rank_with_its_moments(ranks):
     plans = [predict.Plan(TINY, "zero1", ranks, rank=rank) for rank in range(ranks)]
     moments = [plan.persistent()["optimizer state", "first moments"] for plan in plans]
     assert sum(moments) == 4 * TINY.numel
-    assert moments[plans[0].of_fullest_rank().rank] == max(moments)
+    assert moments[plans[0].for_peak_rank().rank] == max(moments)
     for plan in plans:
         plan.peak()  # also of a rank that has nothing to update
 
@@ -55,7 +58,7 @@ def test_in_fp32_deepspeed_keeps_the_parameters_twice_but_for_stage_0():
 
 def test_deepspeeds_bucket_is_the_one_gpt_zero_sets():
     config = gpt_zero.Config(engine="deepspeed")
-    assert zero.bucket(predict.Plan(TINY, "deepspeed-2", 2)) == BLOCK
+    assert zero.bucket_numel(predict.Plan(TINY, "deepspeed-2", 2)) == BLOCK
     assert gpt_zero.settings(config, BLOCK)["zero_optimization"]["reduce_bucket_size"] == BLOCK
 
 
@@ -89,7 +92,7 @@ def test_the_last_rank_of_stage_2_needs_more_than_the_first():
     first = predict.Plan(networks.gpt(GPT_SHAPES["tiny"], 3, 33), "deepspeed-2", 2)
     last = replace(first, rank=1)
     assert predict.total(last.peak()[1]) > predict.total(first.peak()[1])
-    assert first.of_fullest_rank() == last
+    assert first.for_peak_rank() == last
 
 
 def record(**options) -> dict:

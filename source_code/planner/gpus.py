@@ -1,10 +1,10 @@
-"""GPUs one can book: how much memory each has for a process, how fast it computes at best, and what is lost of both.
+"""GPUs: how much memory each has for a process, how fast it computes at most, and how much of both is unavailable.
 
-memory     GiB that PyTorch finds on it ("total capacity" in its out-of-memory messages): less than the name says, as
-           the driver keeps some
-flops      operations per second, by number format, without sparsity, of NVIDIA's data sheets: bf16 with tensor cores
-           and fp32 sums; fp32 without them, as PyTorch multiplies unless it is told to use TF32; fp64 with them, where
-           there are any
+memory     GiB that PyTorch finds on it ("total capacity" in its out-of-memory messages): less than in its name, as the
+           driver reserves some
+flops      operations per second, by number format, without sparsity, from NVIDIA's data sheets: bf16 with tensor cores
+           and fp32 sums; fp32 without them, as PyTorch multiplies unless TF32 is enabled; fp64 with them, where there
+           are any
 
 Imports no torch.
 """
@@ -16,14 +16,14 @@ from pathlib import Path
 
 GIB = 2**30
 
-# What a process holds on a GPU beside what PyTorch reserves, in GiB, read from out-of-memory messages ("memory in use",
+# What a process holds on a GPU in addition to what PyTorch reserves, in GiB, read from out-of-memory messages ("memory in use",
 # less "allocated" and "reserved but unallocated"). The context, with its kernels: 0.42 to 0.49 in
 # DINGYANB/MTVCrafter#21, pytorch/torchchat#1341 and QwenLM/Qwen3-VL#2097. With NCCL's buffers, 16 ranks on V100s: 1.62
 # (rwth-i6/returnn#1469). Each further group of ranks, such as a mesh's second dimension, has buffers of its own.
 CONTEXT, NCCL = 0.5, 1.1
 
 # Reserved over planned, the lowest and the highest of torchtitan's published eager runs (notebook 11 has them all, and the
-# compiled ones): the allocator keeps free what streams cannot lend each other, and rounds up.
+# compiled ones): the allocator holds free blocks that another stream cannot use, and rounds up.
 RESERVE = (1.16, 1.22)
 
 
@@ -31,8 +31,11 @@ RESERVE = (1.16, 1.22)
 class GPU:
     """One model of GPU.
 
-    named: the words that are in its name as PyTorch reports it, whatever else is. memory: GiB. flops: {number format:
-    operations per second}. link: a key of ``cost.LINKS``.
+    Attributes:
+        named: words that are in its name as PyTorch reports it, among others.
+        memory: GiB.
+        flops: {number format: operations per second}.
+        link: a key of ``cost.LINKS``.
     """
 
     named: str
@@ -58,7 +61,7 @@ RECORDS = Path(__file__).resolve().parents[1] / "results" / "reference"  # of pr
 
 
 def outside(ranks: int) -> float:
-    """GiB on a GPU that are not PyTorch's: the context, and NCCL's buffers where there is somebody to talk to."""
+    """Return the GiB on a GPU that are not PyTorch's: the context, and with several ranks NCCL's buffers."""
     return CONTEXT + (NCCL if ranks > 1 else 0.0)
 
 
@@ -73,20 +76,35 @@ def known(name: str) -> str | None:
 
 
 def reserve(gpu: str, records: Path = RECORDS) -> tuple[float, str]:
-    """(reserved over planned memory, where that is from) for a GPU model: measured by proofs/gpu.py, else published."""
+    """Return (reserved memory / planned memory, its source): measured by proofs/gpu.py, else published.
+
+    Args:
+        gpu: a key of ``GPUS``.
+        records: the folder with a folder for each measured GPU.
+    """
     for path in sorted(records.glob("*/rows/planner.json")):
         if known(path.parts[-3]) == gpu:
-            found = [row["measured"] for row in json.loads(path.read_text()) if row["what"] == "reserved over the plan"]
-            if found:
-                return max(found), f"measured: {path.parts[-3]}"
+            measured = [
+                row["measured"] for row in json.loads(path.read_text()) if row["what"] == "reserved over the plan"
+            ]
+            if measured:
+                return max(measured), f"measured: {path.parts[-3]}"
     return RESERVE[1], "published: torchtitan's eager runs on H100, 1.16 to 1.22"
 
 
 def verdict(peak: int, memory: float, gpu: str, ranks: int) -> dict:
-    """Whether a plan's peak, bytes, fits in ``memory`` GiB, and in how much of it.
+    """Return whether a plan fits, and the GiB it needs.
 
-    {"answer": "fits", "tight" or "does not fit", "needs": GiB with the reserve, "least": GiB without, "outside": GiB,
-    "reserve": factor, "source": of the factor}. Tight: it fits if the allocator reserves nothing beyond the plan.
+    Args:
+        peak: of the plan, in bytes.
+        memory: of the GPU, in GiB.
+        gpu: a key of ``GPUS``.
+        ranks: how many train.
+
+    Returns:
+        {"answer": "fits", "tight", or "does not fit", "needs": GiB with the reserve, "least": GiB without, "outside":
+        GiB, "reserve": factor, "source": of the factor}. Tight: it fits if the allocator reserves nothing beyond the
+        plan.
     """
     factor, source = reserve(gpu)
     least = peak / GIB + outside(ranks)

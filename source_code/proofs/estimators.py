@@ -23,8 +23,8 @@ from labkit.measuring import simulate
 from labkit.running import gpus, simulated_lab
 from labkit.running.options import Options, option, parse
 from labkit.training import models
-from planner import networks
-from planner.shapes import GPT_SHAPES
+from planner.models import networks
+from planner.models.shapes import GPT_SHAPES
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ from labkit import UserError
 from labkit.measuring import records
 from labkit.running import launch, notebook_ranks, options, practice_link, ranks
 from labkit.running.options import option
-from planner import cost, predict
+from planner import predict
+from planner.timing import cost
 
 STRATEGIES = {
     "DDP": {"strategy": "ddp"},

@@ -31,7 +31,8 @@ from labkit.measuring.meters import TRACED_STEPS
 from labkit.running import launch, notebook_ranks, progress, ranks
 from labkit.running.options import Options, option, parse
 from labkit.training import deepspeed_zero
-from planner import predict, zero
+from planner import predict
+from planner.parallel import zero
 
 from proofs import configurations
 from proofs.configurations import lab_of

@@ -9,8 +9,8 @@ Inside a practice cluster with a network, as root; it changes the link's speed a
 One run calibrates: one strategy of FSDP on the link before it is slowed. PyTorch's profiler measures its collectives; the
 rest of a step is compute. (FSDP blocks on each gloo call, so compute and communication are additive.) The bytes that a
 rank sent in that time give the bandwidth within a node, and small all-reduces give the latency of both links. The
-predictions follow from these, the link's future speeds, and the arithmetic of planner/cost.py. They are written, with a
-time stamp, before the first measured step. If one of them is more than 15 % off, the exit code is 1.
+predictions follow from these, the link's future speeds, and the arithmetic of planner/timing/cost.py. They are written,
+with a time stamp, before the first measured step. If one of them is more than 15 % off, the exit code is 1.
 """
 
 import statistics
@@ -24,8 +24,9 @@ from labkit.measuring import records
 from labkit.measuring.differences import largest
 from labkit.running import options, practice_link, ranks
 from labkit.running.options import option
-from planner import cost, predict
-from planner.flops import of_hardware
+from planner import predict
+from planner.models.flops import hardware_flops
+from planner.timing import cost
 
 from proofs import link_sweep
 
@@ -98,7 +99,7 @@ def predicted(calibrated: dict, name: str, rate: str) -> dict:
     plan = predict.plan_of(about | {"config": about["config"] | config_of(name)})
     within = cost.Link(calibrated["node bandwidth"], calibrated["node latency"], "measured")
     network = cost.Link(practice_link.bytes_per_second(rate), calibrated["network latency"], "set; latency measured")
-    speed = of_hardware(plan) / calibrated["compute"]
+    speed = hardware_flops(plan) / calibrated["compute"]
     times = cost.step_time(plan, NODE_SIZE, within, network, speed, backend="gloo")
     return {"strategy": name, "rate": rate, "predicted": times, "predicted_at": now()}
 

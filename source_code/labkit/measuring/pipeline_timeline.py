@@ -77,13 +77,13 @@ def span(step: list[list[dict]]) -> float:
 
 
 def idle_share(step: list[list[dict]]) -> float:
-    """Return the share of one recorded step in which ranks wait: to be compared with ``planner.pipeline.bubble``."""
+    """Return the share of one recorded step in which ranks wait: to be compared with ``planner.parallel.pipeline.bubble``."""
     busy = sum(note["end"] - note["begin"] for row in step for note in row)
     return 1 - busy / (len(step) * span(step))
 
 
 def seconds(step: list[list[dict]]) -> dict[tuple[int, str, int], float]:
-    """Return the seconds of each (stage, action, micro-batch) of one recorded step: see ``planner.pipeline.idle_share``."""
+    """Return the seconds of each (stage, action, micro-batch) of one recorded step: see ``planner.parallel.pipeline.idle_share``."""
     notes = [(stage, note) for stage, row in enumerate(step) for note in row]
     return {(stage, note["action"], note["micro_batch"]): note["end"] - note["begin"] for stage, note in notes}
 

@@ -3,7 +3,7 @@
   link()                        "200mbit", "none" for one that is not slowed; None where there is no such network
   change_link("100mbit")        for whatever runs from now on
   interface_bytes()             what this rank's node has sent and received over it
-  bytes_per_second("200mbit")   its bandwidth for payload; planner/cost.py predicts how many bytes should cross it
+  bytes_per_second("200mbit")   its bandwidth for payload; planner/timing/cost.py predicts how many bytes should cross it
   burst_bytes("200mbit")        bytes that it passes at once after a pause
 
 ``make slurm LINK=200mbit`` makes the network (source_code/slurm/practice_network.sh says how it looks).

@@ -52,7 +52,8 @@ def refuse_if_too_big(config, me):
         return
     # With offload, persistent memory is the CPU's.
     needed = max(
-        predict.total(plan.on_host() or plan.persistent() if config.cpu_offload else plan.peak()[1]) for plan in plans
+        predict.total(plan.host_memory() or plan.persistent() if config.cpu_offload else plan.peak()[1])
+        for plan in plans
     )
     free = meters.free_memory_of_a_rank(me, torch.device("cpu") if config.cpu_offload else me.device)
     if needed > free:

@@ -13,7 +13,7 @@ import zlib
 from pathlib import Path
 
 import torch
-from planner.huggingface import EXPERTS
+from planner.models.huggingface import EXPERTS
 from torch import nn
 
 from labkit import UserError

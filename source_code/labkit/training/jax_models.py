@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from flax import nnx
-from planner.shapes import GPTShape
+from planner.models.shapes import GPTShape
 
 from labkit.training import models
 
@@ -25,10 +25,10 @@ class GPT(nnx.Module):
 
     def __init__(self, shape: GPTShape, dtype=jnp.float32):
         self.shape, self.dtype, rngs = shape, dtype, nnx.Rngs(0)
-        self.embedding = nnx.Embed(shape.vocabulary, shape.width, dtype=dtype, param_dtype=dtype, rngs=rngs)
-        self.blocks = nnx.vmap(lambda rngs: Block(shape, dtype, rngs))(nnx.Rngs(0).fork(split=shape.layers))
+        self.embedding = nnx.Embed(shape.vocab_size, shape.hidden_size, dtype=dtype, param_dtype=dtype, rngs=rngs)
+        self.blocks = nnx.vmap(lambda rngs: Block(shape, dtype, rngs))(nnx.Rngs(0).fork(split=shape.num_hidden_layers))
         self.norm = _norm(shape, dtype, rngs)
-        self.head = None if shape.tied else _linear(shape.width, shape.vocabulary, dtype, rngs)
+        self.head = None if shape.tie_word_embeddings else _linear(shape.hidden_size, shape.vocab_size, dtype, rngs)
 
     def __call__(self, tokens, whole=_as_it_is, recompute: bool = False):
         """whole(name, module): called with each part of the model just before it computes; what it returns computes.
@@ -47,7 +47,7 @@ class GPT(nnx.Module):
         one_block = jax.checkpoint(one_block, prevent_cse=False) if recompute else one_block
         x, _ = jax.lax.scan(one_block, x, layers)
         x = whole("norm", self.norm)(x)
-        return embedding.attend(x) if self.shape.tied else whole("head", self.head)(x)
+        return embedding.attend(x) if self.shape.tie_word_embeddings else whole("head", self.head)(x)
 
 
 class Block(nnx.Module):
@@ -65,24 +65,24 @@ class Block(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Causal self-attention; each key and value serves ``heads / kv_heads`` queries."""
+    """Causal self-attention; each key and value head serves several query heads."""
 
     def __init__(self, shape: GPTShape, dtype, rngs):
-        self.head_width = shape.width // shape.heads
-        self.query = _linear(shape.width, shape.width, dtype, rngs)
-        self.key = _linear(shape.width, shape.kv_width, dtype, rngs)
-        self.value = _linear(shape.width, shape.kv_width, dtype, rngs)
-        self.output = _linear(shape.width, shape.width, dtype, rngs)
+        self.head_dim = shape.head_dim
+        self.query = _linear(shape.hidden_size, shape.hidden_size, dtype, rngs)
+        self.key = _linear(shape.hidden_size, shape.key_value_size, dtype, rngs)
+        self.value = _linear(shape.hidden_size, shape.key_value_size, dtype, rngs)
+        self.output = _linear(shape.hidden_size, shape.hidden_size, dtype, rngs)
 
     def __call__(self, x, rotation):
         batch, length, width = x.shape
         query, key, value = (
-            layer(x).reshape(batch, length, -1, self.head_width) for layer in (self.query, self.key, self.value)
+            layer(x).reshape(batch, length, -1, self.head_dim) for layer in (self.query, self.key, self.value)
         )
         query, key = apply_rope(query, *rotation), apply_rope(key, *rotation)
         # jax.nn.dot_product_attention would do; but its softmax is in fp32 whatever it is given, hence not in fp64.
-        query = query.reshape(batch, length, key.shape[2], -1, self.head_width)  # those that share a key side by side
-        scores = jnp.einsum("bqkgd,bskd->bkgqs", query, key) / self.head_width**0.5
+        query = query.reshape(batch, length, key.shape[2], -1, self.head_dim)  # those that share a key side by side
+        scores = jnp.einsum("bqkgd,bskd->bkgqs", query, key) / self.head_dim**0.5
         scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -jnp.inf)
         mixed = jnp.einsum("bkgqs,bskd->bqkgd", jax.nn.softmax(scores), value)
         return self.output(mixed.reshape(batch, length, width))
@@ -92,9 +92,9 @@ class FeedForward(nnx.Module):
     """SwiGLU: one projection, passed through SiLU, gates another (arXiv:2002.05202)."""
 
     def __init__(self, shape: GPTShape, dtype, rngs):
-        self.gate = _linear(shape.width, shape.hidden, dtype, rngs)
-        self.up = _linear(shape.width, shape.hidden, dtype, rngs)
-        self.down = _linear(shape.hidden, shape.width, dtype, rngs)
+        self.gate = _linear(shape.hidden_size, shape.intermediate_size, dtype, rngs)
+        self.up = _linear(shape.hidden_size, shape.intermediate_size, dtype, rngs)
+        self.down = _linear(shape.intermediate_size, shape.hidden_size, dtype, rngs)
 
     def __call__(self, x):
         return self.down(nnx.silu(self.gate(x)) * self.up(x))
@@ -105,13 +105,13 @@ def _linear(inputs: int, outputs: int, dtype, rngs):
 
 
 def _norm(shape: GPTShape, dtype, rngs):
-    return nnx.RMSNorm(shape.width, epsilon=1e-5, dtype=dtype, param_dtype=dtype, rngs=rngs)
+    return nnx.RMSNorm(shape.hidden_size, epsilon=1e-5, dtype=dtype, param_dtype=dtype, rngs=rngs)
 
 
 def rotary(length: int, shape: GPTShape, dtype):
     """``models.rotary``, by PyTorch: cosines and sines, each (length, 1, width of a head), the same to the last bit."""
     like = torch.empty(0, dtype=torch.float64 if dtype == jnp.float64 else torch.float32)
-    return [jnp.asarray(table.numpy())[:, None] for table in models.rotary(length, shape.width // shape.heads, like)]
+    return [jnp.asarray(table.numpy())[:, None] for table in models.rotary(length, shape.head_dim, like)]
 
 
 def apply_rope(x, cos, sin):

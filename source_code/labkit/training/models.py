@@ -4,7 +4,7 @@ import hashlib
 
 import torch
 import torch.nn.functional as F
-from planner.shapes import GPTShape
+from planner.models.shapes import GPTShape
 from torch import nn
 
 from labkit.training.chunked_loss import chunked_loss
@@ -56,10 +56,10 @@ class GPT(nn.Module):
     def __init__(self, shape: GPTShape):
         super().__init__()
         self.shape = shape
-        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.width, eps=1e-5)
-        self.head = Head(shape.width, shape.vocabulary, bias=False)
+        self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_hidden_layers))
+        self.norm = nn.RMSNorm(shape.hidden_size, eps=1e-5)
+        self.head = Head(shape.hidden_size, shape.vocab_size, bias=False)
         self.tie()
         self.reset_parameters()
 
@@ -68,7 +68,7 @@ class GPT(nn.Module):
 
         To be repeated after ``to_empty``, which gives every module a parameter of its own.
         """
-        if self.shape.tied:
+        if self.shape.tie_word_embeddings:
             self.head.weight = self.embedding.weight
 
     def reset_parameters(self):
@@ -81,7 +81,7 @@ class GPT(nn.Module):
 
     def forward(self, tokens, targets=None, chunks: int = 1):
         x = self.embedding(tokens)
-        rotation = rotary(tokens.shape[1], self.shape.width // self.shape.heads, x)
+        rotation = rotary(tokens.shape[1], self.shape.head_dim, x)
         for block in self.blocks:
             x = block(x, rotation)
         return self.head(self.norm(x), targets, chunks)
@@ -101,9 +101,9 @@ class Block(nn.Module):
 
     def __init__(self, shape: GPTShape):
         super().__init__()
-        self.attention_norm = nn.RMSNorm(shape.width, eps=1e-5)
+        self.attention_norm = nn.RMSNorm(shape.hidden_size, eps=1e-5)
         self.attention = Attention(shape)
-        self.feed_forward_norm = nn.RMSNorm(shape.width, eps=1e-5)
+        self.feed_forward_norm = nn.RMSNorm(shape.hidden_size, eps=1e-5)
         self.feed_forward = FeedForward(shape)
 
     def forward(self, x, rotation):
@@ -112,20 +112,19 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; each key and value serves ``heads / kv_heads`` queries."""
+    """Causal self-attention; each key and value head serves several query heads."""
 
     def __init__(self, shape: GPTShape):
         super().__init__()
-        self.head_width = shape.width // shape.heads
-        self.query = nn.Linear(shape.width, shape.width, bias=False)
-        self.key = nn.Linear(shape.width, shape.kv_heads * self.head_width, bias=False)
-        self.value = nn.Linear(shape.width, shape.kv_heads * self.head_width, bias=False)
-        self.output = nn.Linear(shape.width, shape.width, bias=False)
+        self.head_dim = shape.head_dim
+        self.query = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)
+        self.key = nn.Linear(shape.hidden_size, shape.key_value_size, bias=False)
+        self.value = nn.Linear(shape.hidden_size, shape.key_value_size, bias=False)
+        self.output = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)
 
     def forward(self, x, rotation):
         query, key, value = (
-            layer(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
-            for layer in (self.query, self.key, self.value)
+            layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )
         query, key = apply_rope(query, *rotation), apply_rope(key, *rotation)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
@@ -137,9 +136,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, shape: GPTShape):
         super().__init__()
-        self.gate = nn.Linear(shape.width, shape.hidden, bias=False)
-        self.up = nn.Linear(shape.width, shape.hidden, bias=False)
-        self.down = nn.Linear(shape.hidden, shape.width, bias=False)
+        self.gate = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x):
         return self.down(F.silu(self.gate(x)) * self.up(x))

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
-from planner import networks
+from planner.models import networks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
@@ -124,7 +124,7 @@ def blueprint(name: str, build) -> networks.Blueprint:
     groups = [(f"unit {i}", list(unit.parameters()), True) for i, unit in enumerate(units)]
     groups.insert(0, ("root", [p for p in module.parameters() if p not in taken], False))
     modules = tuple(
-        networks.SizedModule(
+        networks.AbstractModule(
             unit,
             {str(i): tuple(p.shape) for i, p in enumerate(parameters)},
             forward=None,

@@ -2,7 +2,7 @@
 
 import torch
 from planner import predict
-from planner.shapes import GPTShape
+from planner.models.shapes import GPTShape
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -13,7 +13,14 @@ from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
 from labkit.training.models import GPT
 
 MIB, GIB = 2**20, 2**30
-SHAPE = GPTShape(layers=8, width=128, heads=4, kv_heads=2, hidden=384, vocabulary=4096)
+SHAPE = GPTShape(
+    num_hidden_layers=8,
+    hidden_size=128,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=384,
+    vocab_size=4096,
+)
 WORLD, TOKENS, BUDGET = 4, 16, 15 * MIB  # bytes on a rank at the peak, tensors only
 BLOCK, OTHERS, LAYERS, BF16 = 202_383_360, 262_148_096, 32, 2
 
@@ -54,7 +61,7 @@ def _trained(me, wrap) -> dict:
     meter = trace.StepTrace(model, optimizer, torch.device("cpu"))
     peaks = []
     for _ in range(3):  # the first makes the meter acquainted; of the others the lower counts, as in every record
-        text = torch.randint(SHAPE.vocabulary, (1, TOKENS + 1))
+        text = torch.randint(SHAPE.vocab_size, (1, TOKENS + 1))
         with meter:
             nn.functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()).backward()
             optimizer.step()

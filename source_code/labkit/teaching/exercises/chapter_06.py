@@ -20,7 +20,7 @@ def _kept(ranks: int) -> dict:
 def _saved(ranks: int, batch: int) -> int:
     """Bytes that offload takes off the peak."""
     host = ("parameters", "gradients", "optimizer state")
-    found = predict.moments("fsdp2", "size", ranks, batch).values()
+    found = predict.snapshots("fsdp2", "size", ranks, batch).values()
     device = max(sum(size for name, size in terms.items() if name not in host) for terms in found)
     return max(map(predict.total, found)) - device
 

@@ -4,8 +4,8 @@ from collections import Counter
 from functools import partial
 
 import torch
-from planner import networks, predict
-from planner.shapes import GPT_SHAPES, GPTShape
+from planner import predict
+from planner.models.shapes import GPTShape
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from labkit.measuring.trace import StepTrace, local, peak
+from labkit.running.lab import Lab
 from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
 from labkit.training.models import ATTENTION_OPERATORS, GPT, Block, rotary
 
@@ -20,8 +21,7 @@ MIB = 2**20
 
 
 def _plan(batch, recompute="full"):
-    """The chapter's tiny GPT under FSDP2 on four ranks."""
-    return predict.Plan(networks.gpt(GPT_SHAPES["tiny"], batch, 128, recompute), ranks=4, workspaces=False)
+    return Lab(ranks=4, device="cpu").plan("gpt_fsdp.py", recompute=recompute, batch_size=batch)
 
 
 def _peak(batch, recompute="full"):
@@ -53,11 +53,13 @@ def _kept(function, x, rotation, but) -> int:
 
 def _inputs(shape, length, dtype=torch.float32):
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(2, length, shape.width, generator=generator).to(dtype).requires_grad_()
-    return x, rotary(length, shape.width // shape.heads, x)
+    x = torch.randn(2, length, shape.hidden_size, generator=generator).to(dtype).requires_grad_()
+    return x, rotary(length, shape.head_dim, x)
 
 
-SMALL = GPTShape(layers=4, width=16, heads=2, kv_heads=1, hidden=40)
+SMALL = GPTShape(
+    num_hidden_layers=4, hidden_size=16, num_attention_heads=2, num_key_value_heads=1, intermediate_size=40
+)
 
 
 def _blocks(count):
@@ -80,7 +82,7 @@ def _gradients(blocks, x, rotation):
 def judge_recompute_every(recompute_every) -> str:
     x, rotation = _inputs(SMALL, 6)
     whole = 2 * 6 * 4  # bytes a number of a token takes, for all tokens
-    given = whole * SMALL.width  # what recomputation keeps of a block
+    given = whole * SMALL.hidden_size  # what recomputation keeps of a block
     for count, n in ((4, 2), (4, 1), (5, 3), (4, 4)):
         plain, changed = _blocks(count), _blocks(count)
         returned = recompute_every(changed, n)
@@ -120,7 +122,14 @@ def reference_kept(shape, itemsize) -> int:
 
 # As few blocks as bring the peak under a budget, on real ranks
 
-STACK = GPTShape(layers=5, width=32, heads=2, kv_heads=1, hidden=96, vocabulary=64)
+STACK = GPTShape(
+    num_hidden_layers=5,
+    hidden_size=32,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    intermediate_size=96,
+    vocab_size=64,
+)
 SEQUENCES, LENGTH = 4, 64
 WANTED = (1, 3, 2)  # how many blocks must be recomputed
 
@@ -141,7 +150,7 @@ def _step(me, prepare, *given) -> dict:
     prepare(model, init_device_mesh("cpu", (me.world_size,)), *given)
     optimizer = torch.optim.SGD(model.parameters())
     trace = StepTrace(model, optimizer, me.device)
-    tokens = torch.randint(STACK.vocabulary, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(me.rank))
+    tokens = torch.randint(STACK.vocab_size, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(me.rank))
     peaks = []
     for _ in range(3):  # the first makes the tracer acquainted; of the others the lower counts, as in every record
         optimizer.zero_grad()
@@ -167,7 +176,7 @@ def _budgets(me, prepare) -> tuple:
     x, rotation = _inputs(STACK, LENGTH)
     block = Block(STACK)
     kept = _kept(block, x, rotation, [*block.parameters(), *rotation]) * SEQUENCES // len(x)
-    given = SEQUENCES * LENGTH * STACK.width * 4
+    given = SEQUENCES * LENGTH * STACK.hidden_size * 4
     plain = _step(me, _plainly_sharded)
     # Where it is several, so little more than one fewer brings that whoever forgets what comes in has one too few
     excesses = [round((count - (0.5 if count == 1 else 0.96)) * (kept - given)) for count in WANTED]
@@ -195,7 +204,7 @@ def judge_prepare(prepare) -> str:
 
 def _over(step, budget, wanted, before) -> str:
     """What is wrong with the blocks that were recomputed, or nothing."""
-    chosen, last = step["recomputed"], STACK.layers - 1
+    chosen, last = step["recomputed"], STACK.num_hidden_layers - 1
     about = f"{before:,} bytes without, budget {budget:,}: with blocks {chosen or 'none'} recomputed"
     if step["peak"] > budget:
         why = "more of them are needed"
@@ -253,7 +262,7 @@ def the_labs(operator, arguments, shape):
 
 def all_but_down(operator, arguments, shape):
     return the_labs(operator, arguments, shape) and not (
-        operator is torch.ops.aten.mm.default and arguments[0].shape[-1] == shape.hidden
+        operator is torch.ops.aten.mm.default and arguments[0].shape[-1] == shape.intermediate_size
     )
 
 
@@ -274,9 +283,15 @@ def judge_keep(keep) -> str:
 
 
 SHAPES = {  # the first: no two tensors of a block are of one size
-    "eight heads, one of keys and values": GPTShape(layers=1, width=64, heads=8, kv_heads=1, hidden=100),
-    "the preset tiny": GPTShape(layers=4, width=128, heads=4, kv_heads=2, hidden=384),
-    "as many heads of keys as of queries": GPTShape(layers=1, width=48, heads=4, kv_heads=4, hidden=80),
+    "eight heads, one of keys and values": GPTShape(
+        num_hidden_layers=1, hidden_size=64, num_attention_heads=8, num_key_value_heads=1, intermediate_size=100
+    ),
+    "the preset tiny": GPTShape(
+        num_hidden_layers=4, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, intermediate_size=384
+    ),
+    "as many heads of keys as of queries": GPTShape(
+        num_hidden_layers=1, hidden_size=48, num_attention_heads=4, num_key_value_heads=4, intermediate_size=80
+    ),
 }
 
 
@@ -323,7 +338,6 @@ def prepare(model, mesh, excess, kept, given):
         solution="""
 # The terms with a token in them double; parameters, optimizer state, gathered and packed buffers stay. On paper that
 # is the backward of block 2. The plan finds block 3 higher by a hair: it holds one input more, and less of the model.
-import gpt_fsdp  # a plan needs its defaults
 from labkit.running.lab import Lab
 from planner import predict
 
@@ -369,7 +383,7 @@ def keep(operator, arguments, shape):
     if operator is torch.ops.aten.mm.default:
         # down is the product that takes hidden numbers in. Its result is only added to the block's last sum, and nothing that
         # backward needs comes after it.
-        return arguments[0].shape[-1] != shape.hidden
+        return arguments[0].shape[-1] != shape.intermediate_size
     return operator in ATTENTION_OPERATORS
 ''',
     ),

@@ -5,40 +5,48 @@ import contextlib
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from planner import networks, predict
-from planner.shapes import GPT_SHAPES, GPTShape
+from planner.models import networks
+from planner.models.shapes import GPT_SHAPES, GPTShape
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from labkit.running.lab import Lab
 from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
 from labkit.training import models
 
 GIB = 2**30
 RANKS = 4
-SHAPE = GPTShape(layers=3, width=16, heads=2, kv_heads=2, hidden=32, vocabulary=32)
+SHAPE = GPTShape(
+    num_hidden_layers=3,
+    hidden_size=16,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    intermediate_size=32,
+    vocab_size=32,
+)
 
 
 def _traffic(**options):
-    """MB of a step of the chapter's tiny GPT. options: ``Plan``'s."""
-    plan = predict.Plan(networks.gpt(GPT_SHAPES["tiny"], 8, 128), ranks=RANKS, **options)
+    """MB of a step of the chapter's tiny GPT."""
+    plan = Lab(ranks=RANKS, device="cpu").plan("gpt_fsdp.py", **options)
     return sum(entry["count"] * entry["bytes"] for entry in plan.traffic()) / 1e6
 
 
-ONCE = _traffic(reshard="false")  # a gather and a reduction of all parameters
+ONCE = _traffic(reshard_after_forward="false")  # a gather and a reduction of all parameters
 LLAMA = GPT_SHAPES["llama3-8b"]
 (BLOCK,) = {
     sum(torch.Size(shape).numel() for shape in module.parameters.values())
     for module in networks.gpt(LLAMA, 1, 8).modules
     if module.wrapped
 }
-WAITING = LLAMA.layers * BLOCK * 2 / GIB  # all blocks in bf16
+WAITING = LLAMA.num_hidden_layers * BLOCK * 2 / GIB  # all blocks in bf16
 
 
 def _layout():
     """{unit: (its parameters, whether they are whole after forward)} that 09.3 asks for."""
     names = [name for name, _ in models.GPT(SHAPE).named_parameters()]
-    last = SHAPE.layers - 1
+    last = SHAPE.num_hidden_layers - 1
     units = {f"block {i}": ([n for n in names if n.startswith(f"blocks.{i}.")], i == last) for i in range(last + 1)}
     units["norm and head"] = [n for n in names if n.startswith(("norm.", "head."))], True
     units["the root"] = [n for n in names if n.startswith("embedding.")], True
@@ -117,7 +125,7 @@ def adapted(device="cpu"):
 
 def batches_of(rank, device="cpu") -> list[tuple]:
     """(inputs, targets) of each step on this rank, of shape (2, 8)."""
-    drawn = torch.randint(SHAPE.vocabulary, (STEPS, 2, 9), generator=torch.Generator().manual_seed(rank))
+    drawn = torch.randint(SHAPE.vocab_size, (STEPS, 2, 9), generator=torch.Generator().manual_seed(rank))
     return [(part[:, :-1], part[:, 1:]) for part in drawn.to(device)]
 
 
@@ -156,8 +164,8 @@ def judge_fine_tune(fine_tune) -> str:
     for rank, (given, units) in enumerate(found):
         if given is None:
             return f"not quite: rank {rank} returns nothing, and others do"
-        if units != SHAPE.layers + 1:
-            return f"not quite: {units} units; {SHAPE.layers + 1} are wanted, each block and the root"
+        if units != SHAPE.num_hidden_layers + 1:
+            return f"not quite: {units} units; {SHAPE.num_hidden_layers + 1} are wanted, each block and the root"
         if difference := _tuning_differs(rank, *given, *wanted):
             return f"not quite: {difference}"
     return "right"
@@ -223,14 +231,14 @@ def fine_tune(model, batches, mesh):
         title="traffic, accumulating and keeping",
         level=1,
         minutes=4,
-        answer=_traffic(reshard="false", micro_batches=4, sync="last"),
+        answer=_traffic(reshard_after_forward="false", accumulate=4, sync="last"),
         unit="MB",
         slips={
             "the reduction comes once a step, not after each micro-batch": 4 * ONCE,
             "that is one micro-batch: the parameters are freed after each backward, and gathered for the next": ONCE,
-            "with the blocks kept, backward gathers nothing": _traffic(micro_batches=4, sync="last"),
+            "with the blocks kept, backward gathers nothing": _traffic(accumulate=4, sync="last"),
             "that is without the reduction, which comes once": 4 * ONCE / 2,
-            "that is MiB; traffic is in MB of 1000²": _traffic(reshard="false", micro_batches=4, sync="last")
+            "that is MiB; traffic is in MB of 1000²": _traffic(reshard_after_forward="false", accumulate=4, sync="last")
             * 1e6
             / 2**20,
         },
@@ -251,7 +259,7 @@ answer = (4 * (root + 4 * block) + (root + 4 * block)) / 1e6
             "that is the whole model waiting, which is False; with 8, an eighth of each block waits": WAITING,
             "the groups are of 8 ranks, not of all 16": WAITING / 16,
             "a number in bf16 is 2 bytes, not 4": 2 * WAITING / 8,
-            "that is one block; all 32 are waiting at the end of forward": WAITING / 8 / LLAMA.layers,
+            "that is one block; all 32 are waiting at the end of forward": WAITING / 8 / LLAMA.num_hidden_layers,
             "that is the part of the other node's ranks, too": WAITING / 2,
         },
         hint="At the end of forward every block has been whole and has left one part in 8 on each rank. 2 bytes per number.",

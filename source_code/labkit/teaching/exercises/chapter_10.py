@@ -4,9 +4,10 @@ from functools import cache
 from itertools import product
 from typing import NamedTuple
 
-from planner import cost, networks, predict
-from planner.shapes import GPT_SHAPES
+from planner import predict
+from planner.timing import cost
 
+from labkit.running.lab import Lab
 from labkit.teaching.exercises import Do, Predict, unanswered
 
 B = 3.4  # MB of parameters in 10.1
@@ -32,7 +33,6 @@ class Way(NamedTuple):
 
 
 SEQUENCES = 4  # of a step, on each rank
-TINY = {"preset": "tiny", "seq_len": 128, "precision": "fp32", "recompute": "none"}  # gpt_fsdp.py's defaults
 LLAMA = {"preset": "llama3-8b", "seq_len": 8192, "precision": "bf16", "recompute": "full"}
 CLUSTERS = [(2, 8, 60), (2, 8, 50), (4, 8, 110), (16, 8, 110), (16, 8, 60), (16, 8, 50)]  # nodes, ranks on each, GiB
 
@@ -49,20 +49,9 @@ def settings(way: Way) -> dict:
 
 
 def plan_of(way: Way, device: str = "cuda", **model):
-    """Plan a step made that way. model: gpt_fsdp.py's preset, seq_len, precision, recompute (default: Llama 3 8B in bf16)."""
-    model = TINY | model if model else LLAMA
-    sequences = SEQUENCES // way.micro_batches
-    return predict.Plan(
-        networks.gpt(GPT_SHAPES[model["preset"]], sequences, model["seq_len"], model["recompute"]),
-        ranks=way.shards * way.replicas,
-        replicas=way.replicas,
-        reshard=str(not way.kept).lower(),
-        precision=model["precision"],
-        micro_batches=way.micro_batches,
-        sync=way.sync,
-        on_gpu=device == "cuda",
-        workspaces=False,
-    )
+    """What the planner says of the way. model: gpt_fsdp.py's other options (default: Llama 3 8B in bf16)."""
+    ranks = way.shards * way.replicas
+    return Lab(ranks=ranks, device=device).plan("gpt_fsdp.py", **(model or LLAMA), **settings(way))
 
 
 @cache

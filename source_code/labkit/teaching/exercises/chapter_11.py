@@ -2,8 +2,9 @@
 
 from functools import cache
 
-from planner import networks, predict
-from planner.shapes import GPT_SHAPES
+from planner import predict
+from planner.models import networks
+from planner.models.shapes import GPT_SHAPES
 
 from labkit.teaching.exercises import Do, Predict, unanswered
 
@@ -149,13 +150,14 @@ def smallest_world(plan_of, room, most=1024):
                 "parameters", "optimizer state", "all-gather"
             ),
         },
-        hint="Go through the terms that --explain printed. Which of them says how many numbers *this rank's part* has, and which says "
-        "how many numbers its batch has? Only the former are quartered.",
+        hint="Go through the terms that --explain printed. Which of them says how many elements *this rank's part* has, and which says "
+        "how many elements its batch has? Only the former are quartered.",
         solution="""
 # Parameters and Adam's two moments, 3 × 4 bytes per parameter, are shared by four times as many ranks. The batch's tensors,
 # the loss and what is gathered stay as they are: 27.05 GiB less three quarters of 11.22 GiB.
-from planner import networks, predict
-from planner.shapes import GPT_SHAPES
+from planner import predict
+from planner.models import networks
+from planner.models.shapes import GPT_SHAPES
 plan = predict.Plan(networks.gpt(GPT_SHAPES["llama3-8b"], 1, 8192, "full"), "fsdp2", 32, precision="bf16", on_gpu=True)
 answer = predict.total(plan.peak()[1]) / 2**30
 """,

@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from planner.shapes import GPTShape
+from planner.models.shapes import GPTShape
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,7 +14,14 @@ from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
 from labkit.training import models
 
 MICRO, LESS = 4, 1.5  # of 12.0: micro-batches in a step, and how many times fewer operations are asked for
-SHAPE = GPTShape(layers=3, width=64, heads=2, kv_heads=2, hidden=128, vocabulary=256)
+SHAPE = GPTShape(
+    num_hidden_layers=3,
+    hidden_size=64,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    intermediate_size=128,
+    vocab_size=256,
+)
 TOKENS = 32  # in a sequence
 
 ONE, EIGHT, RANKS = 1.28, 0.20, 8  # seconds per step for the same work, and on how many ranks
@@ -121,7 +128,7 @@ def work_of(step, model, optimizer, batch, device) -> dict:
 
 def _two_works(me, step):
     """(what the learner's step does, what the slow one does) with a small GPT under FSDP2, each from the same start."""
-    drawn = torch.randint(SHAPE.vocabulary, (MICRO, 2, TOKENS + 1), generator=torch.Generator().manual_seed(me.rank))
+    drawn = torch.randint(SHAPE.vocab_size, (MICRO, 2, TOKENS + 1), generator=torch.Generator().manual_seed(me.rank))
     batch = [(part[:, :-1], part[:, 1:]) for part in drawn]
     found = []
     for this in (step, slow_step):

@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from planner import networks
-from planner.shapes import GPT_SHAPES
+from planner.models import networks
+from planner.models.shapes import GPT_SHAPES
 from torch import nn
 
 from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered

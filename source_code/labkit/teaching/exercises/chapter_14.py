@@ -3,8 +3,9 @@
 from contextlib import suppress
 from math import prod
 
-from planner import UserError, jax_sharding
-from planner.shapes import GPT_SHAPES
+from planner import UserError
+from planner.models.shapes import GPT_SHAPES
+from planner.parallel import jax_sharding
 
 from labkit.measuring import hlo
 from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
@@ -131,7 +132,7 @@ def gathered(times: int | None = None) -> float:
     """GB of parameters that a step of Llama 3 8B gathers in fp32: blocks twice, recomputed, and the rest once; or all ``times`` times."""
     if times:
         return times * sum(map(prod, jax_sharding.leaves(LLAMA).values())) * 4 / 1e9
-    found = jax_sharding.sums(jax_sharding.traffic(LLAMA, MANY, THRESHOLD, recompute=True))
+    found = jax_sharding.bytes_by_kind(jax_sharding.traffic(LLAMA, MANY, THRESHOLD, recompute=True))
     return found["all-gather", "fsdp"] / 1e9
 
 
@@ -170,7 +171,7 @@ def forward_of_a_device(shards, x):
         solution=f"""
 # 32 blocks twice, embedding and head once; 4 bytes per number. (The norms are below the threshold, and whole everywhere.)
 block = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)
-answer = 4 * (2 * 32 * block + 2 * {LLAMA.vocabulary} * 4096) / 1e9
+answer = 4 * (2 * 32 * block + 2 * {LLAMA.vocab_size} * 4096) / 1e9
 """,
     ),
     "14.3": Do(

@@ -3,13 +3,13 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from planner.shapes import GPT_SHAPES
+from planner.models.shapes import GPT_SHAPES
 
 from labkit.teaching.exercises import Do, Predict, on_ranks
 
 STAGES, MICRO_BATCHES = 8, 16
 LLAMA, TOKENS, HALF = GPT_SHAPES["llama3-8b"], 8192, 2  # bytes per number in bf16
-BETWEEN = TOKENS * LLAMA.width * HALF / 1e6  # MB of what flows between two blocks
+BETWEEN = TOKENS * LLAMA.hidden_size * HALF / 1e6  # MB of what flows between two blocks
 WORLD, WIDTH, HIDDEN = 2, 6, 8
 
 
@@ -86,7 +86,7 @@ answer = 100 * (stages - 1) / (micro_batches + stages - 1)
         hint="Attention and the feed-forward part each begin with an all-gather along the sequence, and end with a "
         "reduce-scatter.\nThe whole tensor is tokens × width.",
         solution=f"""
-tokens, width = {TOKENS}, {LLAMA.width}
+tokens, width = {TOKENS}, {LLAMA.hidden_size}
 answer = 4 * tokens * width * 2 / 1e6  # two all-gathers and two reduce-scatters of it, 2 bytes per number
 """,
     ),

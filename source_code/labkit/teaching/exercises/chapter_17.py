@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from planner import huggingface
+from planner.models import huggingface
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -104,7 +104,7 @@ def _too_large(units: list[str]) -> str:
     blocks = [name for name in units if name.rpartition(".")[2].isdecimal()]
     if units == ["model"]:
         return "all is one unit, which is whole at once"
-    if len(blocks) < SHAPE.layers:
+    if len(blocks) < SHAPE.num_hidden_layers:
         return f"the units are {', '.join(units[:4])}, …: whose forward runs the decoder's blocks one by one?"
     return "each block is a unit; what else is large? The root is whole all through the step"
 

@@ -1,7 +1,7 @@
 """Figures of chapter 15: the timeline of a pipeline, its stages' memory, the ways to divide side by side, and how equal they are."""
 
 import matplotlib.pyplot as plt
-from planner import cost
+from planner.timing import cost
 
 from labkit.measuring.pipeline_timeline import idle_share
 from labkit.teaching.plots import MIB, headline, show

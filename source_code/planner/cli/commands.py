@@ -1,4 +1,4 @@
-"""What plan.py works out: a plan from its options, what it needs and costs, a sweep over strategies, the least that fits.
+"""Compute what plan.py prints: a plan from its options, its needs and costs, a sweep over strategies, a search.
 
 options: plan.py's ``Options``. Imports no torch.
 """
@@ -9,71 +9,79 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from planner import UserError, cost, gpus, networks, pipeline, predict, search
-from planner.mesh import arrange
+from planner import UserError, gpus, predict
+from planner.cli import search
+from planner.models import networks
+from planner.parallel import pipeline
+from planner.parallel.mesh import arrange
+from planner.timing import cost
 
 STRATEGIES = ("single", "ddp", "zero1", *(f"deepspeed-{stage}" for stage in range(4)), "fsdp1", "fsdp2")
 SLOWEST, FASTEST = 1e-6, 1e6  # GB/s of a link
 FITTING, NOT_PLANNED = ("fits", "tight"), "not planned"
 ORDER = (*FITTING, "does not fit", NOT_PLANNED)
-NOTHING = {"peak": None, "samples_per_second": 0.0, "samples_per_second_at_least": 0.0, "needs": None, "least": None}
-TIE = 0.02  # throughputs that differ by less are the same: no prediction here is better than that
-KEEPS_MORE_AND_MORE = ("full", "alternate", "selective", "none")  # what is recomputed, by what is kept from forward
+EMPTY_ROW = {"peak": None, "samples_per_second": 0.0, "samples_per_second_at_least": 0.0, "needs": None, "least": None}
+TIE = 0.02  # throughputs that differ by less share a place: no prediction here is better than that
+RECOMPUTE_BY_MEMORY = ("full", "alternate", "selective", "none")  # by what is saved for backward
 LAST = {"ranks": 65_536, "batch": 65_536, "seq": 2**24}  # where a search ends
 
 
-def plan_of(options, network: networks.Blueprint | None = None) -> predict.Plan:
-    """Of the rank, or the stage, that needs most; network: one's own, else the course's.
+def plan_from_options(options, network: networks.Blueprint | None = None) -> predict.Plan:
+    """Return the plan of the rank, or the stage, that needs most.
 
-    UserError where the options do not go together.
+    Args:
+        options: of plan.py.
+        network: the user's own; by default the one that the options name.
+
+    Raises:
+        UserError: the options do not go together.
     """
     if options.stages > 1:
         return max(stage_plans(options), key=lambda plan: predict.total(plan.peak()[1]))
-    return of_first_rank(options, network).of_fullest_rank()
+    return first_rank_plan(options, network).for_peak_rank()
 
 
-def of_first_rank(options, network: networks.Blueprint | None = None) -> predict.Plan:
-    """The same for rank 0, where there is no pipeline."""
+def first_rank_plan(options, network: networks.Blueprint | None = None) -> predict.Plan:
+    """Return the plan of rank 0, without a pipeline: see ``plan_from_options``."""
     mesh = arrange(options.ranks, options.mesh, options.reshard_after_forward)
     if mesh.tensor > 1 and options.simulate:
-        raise UserError("products split among ranks are not simulated: leave --simulate out, or take one_rank.py")
-    shape = options.shape
+        raise UserError("tensor parallelism is not simulated: leave --simulate out, or take one_rank.py")
+    network = network or networks.gpt(
+        options.shape,
+        batch_size=options.batch,
+        seq_len=options.seq,
+        recompute=options.recompute,
+        lora=options.lora,
+        tp_degree=mesh.tensor,
+        recompute_every=options.recompute_every,
+        loss_chunks=options.loss_chunks,
+        wrap_embeddings=options.units == "apart",
+        quantized=options.frozen == "nf4",
+    )
     return predict.Plan(
-        network
-        or networks.gpt(
-            shape,
-            options.batch,
-            options.seq,
-            options.recompute,
-            options.lora,
-            mesh.tensor,
-            recompute_every=options.recompute_every,
-            loss_chunks=options.loss_chunks,
-            apart=options.units == "apart",
-            packed=options.frozen == "nf4",
-        ),
-        options.strategy,
-        options.ranks,
-        mesh.replicate,
-        options.reshard_after_forward,
-        options.precision,
-        options.optimizer,
-        options.accumulate,
-        options.sync,
-        options.prefetch,
+        network,
+        strategy=options.strategy,
+        ranks=options.ranks,
+        replicas=mesh.replicate,
+        reshard=options.reshard_after_forward,
+        precision=options.precision,
+        optimizer=options.optimizer,
+        micro_batches=options.accumulate,
+        sync=options.sync,
+        prefetch=options.prefetch,
         on_gpu=options.device == "cuda",
         torch=installed_torch(),
         weights=options.weights,
-        offload=options.cpu_offload and options.device == "cuda",  # on the CPU there is but one memory
+        offload=options.cpu_offload and options.device == "cuda",  # on the CPU there is only one memory
     )
 
 
 def stage_plans(options) -> list[predict.Plan]:
-    """The plan of each stage of a pipeline."""
+    """Return the plan of each stage of a pipeline."""
     mesh, shape = arrange(options.ranks, options.mesh), options.shape
     pipeline.check(mesh, shape, options.schedule, options.accumulate)
     return [
-        predict.of_stage(
+        predict.stage_plan(
             shape,
             options.batch,
             options.seq,
@@ -91,16 +99,27 @@ def stage_plans(options) -> list[predict.Plan]:
 
 @cache
 def installed_torch() -> tuple[int, int]:
-    """The version of PyTorch here, which is not imported; where there is none, that which the planner assumes."""
-    found = find_spec("torch")
+    """Return the version of the installed PyTorch, which is not imported; without one, the version the planner assumes."""
+    spec = find_spec("torch")
     try:
-        text = Path(found.origin).with_name("version.py").read_text()
+        text = Path(spec.origin).with_name("version.py").read_text()
         return tuple(map(int, re.search(r"__version__ = '(\d+)\.(\d+)", text).groups()))
     except (AttributeError, TypeError, OSError):
         return predict.Plan.torch
 
 
 def link_of(text: str, known: dict, latency: float, name: str) -> cost.Link:
+    """Return the link that an option describes.
+
+    Args:
+        text: a key of ``known``, or a bandwidth in GB/s.
+        known: {name: link}.
+        latency: seconds, for a bandwidth.
+        name: of the option.
+
+    Raises:
+        UserError: it is neither.
+    """
     if text in known:
         return known[text]
     try:
@@ -115,16 +134,16 @@ def link_of(text: str, known: dict, latency: float, name: str) -> cost.Link:
 
 
 def describe(options, plan: predict.Plan) -> dict:
-    """All that is predicted of a plan, ready for JSON: bytes, and seconds."""
+    """Return everything that is predicted of a plan, ready for JSON: bytes, and seconds."""
     where, terms = plan.peak()
     peak = predict.total(terms)
     plans = stages_of(options, plan)
-    times, throughput = pace(options, plan)
+    times, samples_per_second = throughput(options, plan)
     return {
         "parameters": sum(one.blueprint.numel for one in plans),
         "stages": [predict.total(one.peak()[1]) for one in plans],
         "persistent": {name: size for (_, name), size in plan.persistent().items()},
-        "host": predict.by_category(plan.on_host()) if plan.offload else {},
+        "host": predict.by_category(plan.host_memory()) if plan.offload else {},
         "peak": peak,
         "where": where,
         "rank": plan.rank,
@@ -133,26 +152,29 @@ def describe(options, plan: predict.Plan) -> dict:
         "traffic": [c | cost.ring_bytes(c, plan, options.node_size) for c in plan.traffic()],
         "seconds": times,
         "tokens_of_a_step": tokens_of_a_step(options, plan),
-        **throughput,
-        "flops_utilisation": cost.utilisation(plan, times["overlapped"], options.peak_flops),
+        **samples_per_second,
+        "flops_utilisation": cost.utilization(plan, times["overlapped"], options.peak_flops),
         "memory": gpus.verdict(peak, options.memory, options.gpu, options.ranks),
         "not_modelled": ["dropout"] if options.shape.dropout else [],  # of what this model has
-        "booking": booking(options, tokens_of_a_step(options, plan), times) if options.tokens else None,
+        "booking": training_cost(options, tokens_of_a_step(options, plan), times) if options.tokens else None,
     }
 
 
 def stages_of(options, plan: predict.Plan) -> list[predict.Plan]:
-    """The plans of all stages; without a pipeline there is one."""
+    """Return the plans of all stages; without a pipeline there is one."""
     return stage_plans(options) if options.stages > 1 else [plan]
 
 
 def tokens_of_a_step(options, plan: predict.Plan) -> int:
-    """Of all ranks together."""
-    return plan.blueprint.samples * plan.micro_batches * (plan.ranks // options.stages // plan.tensor)
+    """Return the tokens of a step, on all ranks together."""
+    return plan.blueprint.samples * plan.micro_batches * (plan.ranks // options.stages // plan.tp_degree)
 
 
-def pace(options, plan: predict.Plan) -> tuple[dict, dict]:
-    """(``cost.step_time`` of the slowest stage, tokens per second at best and at least: see ``in_short``)"""
+def throughput(options, plan: predict.Plan) -> tuple[dict, dict]:
+    """Return (``cost.step_time`` of the slowest stage, {"samples_per_second", "samples_per_second_at_least"}).
+
+    Samples are tokens, of all ranks together; the first number is that of an overlapped step, the second of a serial one.
+    """
     links = (
         link_of(options.link or options.booked.link, cost.LINKS, cost.LINKS["nvlink"].latency, "--link"),
         link_of(options.network, cost.NETWORKS, cost.NETWORKS["infiniband"].latency, "--network"),
@@ -165,33 +187,39 @@ def pace(options, plan: predict.Plan) -> tuple[dict, dict]:
         key=lambda times: times["overlapped"],
     )
     tokens = tokens_of_a_step(options, plan)
-    names = {"samples_per_second": "overlapped", "samples_per_second_at_least": "in turn"}
+    names = {"samples_per_second": "overlapped", "samples_per_second_at_least": "serial"}
     return times, {ours: tokens / times[name] for ours, name in names.items()}
 
 
-def booking(options, samples: int, times: dict) -> dict:
-    """What training on --tokens takes: {"steps", "hours": [least, most], "gpu_hours": …, "money": …, None without --price}."""
+def training_cost(options, samples: int, times: dict) -> dict:
+    """Return what training on --tokens takes: {"steps", "hours": [least, most], "gpu_hours": …, "money": …}.
+
+    Args:
+        options: of plan.py; without --price, "money" is None.
+        samples: tokens of a step.
+        times: see ``cost.step_time``.
+    """
     steps = options.tokens / samples
-    hours = [steps * times[name] / 3600 for name in ("overlapped", "in turn")]
+    hours = [steps * times[name] / 3600 for name in ("overlapped", "serial")]
     gpu_hours = [options.ranks * each for each in hours]
     money = None if options.price is None else [options.price * each for each in gpu_hours]
     return {"steps": steps, "hours": hours, "gpu_hours": gpu_hours, "money": money}
 
 
 def sweep(options) -> list[dict]:
-    """Every strategy with every kind of recomputation: what fits by throughput, the others by what they lack.
+    """Return a row for every strategy with every kind of recomputation.
 
-    Of the kinds of recomputation that do not fit there is the one that keeps least. Where what stays from step to step is
-    too much already, one row stands for all ("any"), and says no more than that; so does one that is "not planned" with
-    the other options, which has "why". "place": of those that fit; rows whose throughputs differ by less than ``TIE`` share
-    one.
+    Rows that fit come first, by throughput; then the others, by the memory they lack. Of the kinds of recomputation that
+    do not fit, there is only the one that saves least. If the persistent memory does not fit already, one row stands for
+    all kinds ("any"); so does one that is "not planned" with the other options, which has the reason in "why". "place" is
+    that of rows that fit; rows whose throughputs differ by less than ``TIE`` share one.
     """
     rows = []
     for name, changes in variants(options):
         try:
-            rows += [{"strategy": name} | row for row in recomputed(dataclasses.replace(options, **changes))]
+            rows += [{"strategy": name} | row for row in recompute_rows(dataclasses.replace(options, **changes))]
         except UserError as error:  # such as FSDP1 with adapters
-            rows.append({"strategy": name, "recompute": "any", "answer": NOT_PLANNED, "why": str(error)} | NOTHING)
+            rows.append({"strategy": name, "recompute": "any", "answer": NOT_PLANNED, "why": str(error)} | EMPTY_ROW)
     rows.sort(key=_first_what_fits)
     best, place, answer = 0.0, 0, None
     for number, row in enumerate(rows, 1):
@@ -201,16 +229,20 @@ def sweep(options) -> list[dict]:
     return rows
 
 
-def recomputed(options) -> list[dict]:
-    """The rows of one strategy, see ``sweep``. UserError where it does not go together with the other options."""
-    state = predict.total(of_first_rank(options).persistent())
+def recompute_rows(options) -> list[dict]:
+    """Return the rows of one strategy: see ``sweep``.
+
+    Raises:
+        UserError: it does not go together with the other options.
+    """
+    state = predict.total(first_rank_plan(options).persistent())
     if gpus.verdict(state, options.memory, options.gpu, options.ranks)["answer"] == "does not fit":
-        return [{"recompute": "any"} | in_short(options, state)]
+        return [{"recompute": "any"} | row_summary(options, state)]
     rows = []
-    for kind in KEEPS_MORE_AND_MORE:
+    for kind in RECOMPUTE_BY_MEMORY:
         every = options.recompute_every if kind != "none" else 1
         tried = dataclasses.replace(options, recompute=kind, recompute_every=every)
-        rows.append({"recompute": kind} | in_short(tried))
+        rows.append({"recompute": kind} | row_summary(tried))
         if rows[-1]["answer"] == "does not fit":
             break
     return rows
@@ -221,22 +253,26 @@ def _first_what_fits(row: dict) -> tuple:
     return ORDER.index(row["answer"]), lacking, -row["samples_per_second"]
 
 
-def in_short(options, state: int | None = None) -> dict:
-    """A row of a table: {"peak": bytes, "answer", "needs", "least": GiB, "samples_per_second", "…_at_least"}.
+def row_summary(options, state: int | None = None) -> dict:
+    """Return a row of a table: {"peak": bytes, "answer", "needs", "least": GiB, "samples_per_second", "…_at_least"}.
 
-    state: bytes to be taken for the peak, where these alone do not fit. What does not fit does 0 samples a second.
+    What does not fit has 0 samples per second.
+
+    Args:
+        options: of plan.py.
+        state: bytes to take for the peak, if these alone do not fit.
     """
-    plan = of_first_rank(options)
-    peak = state or predict.total(plan.of_fullest_rank().peak()[1])
+    plan = first_rank_plan(options)
+    peak = state or predict.total(plan.for_peak_rank().peak()[1])
     memory = gpus.verdict(peak, options.memory, options.gpu, options.ranks)
-    kept = {name: memory[name] for name in ("answer", "needs", "least")}
+    needs = {name: memory[name] for name in ("answer", "needs", "least")}
     if memory["answer"] == "does not fit":
-        return NOTHING | {"peak": peak} | kept
-    return {"peak": peak} | pace(options, plan)[1] | kept
+        return EMPTY_ROW | {"peak": peak} | needs
+    return {"peak": peak} | throughput(options, plan)[1] | needs
 
 
 def variants(options) -> list[tuple[str, dict]]:
-    """(what it is called, the options that make it) of every strategy for so many ranks."""
+    """Return (name, {option: value}) of every strategy for this number of ranks."""
     if options.ranks == 1:
         return [("one process", {"strategy": "single"})]
     plain = {"mesh": None, "reshard_after_forward": "true"}
@@ -258,9 +294,10 @@ def variants(options) -> list[tuple[str, dict]]:
 
 
 def find(options) -> dict:
-    """The least --ranks, or the most --batch or --seq, that fits; the others of the three are as the options say.
+    """Search for the least --ranks, or the most --batch or --seq, that fits; the other two are as in the options.
 
-    {"what", "found": number or None, "tight": the same if tight will do, "rows": of its neighbours}.
+    Returns:
+        {"what", "found": number or None, "tight": the same if "tight" suffices, "rows": of its neighbors}.
     """
     what, last = options.find, LAST[options.find]
     if what == "seq":
@@ -269,19 +306,19 @@ def find(options) -> dict:
     @cache
     def memory(number: int) -> dict:
         tried = dataclasses.replace(options, **{what: number})
-        return gpus.verdict(predict.total(plan_of(tried).peak()[1]), options.memory, options.gpu, tried.ranks)
+        return gpus.verdict(predict.total(plan_from_options(tried).peak()[1]), options.memory, options.gpu, tried.ranks)
 
     extreme = search.least if what == "ranks" else search.most
     found, tight = (
         extreme(lambda number, kind=kind: memory(number)[kind], options.memory, last) for kind in ("needs", "least")
     )
-    numbers = neighbours(what, found or tight, last, options.node_size)
-    rows = [{what: n} | in_short(dataclasses.replace(options, **{what: n})) for n in numbers]
+    numbers = neighbors(what, found or tight, last, options.node_size)
+    rows = [{what: n} | row_summary(dataclasses.replace(options, **{what: n})) for n in numbers]
     return {"what": what, "found": found, "tight": tight, "rows": rows}
 
 
-def neighbours(what: str, number: int | None, last: int, node_size: int) -> list[int]:
-    """The numbers worth seeing beside the one found: of ranks, whole nodes too."""
+def neighbors(what: str, number: int | None, last: int, node_size: int) -> list[int]:
+    """Return the numbers worth comparing with the one found; of ranks, also whole nodes."""
     if number is None:
         return [last] if what == "ranks" else [1]
     near = {number - 1, number, number + 1, 2 * number}

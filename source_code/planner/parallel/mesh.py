@@ -12,10 +12,13 @@ FORM = (r"[1-9]\d*x[1-9]\d*|\w+=[1-9]\d*(,\w+=[1-9]\d*)*", "REPLICASxSHARDS, suc
 
 @dataclass(frozen=True)
 class Mesh:
-    """The sizes of the dimensions, from the outermost to the innermost: the last counts neighbouring ranks.
+    """The sizes of the dimensions, from the outermost to the innermost: the last counts neighboring ranks.
 
-    pipeline: stages, each with its part of the layers. replicate: copies of the model. shard: ranks that share a
-    copy, as FSDP shares it. tensor: ranks that share each matrix product.
+    Attributes:
+        pipeline: stages, each with its part of the layers.
+        replicate: copies of the model.
+        shard: ranks among which FSDP shards a copy.
+        tensor: ranks that split every weight.
     """
 
     pipeline: int = 1
@@ -30,38 +33,45 @@ class Mesh:
 
     @property
     def ranks(self) -> int:
+        """The number of ranks."""
         return prod(self.sizes.values())
 
     @property
     def data(self) -> int:
-        """How many parts a batch has: ranks that see different sequences."""
+        """The number of parts that a batch has: ranks that see different sequences."""
         return self.replicate * self.shard
 
     def data_part(self, rank: int) -> int:
-        """Which part of a batch ``rank`` sees."""
+        """Return which part of a batch ``rank`` sees."""
         return rank // self.tensor % self.data
 
 
 def arrange(ranks: int, mesh: str | None = None, reshard: str = "true") -> Mesh:
-    """The mesh that --mesh describes: "2x4", or "shard=4,tensor=2"; without it, all ranks share one model.
+    """Return the mesh that --mesh describes; without it, all ranks shard one model.
 
-    reshard: "true", "false", or "N". UserError where they do not fit the number of ranks.
+    Args:
+        ranks: how many there are.
+        mesh: "2x4", or "shard=4,tensor=2".
+        reshard: --reshard-after-forward: "true", "false", or "N".
+
+    Raises:
+        UserError: they do not fit the number of ranks.
     """
-    found = _read(mesh) if mesh else Mesh(shard=ranks)
-    if found.ranks != ranks:
-        raise UserError(f"--mesh {mesh} is for {found.ranks} ranks, but there are {ranks}")
-    if reshard.isdecimal() and found.shard % int(reshard):
-        raise UserError(f"--reshard-after-forward {reshard} does not divide the {found.shard} ranks of a model")
-    return found
+    arranged = _parse(mesh) if mesh else Mesh(shard=ranks)
+    if arranged.ranks != ranks:
+        raise UserError(f"--mesh {mesh} is for {arranged.ranks} ranks, but there are {ranks}")
+    if reshard.isdecimal() and arranged.shard % int(reshard):
+        raise UserError(f"--reshard-after-forward {reshard} does not divide the {arranged.shard} ranks of a model")
+    return arranged
 
 
-def _read(mesh: str) -> Mesh:
+def _parse(mesh: str) -> Mesh:
     if re.fullmatch(r"\d+x\d+", mesh):
         replicas, shards = map(int, mesh.split("x"))
         return Mesh(replicate=replicas, shard=shards)
     pairs = [pair.split("=") for pair in mesh.split(",")]
-    known, given = list(Mesh().sizes), [name for name, _ in pairs]
-    for name in given:
-        if name not in known or given.count(name) > 1:
+    known, names = list(Mesh().sizes), [name for name, _ in pairs]
+    for name in names:
+        if name not in known or names.count(name) > 1:
             raise UserError(f"--mesh {mesh}: its dimensions are {', '.join(known)}, each named once at most")
     return Mesh(**{name: int(size) for name, size in pairs})

@@ -1,12 +1,12 @@
-"""What a plan says, as pages for people. asked: the options of plan.py; found: what it has worked out, as for JSON."""
+"""Print plans as text. asked: the options of plan.py; found: what planner/cli/commands.py has computed, as for JSON."""
 
 from planner import gpus
-from planner.answers import NOT_PLANNED
+from planner.cli.commands import NOT_PLANNED
 from planner.gpus import GIB
 from planner.predict import Plan, total
 
 KERNELS = {"cuda": "a GPU's kernels", "cpu": "the CPU's kernels"}
-# Said first: who plans a run that has one of these must know that it is not in the figures.
+# Printed first: whoever plans a run with one of these must know that it is not in the figures.
 NOT_MODELLED = "not modelled: context parallelism, experts, fp8, offloaded activations"
 COMPARED = """(a GPU's kernels: compared with PyTorch's own code on tensors without memory, not yet with a GPU. What only a GPU can show
 is in the answer as a factor: workspaces of cuDNN and cuBLAS, streams, what the allocator rounds up and reserves)"""
@@ -17,21 +17,22 @@ SMALL = 1e-3  # terms below this share of the peak are explained together
 
 
 def not_modelled(asked) -> str:
-    """Return the line that says what is in none of the figures."""
-    return NOT_MODELLED + (", this model's dropout" if without(asked) else "")
+    """Return the line that names what is in none of the figures."""
+    return NOT_MODELLED + (", this model's dropout" if dropout_note(asked) else "")
 
 
-def without(asked) -> str:
-    """Return what must be added to "fits", as it is not counted."""
+def dropout_note(asked) -> str:
+    """Return what must be added to "fits", if the model's dropout is not counted."""
     return " without its dropout" if asked.shape and asked.shape.dropout else ""
 
 
 def gib(size: float) -> str:
+    """Return bytes as text, in GiB or MiB."""
     return f"{size / GIB:,.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.2f} MiB"
 
 
 def title(asked) -> str:
-    """One line: the model and how it is trained."""
+    """Return one line: the model and how it is trained."""
     how = f"{asked.stages} stages ({asked.schedule})" if asked.stages > 1 else asked.strategy
     mesh = f" (--mesh {asked.mesh})" if asked.mesh and asked.stages == 1 else ""
     ranks, batch, seq = (
@@ -48,8 +49,8 @@ def title(asked) -> str:
     )
 
 
-def as_text(asked, found: dict) -> str:
-    """A page for people."""
+def plan_text(asked, found: dict) -> str:
+    """Return a plan as text: its verdict, memory, collectives, and time."""
     where = found["where"] + (f", on rank {found['rank']}, which needs most" if found["rank"] else "")
     stages = [f"peaks of the stages  {', '.join(map(gib, found['stages']))}"] if asked.stages > 1 else []
     lines = [
@@ -61,7 +62,7 @@ def as_text(asked, found: dict) -> str:
         *stages,
         f"peak of a rank      {gib(found['peak']):>14}   at: {where}",
         *(f"  {name:18}{gib(size):>14}" for name, size in found["by_category"].items()),
-        f"kept between steps  {gib(sum(found['persistent'].values())):>14}",
+        f"persistent memory   {gib(sum(found['persistent'].values())):>14}",
         f"peak of step 1      {gib(found['first_step_peak']):>14}   before it there is no optimizer state",
         *([f"in the CPU's memory {gib(sum(found['host'].values())):>14}   per rank, pinned"] if found["host"] else []),
         "",
@@ -78,7 +79,7 @@ def as_text(asked, found: dict) -> str:
 
 
 def time_lines(asked, found: dict) -> list[str]:
-    """A step's time, throughput, and what a training costs."""
+    """Return a step's time, its throughput, and the cost of a training."""
     times, shares = found["seconds"], found["flops_utilisation"]
     waiting = f", the pipeline's bubble {times['bubble']:.3g} s" if times["bubble"] else ""
     lines = [
@@ -86,15 +87,13 @@ def time_lines(asked, found: dict) -> list[str]:
             f"compute {times['compute']:.3g} s at {asked.efficiency:.0%} of {asked.peak_flops / 1e12:g} TFLOP/s, "
             f"communication {times['communication']:.3g} s{waiting}"
         ),
-        f"a step takes {times['overlapped']:.3g} s overlapped, {times['in turn']:.3g} s one after the other",
+        f"a step takes {times['overlapped']:.3g} s overlapped, {times['serial']:.3g} s serial",
         f"{throughput(found)} tokens per second, all ranks together",
         f"overlapped, MFU {shares['MFU']:.0%} and HFU {shares['HFU']:.0%} of all ranks' peak: MFU counts all of attention, as PaLM does, "
         "HFU the half that a causal kernel computes, and what is recomputed",
     ]
     if found["host"]:
-        lines.append(
-            "the time leaves out copies to and from the CPU's memory, and the optimizer, which steps on the CPU"
-        )
+        lines.append("the time excludes copies to and from the CPU's memory, and the optimizer, which steps on the CPU")
     if booked := found["booking"]:
         lines.append(f"{asked.tokens:,.0f} tokens are {booked['steps']:,.0f} steps of {found['tokens_of_a_step']:,}:")
         costs = [("hours", booked["hours"]), ("GPU-hours", booked["gpu_hours"]), ("money", booked["money"])]
@@ -103,17 +102,18 @@ def time_lines(asked, found: dict) -> list[str]:
 
 
 def between(low: float, high: float) -> str:
-    """A range, as one number where both are the same in three digits."""
+    """Return a range as text: one number, if both are the same in three digits."""
     shown = [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in (low, high)]
     return shown[0] if shown[0] == shown[1] else " to ".join(shown)
 
 
 def throughput(found: dict) -> str:
+    """Return the range of tokens per second, serial to overlapped."""
     return between(found["samples_per_second_at_least"], found["samples_per_second"])
 
 
 def verdict(asked, memory: dict) -> str:
-    """The answer, and what it rests on."""
+    """Return the answer, and the figures it rests on."""
     answer = memory["answer"]
     room = asked.memory - memory["needs" if answer == "fits" else "least"]
     rest = {
@@ -123,14 +123,14 @@ def verdict(asked, memory: dict) -> str:
     }[answer]
     which = f" of {asked.gpu}" if asked.gpu_memory is None else ""
     return (
-        f"{answer}{without(asked) if answer != 'does not fit' else ''} in {asked.memory:g} GiB{which}: {rest}\n"
-        f"  {memory['least']:,.2f} GiB planned, of which {memory['outside']:g} are context and NCCL; {memory['needs']:,.2f} with what "
+        f"{answer}{dropout_note(asked) if answer != 'does not fit' else ''} in {asked.memory:g} GiB{which}: {rest}\n"
+        f"  {memory['least']:,.2f} GiB planned, {memory['outside']:g} of them for context and NCCL; {memory['needs']:,.2f} with what "
         f"the allocator reserves (× {memory['reserve']:.3g}; {memory['source']})"
     )
 
 
 def explained(plan: Plan) -> str:
-    """Each term of the peak, the largest first, with its numbers; the small ones together. They add up to the peak."""
+    """Return each term of the peak, the largest first, with its factors; the small ones together. Their sum is the peak."""
     terms = plan.explain()
     peak = sum(size for _, size, _ in terms)
     large = [term for term in terms if term[1] >= SMALL * peak]
@@ -143,29 +143,30 @@ def explained(plan: Plan) -> str:
 
 
 def sweep_text(asked, rows: list[dict]) -> str:
+    """Return the table of --sweep."""
     lines = [
         (
             f"{asked.named} on {asked.ranks} ranks, {asked.memory:g} GiB each, {asked.batch} × {asked.seq:,} tokens, {asked.precision}; "
             f"predicted, at {asked.efficiency:.0%} of {asked.peak_flops / 1e12:g} TFLOP/s"
         ),
         f"{not_modelled(asked)}; equal places: less than 2 % apart",
-        "left out: of each strategy, recomputation that keeps more than the row that does not fit",
+        "left out: of each strategy, recomputation that saves more than the row that does not fit",
         "",
         f"{'':4}{'strategy':30}{'recompute':11}{'planned':>13}{'reserved':>13}  {'tokens/s':18}",
     ]
     for row in rows:
         place = f"{row['place'] or '':>2}  "
-        lines.append(f"{place}{row['strategy']:30}{row['recompute']:11}{short(asked, row)}")
+        lines.append(f"{place}{row['strategy']:30}{row['recompute']:11}{row_text(asked, row)}")
     return "\n".join(lines)
 
 
-def short(asked, row: dict) -> str:
-    """The columns that each row of a table ends with: planned, reserved, tokens per second, and what it lacks."""
+def row_text(asked, row: dict) -> str:
+    """Return the last columns of a table's row: planned, reserved, tokens per second, and the memory it lacks."""
     if row["answer"] == NOT_PLANNED:
         return f"{'':46}{NOT_PLANNED}: {row['why']}"
     if row.get("recompute") == "any":
         state = f"{row['least']:>9,.2f} GiB"
-        return f"{state}{'':33}{row['answer']}: lacks {row['least'] - asked.memory:,.2f} GiB for its state alone"
+        return f"{state}{'':33}{row['answer']}: lacks {row['least'] - asked.memory:,.2f} GiB for its persistent memory alone"
     sizes = f"{row['least']:>9,.2f} GiB{row['needs']:>9,.2f} GiB  "
     if row["answer"] == "does not fit":
         return f"{sizes}{'':18}{row['answer']}: lacks {row['least'] - asked.memory:,.2f} GiB"
@@ -173,25 +174,25 @@ def short(asked, row: dict) -> str:
 
 
 def find_text(asked, found: dict) -> str:
-    """One line with the answer, its reason, and its neighbours."""
+    """Return the answer of --find, its reason, and a table of its neighbors."""
     what, number = found["what"], found["found"]
     tokens = {"ranks": "", "batch": " sequences per rank", "seq": " tokens per sequence"}[what]
     if number is None:
         head = f"no number of --{what} fits in {asked.memory:g} GiB"
         head += f"; {found['tight']:,}{tokens} would be tight" if found["tight"] else ""
     else:
-        head = f"{'the least' if what == 'ranks' else 'the most'} --{what} that fits{without(asked)} in {asked.memory:g} GiB: {number:,}{tokens}"
+        head = f"{'the least' if what == 'ranks' else 'the most'} --{what} that fits{dropout_note(asked)} in {asked.memory:g} GiB: {number:,}{tokens}"
         if found["tight"] != number:
             head += f"; {found['tight']:,} would be tight"
     lines = [head, reason(asked, found), f"{title(asked)}", not_modelled(asked), ""]
     lines.append(f"{'--' + what:>12}{'planned':>13}{'reserved':>13}  {'tokens/s':18}")
     for row in found["rows"]:
-        lines.append(f"{row[what]:>12,}{short(asked, row)}")
+        lines.append(f"{row[what]:>12,}{row_text(asked, row)}")
     return "\n".join(lines)
 
 
 def reason(asked, found: dict) -> str:
-    """Why there, in a sentence."""
+    """Return why the search ended there."""
     what, rows = found["what"], {row[found["what"]]: row for row in found["rows"]}
     number = found["found"]
     beyond = rows.get((number or 0) + (-1 if what == "ranks" else 1))
@@ -204,7 +205,7 @@ def reason(asked, found: dict) -> str:
 
 
 def advice(asked) -> str:
-    """What may still be tried."""
+    """Return what may still be tried."""
     tried = {
         "--recompute full": asked.recompute != "full",
         "--loss-chunks 8": asked.loss_chunks == 1,
@@ -217,7 +218,7 @@ def advice(asked) -> str:
 
 
 def own_text(asked, plan: Plan, found: dict) -> str:
-    """A page on a network of one's own: the peak simulated, the rest predicted."""
+    """Return the plan of a user's own model as text: its peak is simulated, the rest predicted."""
     lines = [
         (
             f"{asked.model}: {plan.blueprint.numel:,} parameters in {len(plan.units)} units, {asked.strategy} on "

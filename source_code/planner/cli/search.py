@@ -2,13 +2,19 @@
 
 from collections.abc import Callable
 
-FEW = 8  # numbers below the boundary that are looked at too: padding makes a shard of 7 ranks larger than one of 6
+# Numbers below the boundary that are tried, too: padding makes a shard of 7 ranks larger than one of 6.
+NEIGHBORS_BELOW = 8
 
 
 def least(needs: Callable[[int], float], limit: float, last: int) -> int | None:
-    """The least number, from 1 to ``last``, whose need is at most ``limit``, where needs fall; None if ``last``'s is more.
+    """Return the least number whose need is at most ``limit``, if needs fall; None if the last one needs more.
 
-    Where they rise now and then, as shards padded to whole numbers do, ``FEW`` numbers below are looked at as well.
+    Needs may rise now and then, as padded shards do: ``NEIGHBORS_BELOW`` numbers below the boundary are tried, too.
+
+    Args:
+        needs: needs(number) → what it needs.
+        limit: in the same unit.
+        last: the search goes from 1 to this number.
     """
     low, high = 0, 1
     while needs(high) > limit:
@@ -18,12 +24,18 @@ def least(needs: Callable[[int], float], limit: float, last: int) -> int | None:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if needs(middle) <= limit else (middle, high)
-    below = [number for number in range(max(1, high - FEW), high) if needs(number) <= limit]
+    below = [number for number in range(max(1, high - NEIGHBORS_BELOW), high) if needs(number) <= limit]
     return min([*below, high])
 
 
 def most(needs: Callable[[int], float], limit: float, last: int) -> int | None:
-    """The largest number, from 1 to ``last``, whose need is at most ``limit``, where needs rise; None if 1's is more."""
+    """Return the largest number whose need is at most ``limit``, if needs rise; None if 1 needs more.
+
+    Args:
+        needs: needs(number) → what it needs.
+        limit: in the same unit.
+        last: the search goes from 1 to this number.
+    """
     low, high = 1, last
     if needs(low) > limit:
         return None
@@ -37,8 +49,8 @@ def most(needs: Callable[[int], float], limit: float, last: int) -> int | None:
 
 
 def _between(needs, limit, low, high) -> int:
-    """Where a straight line meets the limit, as needs are nearly straight; but so that either end comes nearer."""
-    if high > 4 * low:  # so far away that it would mislead
+    """Return where a straight line meets the limit, as needs are nearly linear; but strictly between both ends."""
+    if high > 4 * low:  # too far apart for a line
         return min(2 * low, high - 1)
     share = (limit - needs(low)) / (needs(high) - needs(low))
     guess = low + int(share * (high - low))

@@ -1,0 +1,8 @@
+"""Answer what plan.py is asked, and print it.
+
+Each module may import those above it:
+
+  search     the least or the most that fits
+  commands   plans, sweeps, and searches, from the options of plan.py
+  report     plans as text
+"""

@@ -1,0 +1,103 @@
+"""The floating-point operations of a step on one rank: the model's, for MFU, and the hardware's, for time and HFU. No torch.
+
+The model's are PaLM's count (arXiv:2204.02311, appendix B; ``per_token``): every token attends to all others, and nothing
+is computed twice. The hardware's differ in two ways. Attention is causal, and a fused kernel skips the masked half of its
+matrix: half of 12 × layers × hidden size × length remains. And what a block recomputes in backward counts. Not counted:
+the scores that a fused kernel recomputes inside its own backward, norms, the optimizer.
+"""
+
+from math import prod
+
+from planner.models.shapes import GPTShape, block_parameters, linear_parameters, norm_parameters
+from planner.ops import attention
+from planner.ops.autograd import BF16
+
+LOOKED_UP = ("embedding.weight", "positions.weight")  # parameters that multiply nothing
+
+
+def per_token(shape: GPTShape, seq_len: int, lora: int | None = None, blocks: range | None = None) -> float:
+    """Return the floating-point operations that training on one token takes (PaLM, arXiv:2204.02311, appendix B).
+
+    For each parameter that multiplies (all but the embedding): 2 in forward, 2 for the gradient of the input, and 2 for
+    the parameter's own gradient if it is trained. For attention: 12 × layers × hidden size × length. Recomputation does
+    not count, as it adds nothing to the model.
+
+    Args:
+        shape: the model.
+        seq_len: tokens of a sequence.
+        lora: the adapters' rank; then they alone are trained.
+        blocks: of a pipeline stage; by default all.
+    """
+    layers = len(blocks) if blocks else shape.num_hidden_layers
+    last = norm_parameters(shape, "norm") | linear_parameters(shape, "head", shape.vocab_size, shape.hidden_size)
+    head = 0 if blocks and blocks.stop < shape.num_hidden_layers else sum(map(prod, last.values()))
+    block = block_parameters(shape, lora)
+    multiplied = layers * sum(map(prod, block.values())) + head
+    trained = multiplied
+    if lora:
+        trained = layers * sum(prod(s) for name, s in block.items() if name.endswith((".down", ".up")))
+    return 4 * multiplied + 2 * trained + 12 * layers * shape.query_size * shape.attended_tokens(seq_len)
+
+
+def recomputed_operations(shape: GPTShape, recompute: str, lora: int | None) -> tuple[int, bool]:
+    """Return what backward recomputes in a block: (parameters that multiply a second time, whether attention runs again).
+
+    Args:
+        shape: the model.
+        recompute: one of ``networks.RECOMPUTE``.
+        lora: the adapters' rank, or None.
+    """
+    sizes = [(len(size), prod(size)) for size in block_parameters(shape, lora).values()]
+    matmuls = [numel for dimensions, numel in sizes if dimensions > 1]  # in the order in which they run
+    kinds = {"full": (sum(numel for _, numel in sizes), True), "alternate": (sum(matmuls[1::2]), False)}
+    return kinds.get(recompute, (0, False))
+
+
+def model_flops(plan) -> float:
+    """Return the model's operations of a step on one rank of a ``Plan``, as MFU counts them."""
+    return plan.micro_batches * plan.blueprint.samples * plan.blueprint.flops / plan.tp_degree
+
+
+def hardware_flops(plan) -> float:
+    """Return the operations that one rank of a ``Plan`` computes in a step, as HFU counts them."""
+    return plan.micro_batches * sum(map(sum, module_flops(plan)))
+
+
+def module_flops(plan) -> list[tuple[float, float]]:
+    """Return the hardware's operations of each module in a micro-batch: [(forward, backward), …].
+
+    Zeros for a blueprint that does not state its operations.
+    """
+    work, modules = plan.blueprint, plan.blueprint.modules
+    if not work.flops:
+        return [(0.0, 0.0)] * len(modules)
+    multiplied = [_multiplying(module, work.tensor_parallel.tp_degree) for module in modules]
+    attending = [module for module in modules if "query.weight" in module.parameters]
+    # PaLM's count of attention's two matmuls: a third of it in forward, the rest in backward.
+    attention_flops = work.flops - sum(4 * every + 2 * trained for every, trained in multiplied)
+    attention_flops = attention_flops / max(1, len(attending)) * _share_computed(plan, attending)
+    share, flops = work.samples / plan.tp_degree, []
+    for module, (every, trained) in zip(modules, multiplied, strict=True):
+        mixing = attention_flops if module in attending else 0.0
+        forward = 2 * every + mixing / 3
+        matmuls, attends = module.recomputed
+        recomputed = 2 * matmuls + (mixing / 3 if attends else 0.0)
+        flops.append((share * forward, share * (recomputed + 2 * every + 2 * trained + mixing * 2 / 3)))
+    return flops
+
+
+def _multiplying(module, tp_degree: int) -> tuple[float, float]:
+    """Return (parameters that multiply, those of them that are trained), on all ranks of a tensor group together."""
+    sizes = {
+        name: prod(shape) * (1 if name in module.replicated else tp_degree)
+        for name, shape in module.parameters.items()
+        if name not in LOOKED_UP
+    }
+    return sum(sizes.values()), sum(size for name, size in sizes.items() if name not in module.frozen)
+
+
+def _share_computed(plan, attending: list) -> float:
+    """Return the share of attention's matrix that is computed: half, but all of it where a GPU has no fused kernel."""
+    itemsize = BF16 if plan.precision == "bf16" else plan.itemsize
+    grouped = any(m.parameters["key.weight"][0] < m.parameters["query.weight"][0] for m in attending)
+    return 1.0 if attention.kernel(plan.on_gpu, itemsize, grouped, plan.torch) == "math" else 0.5

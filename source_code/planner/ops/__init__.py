@@ -1,0 +1,12 @@
+"""Abstract autograd: operators that compute sizes instead of values.
+
+Each module may import those above it:
+
+  autograd          which tensors are alive when, and why
+  quantization      8-bit Adam's states and 4-bit weights, by their published layouts
+  attention         what each attention kernel saves for backward, and allocates
+  norms             what a norm saves and allocates, on each device
+  operators         what every other operator saves and allocates
+  chunked_loss      the head and the loss, computed in chunks of tokens
+  tensor_parallel   what tensor parallelism gathers, scatters, and allocates
+"""

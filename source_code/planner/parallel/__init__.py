@@ -1,0 +1,12 @@
+"""Parallelism: how each strategy shards, gathers, and reduces.
+
+Each module may import those above it:
+
+  mesh           how ranks are arranged: a grid with named dimensions
+  strategies     what DDP and FSDP gather, free, and reduce around each unit
+  zero           how ZeroRedundancyOptimizer and DeepSpeed's stages partition a model
+  deepspeed      what DeepSpeed's stages gather, free, and reduce, and when
+  traffic        the collectives of a step
+  pipeline       pipeline stages: which blocks each has, and what it computes when
+  jax_sharding   FSDP in JAX: what each device stores, sends, and needs temporarily
+"""

@@ -1,0 +1,116 @@
+"""The collectives of a step: the traffic of DDP, FSDP, ZeRO, a tensor group, and gradient clipping. Imports no torch.
+
+A counter has {(kind, bytes of the unsharded tensor, ranks that take part, mesh dimension): how many}.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+from planner.ops.autograd import FP32
+from planner.parallel import zero
+from planner.parallel.strategies import NORM_GRADIENTS_IN_FP32, Unit
+
+FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes after which DDP closes its first bucket, and each other
+
+
+def step_collectives(plan) -> list[dict]:
+    """Return the collectives of a step of a ``Plan``: see ``Plan.traffic``."""
+    counts = norm_collectives(plan)
+    if plan.strategy in ("ddp", "zero1"):
+        for size in ddp_buckets(plan):
+            counts["all-reduce", size, plan.ranks, None] += plan.reductions
+    if plan.strategy == "zero1":
+        sizes = zero.parameter_numels(plan)
+        counts.update(("broadcast", numel * plan.itemsize, plan.ranks, None) for numel in sizes)
+    if plan.deepspeed:
+        sent = deepspeed_collectives(plan)
+        counts.update({(kind, size, plan.ranks, None): n for (kind, size), n in sent.items()})
+    if plan.tp_degree > 1:
+        counts.update(tensor_parallel_collectives(plan))
+    if plan.shards_parameters:
+        for number, unit in enumerate(plan.unit_sizes):
+            counts.update(unit_collectives(plan, unit, is_root=number == 0))
+    ordered = sorted(counts.items(), key=lambda item: (*item[0][:3], item[0][3] or ""))
+    names = ("kind", "bytes", "ranks", "dimension")
+    return [dict(zip(names, key, strict=True)) | {"count": n} for key, n in ordered if n and key[1]]
+
+
+def unit_collectives(plan, unit: Unit, is_root: bool) -> Counter:
+    """Count the collectives of an FSDP unit in a step."""
+    counts, reductions = Counter(), plan.reductions
+    shard, replicate = ("shard", "replicate") if plan.strategy == "fsdp2" else (None, None)
+    shard_bytes = unit.shard_numel(trained=True) * plan.itemsize
+    if plan.replicas > 1:
+        counts["all-reduce", shard_bytes, plan.replicas, replicate] += reductions
+    if plan.shards == 1 and plan.strategy == "fsdp2":  # a group of one rank exchanges nothing
+        return counts
+    gathered = unit.shard_numel() * plan.shards * plan.compute_itemsize
+    # What FSDP1 does not free after forward, it does not free after backward either, if gradients wait.
+    stays = plan.flat and plan.reshard == "false"
+    counts["all-gather", gathered, plan.shards, shard] += reductions if stays else plan.micro_batches
+    # The root stays gathered from forward to backward, and so does a separately wrapped head, except under FSDP1.
+    if not is_root and plan.reshard != "false" and (plan.flat or unit.kind != "head"):
+        group = (plan.reshard_degree, None) if plan.reshard_degree else (plan.shards, shard)
+        counts["all-gather", gathered, *group] += plan.micro_batches
+    counts["reduce-scatter", shard_bytes * plan.shards, plan.shards, shard] += reductions
+    return counts
+
+
+def norm_collectives(plan) -> Counter:
+    """Count the all-reduces that clip gradients.
+
+    FSDP1 sums one element in fp32; FSDP2 the norms of all parameters, along each dimension in which they are sharded.
+    """
+    if not plan.clip or not plan.shards_parameters:
+        return Counter()
+    if plan.flat:
+        return Counter({("all-reduce", FP32, plan.shards, None): 1})
+    norms = sum(len(unit.shard_numels(trained=True)) for unit in plan.unit_sizes) * plan.itemsize
+    dimensions = {"shard": plan.shards, "tensor": plan.tp_degree}
+    return Counter({("all-reduce", norms, size, name): 1 for name, size in dimensions.items() if size > 1})
+
+
+def tensor_parallel_collectives(plan) -> Counter:
+    """Count a tensor group's collectives: activations, their gradients, the loss's sums, replicated parameters' gradients."""
+    exchange, counts = plan.blueprint.tensor_parallel, Counter()
+    tp_degree, activation = exchange.tp_degree, exchange.numel * plan.compute_itemsize
+    counts["all-gather", activation, tp_degree, "tensor"] = exchange.gathers * plan.micro_batches
+    counts["reduce-scatter", activation, tp_degree, "tensor"] = exchange.scatters * plan.micro_batches
+    counts["all-reduce", exchange.rows * plan.itemsize, tp_degree, "tensor"] = 3 * plan.micro_batches
+    itemsize = plan.compute_itemsize if plan.torch < NORM_GRADIENTS_IN_FP32 else plan.itemsize
+    for unit in plan.unit_sizes:
+        for parameter in unit.replicated:
+            counts["all-reduce", parameter.numel * itemsize, tp_degree, "tensor"] += plan.reductions
+    return counts
+
+
+def deepspeed_collectives(plan) -> Counter:
+    """Count DeepSpeed's collectives, as the simulated step sends them: {(kind, bytes): how many}.
+
+    Each micro-batch after the first adds the same.
+    """
+
+    def sent(micro_batches):
+        same = plan if micro_batches == plan.micro_batches else replace(plan, micro_batches=micro_batches)
+        return same.steady_step.sent
+
+    one = sent(1)
+    two = sent(2) if plan.micro_batches > 1 else one
+    return Counter({key: n + (plan.micro_batches - 1) * (two[key] - n) for key, n in one.items()})
+
+
+def ddp_buckets(plan) -> list[int]:
+    """Return the bytes of each of DDP's all-reduces. A bucket is closed when it has reached its limit."""
+    sizes, filled, limit = [], 0, FIRST_BUCKET
+    for module in reversed(plan.blueprint.modules):
+        unit = Unit([module], plan.blueprint.tied, shards=1, flat=False, itemsize=plan.itemsize)
+        numels = unit.shard_numels(trained=True)
+        # A bias's gradient is ready before its weight's, but not through autocast's casts.
+        if not (plan.autocast and any(name.endswith("bias") for name in module.parameters)):
+            numels.reverse()
+        for numel in numels:
+            filled += numel * plan.itemsize
+            if filled >= limit:
+                sizes.append(filled)
+                filled, limit = 0, BUCKET
+    return [*sizes, filled] if filled else sizes

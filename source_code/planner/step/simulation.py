@@ -1,0 +1,208 @@
+"""Run one training step on sizes: every micro-batch's forward and backward, then the optimizer. Imports no torch."""
+
+from collections import Counter
+
+from planner.models.networks import AbstractModule, Blueprint
+from planner.ops.operators import Tape
+from planner.parallel import deepspeed, strategies
+from planner.parallel.strategies import Unit
+
+RULES = strategies.RULES | deepspeed.RULES
+
+SIMULATED_ENDS = 3  # of a stack of equal modules, those that are simulated at each end
+MAX_SIMULATED_MICRO_BATCHES = 3  # each further one does what the last one does
+
+
+def skippable_blocks(blueprint: Blueprint) -> list[AbstractModule]:
+    """Return the interior blocks of a repeated stack; whole periods, if the pattern repeats every N blocks.
+
+    From one period to the next every term grows or shrinks by the same amount, in forward and in backward. So the
+    highest peak is at one end of the stack, and what the interior blocks leave behind can be taken from a neighbor.
+    """
+    stack = [module for module in blueprint.modules if module.wrapped and module.kind == "block"]
+    ends = SIMULATED_ENDS * blueprint.period
+    return stack[ends : ends + max(0, len(stack) - 2 * ends) // blueprint.period * blueprint.period]
+
+
+class Step:
+    """One step on sizes: forward and backward of each micro-batch, then the optimizer.
+
+    Attributes:
+        plan: the ``Plan`` whose step it is.
+        first: whether the optimizer creates its state in this step.
+        tape: counts what is alive.
+        rules: what the strategy does, see planner/parallel/strategies.py.
+        units: in the order of ``plan.units``.
+        skipped: modules that are not simulated.
+        held: what is alive until the step ends.
+    """
+
+    def __init__(self, plan, first: bool):
+        self.plan, self.first = plan, first
+        rules = RULES[plan.strategy]
+        self.tape = getattr(rules, "Tape", Tape)(
+            plan.on_gpu, 2 if plan.autocast else None, plan.on_gpu and plan.workspaces, plan.torch
+        )
+        self.units = plan.make_units()
+        # DeepSpeed's buckets do not end where a module does: no two modules do the same.
+        self.skipped = [] if plan.deepspeed else self.find_skipped(plan.blueprint)
+        pairs = zip(self.units, plan.units, strict=True)
+        simulated = [unit for unit, modules in pairs if not modules or modules[0] not in self.skipped]
+        self.rules = rules(plan, self.tape, simulated)
+        self.unit_of = {
+            module: unit for unit, modules in zip(self.units, plan.units, strict=True) for module in modules
+        }
+
+    find_skipped = staticmethod(skippable_blocks)
+
+    def run(self) -> dict[str, tuple[int, dict]]:
+        """Run the step, and return the peak of each phase: {phase: (bytes, {(category, name): bytes})}."""
+        plan, tape = self.plan, self.tape
+        terms = plan.persistent().items()
+        state_itemsize = 1 if plan.optimizer == "adamw-8bit" else plan.itemsize
+        held = [
+            tape.hold(*term, size, state_itemsize if term[0] == "optimizer state" else plan.parameter_itemsize)
+            for term, size in terms
+            if not (self.first and term[0] == "optimizer state")
+        ]
+        self.held = [tape.constant("losses of the step before", 1, plan.loss_itemsize, plan.micro_batches)]
+        self.batch = plan.blueprint.batch(tape, plan.micro_batches, plan.itemsize)
+        self.run_micro_batches()
+        tape.enter_phase("optimizer")
+        self.rules.before_optimizer()
+        if self.first:
+            held += [tape.hold(*term, size) for term, size in terms if term[0] == "optimizer state"]
+        # PyTorch's default for Adadelta: all tensors of a GPU at once, DTensors too; the CPU's one after another.
+        numels = plan.optimizer_numels
+        numel = 0 if plan.offload else optimizer_temporary(plan.optimizer, numels, foreach_adadelta=plan.on_gpu)
+        held.append(tape.hold("temporary", "intermediate results", numel * plan.itemsize))
+        return tape.snapshots
+
+    def run_micro_batches(self):
+        """Run forward and backward of the micro-batches that are simulated."""
+        simulated = min(self.plan.micro_batches, MAX_SIMULATED_MICRO_BATCHES)
+        for number in range(simulated):
+            self.rules.syncs = self.plan.reductions > 1 or number == simulated - 1
+            if number == 2:
+                others = self.plan.micro_batches - simulated
+                self.held.append(self.tape.constant("losses of other micro-batches", 1, self.plan.itemsize, others))
+            self.forward_and_backward()
+            self.rules.after_micro_batch()
+
+    def forward_and_backward(self):
+        """Run one micro-batch."""
+        tape, rules, root = self.tape, self.rules, self.units[0]
+        tape.enter_phase("forward")
+        rules.pre_forward(root)
+        tape.call_in_backward(lambda: rules.post_backward(root))
+        carried = [self.batch[0]]  # the tensor between two modules, in a list so that no variable here holds it
+        self.skipped_terms = {}  # what the skipped modules leave behind in forward
+        self.live_at_backward, live_after = [], []  # as each module's backward began, and after its forward
+        for module in self.plan.blueprint.modules:
+            if module not in self.skipped:
+                self.forward_module(module, carried)
+                live_after.append(Counter(tape.live))
+            elif module is self.skipped[0]:
+                self.skip(grown=live_after[-1] - live_after[-1 - self.plan.blueprint.period])
+        rules.post_forward(root)
+        self.end_forward()
+        tape.call_in_backward(lambda: self.begin_backward("backward", root))
+        tape.enter_phase("loss")
+        output = carried.pop()
+        if self.plan.blueprint.holds_output:
+            output = tape.to(output, self.plan.itemsize, "output")
+            self.held.append(output)
+        self.held.append(self.plan.blueprint.loss(tape, output, self.batch[1], self.plan.loss_itemsize))
+        del output
+        tape.enter_phase("backward of the loss")
+        tape.backward(self.held[-1])
+
+    def forward_module(self, module: AbstractModule, carried: list):
+        """Run one module's forward with its unit's hooks, and schedule those of its backward.
+
+        Args:
+            module: which one.
+            carried: the input, in a list of one; it is replaced by the output.
+        """
+        tape, rules, unit = self.tape, self.rules, self.unit_of[module]
+        wrapped = unit is not self.units[0]
+        begins, ends = (wrapped and unit.modules[end] is module for end in (0, -1))
+        tape.enter_phase(f"forward of {module.name}")
+        if begins:
+            rules.pre_forward(unit)
+            tape.call_in_backward(lambda: rules.post_backward(unit))
+        tape.prefix = f"{module.kind}: "
+        carried.append(module.forward(tape, carried.pop(), self.parameters(module, unit)))
+        tape.prefix = ""
+        if ends:
+            rules.post_forward(unit)
+        unit_to_gather = unit if ends else None
+        tape.call_in_backward(
+            lambda: self.begin_backward(f"backward of {module.name}", unit_to_gather, f"{module.kind}: ")
+        )
+
+    def end_forward(self):
+        """Free autocast's casts and the rotary tables, except what is saved for backward."""
+        self.tape.casts, self.tape.rope_tables = {}, ()
+        for term, storage in list(self.skipped_terms.items()):  # the skipped modules' casts, too
+            if self.tape.live[term] == storage.size:
+                del self.skipped_terms[term]
+
+    def skip(self, grown: Counter):
+        """Do for all skipped modules at once what the one before them did, in forward and later in backward.
+
+        Args:
+            grown: {(category, name): bytes} by which the period before them has grown.
+        """
+        tape, period = self.tape, self.plan.blueprint.period
+        count = len(self.skipped) // period
+        self.skipped_terms = {term: tape.hold(*term, size * count) for term, size in grown.items()}
+
+        def backward():
+            self.skipped_terms.clear()
+            gradients = self.live_at_backward[-1] - self.live_at_backward[-1 - period]
+            self.held += [tape.hold(*term, size * count) for term, size in gradients.items()]
+
+        tape.call_in_backward(backward)
+
+    def begin_backward(self, phase: str, unit: Unit | None, prefix: str = ""):
+        """Enter the backward of a module, and gather its unit.
+
+        Args:
+            phase: its name.
+            unit: None if it is gathered already.
+            prefix: of the names of tensors in it.
+        """
+        self.live_at_backward.append(Counter(self.tape.live))
+        self.tape.enter_phase(phase)
+        self.tape.prefix = prefix
+        if unit:
+            self.rules.pre_backward(unit)
+
+    def parameters(self, module: AbstractModule, unit: Unit) -> dict:
+        """Return a module's parameters, {name: AbstractParameter}; those tied to another are the root's."""
+        tied = self.plan.blueprint.tied
+        of_root = {name: parameter for (_, name), parameter in self.units[0].parameters.items()}
+        return {
+            name: of_root[tied[name]] if name in tied else unit.parameters[module, name] for name in module.parameters
+        }
+
+
+def optimizer_temporary(optimizer: str, sizes: list[int], foreach_adadelta: bool = False) -> int:
+    """Return the elements of the optimizer's intermediate results at their peak.
+
+    Args:
+        optimizer: a key of ``plan.STATES``.
+        sizes: elements of the tensors that it updates, in order.
+        foreach_adadelta: whether Adadelta updates them together.
+    """
+    if optimizer == "adadelta" and foreach_adadelta:  # the roots of both means, of all tensors
+        return 2 * sum(sizes)
+    pairs = list(zip([0, *sizes], sizes, strict=False))  # (the tensor before, this one)
+    if optimizer == "adadelta":  # two per tensor; each replaces the one before only when it exists
+        return max(max(2 * before + size, before + 2 * size) for before, size in pairs)
+    if optimizer == "adamw":  # foreach: the denominators of all tensors at once
+        return sum(sizes)
+    if optimizer == "adamw-for-loop":  # the square root and the denominator of one, with the denominator before
+        return max((before + 2 * size for before, size in pairs), default=0)
+    return 0
