@@ -91,7 +91,7 @@ notebooks: $(READY)     ## run every notebook again, in place
 	  --ExecutePreprocessor.coalesce_streams=True notebooks/*.ipynb
 
 gpu:                    ## what only GPUs can show, in parts of 8 minutes (PART=smoke: one of them; DRY=1: what it would run)
-	cd source_code && $(if $(wildcard $(READY)),../$(BIN)/python,$(PYTHON)) gpu_hour.py $(if $(PART),--part $(PART)) $(if $(DRY),--dry)
+	cd source_code && $(if $(wildcard $(READY)),../$(BIN)/python,$(PYTHON)) gpu_hour.py $(if $(PART),--part $(PART)) $(if $(DRY),--dry-run)
 
 bench: $(READY)         ## measure ratios: data loaders, and what FSDP costs on one rank
 	cd source_code && ../$(BIN)/python bench.py

@@ -2,7 +2,7 @@
 
   python gpu_hour.py                    (make gpu) every part, on all GPUs of this machine
   python gpu_hour.py --part smoke       (make gpu PART=smoke) one of them
-  python gpu_hour.py --dry              (make gpu DRY=1) what it would run
+  python gpu_hour.py --dry-run              (make gpu DRY=1) what it would run
   python gpu_hour.py --device cpu       a rehearsal of the same steps on the CPU, with small shapes
 
 It needs no network, and of packages what the labs need. Records go to results/reference/<gpu>/ (a rehearsal's to
@@ -58,7 +58,7 @@ class Config(Options):
     part: Literal["smoke", "operators", "worlds", "planner", "yours", "speed", "notebooks", "tests"] | None = option(
         None, "which part (default: one after the other)"
     )
-    dry: bool = option(False, "say what would run, and run nothing")
+    dry_run: bool = option(False, "print what would run, and run nothing")
     again: bool = option(False, "from the start, though some of it is done")
     device: Literal["cuda", "cpu"] = option("cuda", "cpu: a rehearsal with small shapes")
     folder: str | None = option(
@@ -369,14 +369,14 @@ def shown(value: float | None) -> str:
 
 def main(config) -> int:
     names = [config.part] if config.part else list(PARTS)
-    if config.dry:
+    if config.dry_run:
         for name in names:
             print(f"{name}:")
             for step in PARTS[name](config):
                 print(f"  {step.name}", *(f"      {line}" for line in step.lines(config)), sep="\n")
         return 0
     if config.device == "cuda" and not config.gpus:
-        raise UserError("PyTorch sees no GPU here: --dry (make gpu DRY=1) says what it would run on one")
+        raise UserError("PyTorch sees no GPU here: --dry-run (make gpu DRY=1) says what it would run on one")
     records.check_writable(place(config) / "rows.json", "--folder")
     os.environ.setdefault("FSDP_LABS_DEVICE", "auto" if config.device == "cuda" else "cpu")
     rows = [each for name in names for each in run_part(name, config)]

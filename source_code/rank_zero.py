@@ -18,8 +18,8 @@ import gpt_fsdp
 import torch
 from labkit import UserError
 from labkit.measuring import limits, meters, records, simulate
-from labkit.running import gpus, options, progress, ranks
-from labkit.running.options import leave, option
+from labkit.running import gpus, lab_options, options, progress, ranks
+from labkit.running.options import GIVEN, Conflict, leave, option, redeclared
 from labkit.training import text
 from planner import predict
 
@@ -30,19 +30,27 @@ GIB = 2**30
 class Config(gpt_fsdp.Config):
     """gpt_fsdp.py's options, of which some need the other ranks."""
 
+    conflicts = (
+        Conflict(
+            {},
+            {"strategy": ("single", "ddp")},
+            "--strategy {c.strategy} needs no simulated world: a rank holds the whole model, so run "
+            "gpt_fsdp.py --strategy single (DDP adds the gradients' buckets, which plan.py counts)",
+        ),
+        Conflict(
+            {}, {"checkpoint": GIVEN}, "a simulated world has nothing worth keeping in a checkpoint: leave it out"
+        ),
+    )
     launched: ClassVar[bool] = False
-    ranks: int = option(8, "size of the world", least=2, at_most=16_384)
-    max_steps: int = option(12, "steps to train: the first 7 watch memory, the others are timed", least=3)
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.strategy not in options.SHARDED:
-            raise UserError(
-                f"--strategy {self.strategy} needs no world that is not there: a rank holds the whole model, so run "
-                "gpt_fsdp.py --strategy single (DDP adds the gradients' buckets, as plan.py says)"
-            )
-        if self.checkpoint:
-            raise UserError("there is nothing worth keeping in a checkpoint of a world that is not there: leave it out")
+    ranks: int = option(8, "size of the world", least=2, at_most=16_384)
+    max_steps: int = redeclared(
+        gpt_fsdp.Config,
+        "max_steps",
+        default=12,
+        least=3,
+        help="steps to train: the first 7 watch memory, the rest are timed",
+    )
 
 
 def place(config) -> ranks.Rank:
@@ -107,6 +115,9 @@ def main():
         gpus.hide()
     try:
         me = place(config)
+        if config.dry_run:
+            print(lab_options.dry_run(config, me.world_size, me.device.type == "cuda"))
+            return
         config.arranged(me.world_size)
         limits.check(config, me)
         simulate.join(config.ranks)

@@ -47,7 +47,7 @@ TASK_1 = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
         # A command is started once: what it finds of a launcher is left over from another one.
         *(
             (command, environment, True)
-            for command in (plan.Options, rank_zero.Config)
+            for command in (plan.Config, rank_zero.Config)
             for environment in ({"RANK": "1"}, RANK_1, TASK_1)
         ),
         (mnist_fsdp.Config, {"RANK": "1"}, True),  # no launcher sets this alone
@@ -99,7 +99,7 @@ def test_a_checkpoint_belongs_to_its_run(tmp_path):
     damaged = lab(again, tmp_path)
     assert damaged.returncode == 2
     assert_about(damaged.stderr, "damaged", "manifest.json")
-    before = lab(again + " --fall-back --keep 1", tmp_path)
+    before = lab(again + " --fallback --keep-last 1", tmp_path)
     assert "trying the one before" in before.stdout and "resumed at step 2 of 6" in before.stdout
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000004.damaged", "step-000006"]
 

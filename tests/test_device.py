@@ -49,7 +49,7 @@ def test_labs_stay_on_the_cpu(words):
 
 @pytest.mark.long
 def test_a_simulation_needs_no_gpu():
-    run = believing("plan.py", "--model", "tiny", "--ranks", "4", "--seq", "64", "--batch", "1", "--simulate")
+    run = believing("plan.py", "--ranks", "4", "--seq-len", "64", "--batch-size", "1", "--simulate")
     assert "(+0.00%)" in run.stdout
 
 

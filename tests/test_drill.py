@@ -62,9 +62,9 @@ def test_circumstances_vary(seed):
         drill.circumstances(name, n, seed, drill.kind_of(name, n)) for name in drill.CONFIGURATIONS for n in range(15)
     ]
     assert {each["async_checkpoint"] for each, _ in drawn} == {False, True}
-    assert {each["keep"] for each, _ in drawn} == {None, 1, 2}
+    assert {each["keep_last"] for each, _ in drawn} == {None, 1, 2}
     assert 5 < sum(damaged for _, damaged in drawn) < 30
-    assert all(each["keep"] != 1 for each, damaged in drawn if damaged)  # nothing would be left to fall back to
+    assert all(each["keep_last"] != 1 for each, damaged in drawn if damaged)  # nothing would be left to fall back to
 
 
 # It can fail
@@ -157,7 +157,7 @@ def tried(runs, monkeypatch):
         monkeypatch.setattr(drill, "moment", lambda *_: (0, end if kind == "damage" else middle))
         monkeypatch.setattr(drill, "poison", lambda *_: (0, drill.EVERY))  # just before a save
         monkeypatch.setattr(drill, "kind_of", lambda *_: "kill" if kind == "damage" else kind)
-        options = {"async_checkpoint": False, "keep": None}
+        options = {"async_checkpoint": False, "keep_last": None}
         monkeypatch.setattr(drill, "circumstances", lambda *_: (options, kind == "damage"))
         return drill.trial("GPT, DDP", 0, 1, drill.undisturbed)
 

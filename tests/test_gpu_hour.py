@@ -16,7 +16,7 @@ LABS = ("mnist_fsdp.py", "gpt_fsdp.py", "hf_fsdp.py", "rank_zero.py")
 
 def shown(monkeypatch, capsys, gpus, **settings):
     monkeypatch.setattr(gpu_hour.machine, "gpus_here", lambda: gpus)
-    assert gpu_hour.main(gpu_hour.Config(dry=True, **settings)) == 0
+    assert gpu_hour.main(gpu_hour.Config(dry_run=True, **settings)) == 0
     return [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("      ")]
 
 
@@ -48,7 +48,7 @@ def test_make_says_what_it_would_run_in_a_part():
 def test_without_a_gpu_it_says_so():
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     run = script("gpu_hour.py", "--part", "smoke", env=env)
-    assert run.returncode == 2 and run.stderr.count("\n") == 1 and "--dry" in run.stderr
+    assert run.returncode == 2 and run.stderr.count("\n") == 1 and "--dry-run" in run.stderr
 
 
 # A part of its own, rehearsed on the CPU

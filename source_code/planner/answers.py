@@ -19,13 +19,18 @@ ORDER = (*FITTING, "does not fit", NOT_PLANNED)
 NOTHING = {"peak": None, "samples_per_second": 0.0, "samples_per_second_at_least": 0.0, "needs": None, "least": None}
 TIE = 0.02  # throughputs that differ by less are the same: no prediction here is better than that
 KEEPS_MORE_AND_MORE = ("full", "alternate", "selective", "none")  # what is recomputed, by what is kept from forward
-LAST = {"ranks": 65_536, "batch": 65_536, "seq": 2**24}  # where a search ends
+LAST = {"ranks": 65_536, "batch_size": 65_536, "seq_len": 2**24}  # where a search ends
 
 
 def plan_of(options, network: networks.Blueprint | None = None) -> predict.Plan:
-    """Of the rank, or the stage, that needs most; network: one's own, else the course's.
+    """Plan the rank, or the stage, that needs most.
 
-    UserError where the options do not go together.
+    Args:
+        options: plan.py's.
+        network: one's own; None: that of the options.
+
+    Raises:
+        UserError: the options do not go together.
     """
     if options.stages > 1:
         return max(stage_plans(options), key=lambda plan: predict.total(plan.peak()[1]))
@@ -33,60 +38,19 @@ def plan_of(options, network: networks.Blueprint | None = None) -> predict.Plan:
 
 
 def of_first_rank(options, network: networks.Blueprint | None = None) -> predict.Plan:
-    """The same for rank 0, where there is no pipeline."""
-    mesh = arrange(options.ranks, options.mesh, options.reshard_after_forward)
-    if mesh.tensor > 1 and options.simulate:
-        raise UserError("products split among ranks are not simulated: leave --simulate out, or take rank_zero.py")
-    shape = options.shape
-    return predict.Plan(
-        network
-        or networks.gpt(
-            shape,
-            options.batch,
-            options.seq,
-            options.recompute,
-            options.lora,
-            mesh.tensor,
-            recompute_every=options.recompute_every,
-            loss_chunks=options.loss_chunks,
-            apart=options.units == "apart",
-            packed=options.frozen == "nf4",
-        ),
-        options.strategy,
-        options.ranks,
-        mesh.replicate,
-        options.reshard_after_forward,
-        options.precision,
-        options.optimizer,
-        options.accumulate,
-        options.sync,
-        options.prefetch,
-        on_gpu=options.device == "cuda",
-        torch=installed_torch(),
-        weights=options.weights,
-        offload=options.cpu_offload and options.device == "cuda",  # on the CPU there is but one memory
-    )
+    """Plan rank 0, where there is no pipeline: see ``plan_of``."""
+    if options.tp_degree > 1 and options.simulate:
+        raise UserError("tensor parallelism is not simulated: leave --simulate out, or take rank_zero.py")
+    how = {"on_gpu": options.on_gpu, "torch": installed_torch()}
+    return predict.of_transformer(options, options.ranks, network, **how)
 
 
 def stage_plans(options) -> list[predict.Plan]:
-    """The plan of each stage of a pipeline."""
-    mesh, shape = arrange(options.ranks, options.mesh), options.shape
-    pipeline.check(mesh, shape, options.schedule, options.accumulate)
-    return [
-        predict.of_stage(
-            shape,
-            options.batch,
-            options.seq,
-            options.recompute,
-            pipeline.Stage(mesh.pipeline, stage, options.schedule),
-            precision=options.precision,
-            optimizer=options.optimizer,
-            micro_batches=options.accumulate,
-            on_gpu=options.device == "cuda",
-            torch=installed_torch(),
-        )
-        for stage in range(mesh.pipeline)
-    ]
+    """Plan each stage of a pipeline."""
+    mesh = arrange(options.ranks, options.mesh)
+    pipeline.check(mesh, options.shape, options.schedule, options.accumulate)
+    stages = (pipeline.Stage(mesh.pipeline, number, options.schedule) for number in range(mesh.pipeline))
+    return [predict.of_stage(options, stage, on_gpu=options.on_gpu, torch=installed_torch()) for stage in stages]
 
 
 @cache
@@ -184,14 +148,18 @@ def sweep(options) -> list[dict]:
     Of the kinds of recomputation that do not fit there is the one that keeps least. Where what stays from step to step is
     too much already, one row stands for all ("any"), and says no more than that; so does one that is "not planned" with
     the other options, which has "why". "place": of those that fit; rows whose throughputs differ by less than ``TIE`` share
-    one.
+    one. "options": the options that make the row.
     """
     rows = []
     for name, changes in variants(options):
         try:
-            rows += [{"strategy": name} | row for row in recomputed(dataclasses.replace(options, **changes))]
+            for row in recomputed(dataclasses.replace(options, **changes)):
+                rows.append({"strategy": name} | row | {"options": changes | row["options"]})
         except UserError as error:  # such as FSDP1 with adapters
-            rows.append({"strategy": name, "recompute": "any", "answer": NOT_PLANNED, "why": str(error)} | NOTHING)
+            rows.append(
+                {"strategy": name, "recompute": "any", "answer": NOT_PLANNED, "why": str(error), "options": changes}
+                | NOTHING
+            )
     rows.sort(key=_first_what_fits)
     best, place, answer = 0.0, 0, None
     for number, row in enumerate(rows, 1):
@@ -205,12 +173,12 @@ def recomputed(options) -> list[dict]:
     """The rows of one strategy, see ``sweep``. UserError where it does not go together with the other options."""
     state = predict.total(of_first_rank(options).persistent())
     if gpus.verdict(state, options.memory, options.gpu, options.ranks)["answer"] == "does not fit":
-        return [{"recompute": "any"} | in_short(options, state)]
+        return [{"recompute": "any", "options": {}} | in_short(options, state)]
     rows = []
     for kind in KEEPS_MORE_AND_MORE:
         every = options.recompute_every if kind != "none" else 1
-        tried = dataclasses.replace(options, recompute=kind, recompute_every=every)
-        rows.append({"recompute": kind} | in_short(tried))
+        changes = {"recompute": kind, "recompute_every": every}
+        rows.append({"recompute": kind, "options": changes} | in_short(dataclasses.replace(options, **changes)))
         if rows[-1]["answer"] == "does not fit":
             break
     return rows
@@ -258,12 +226,13 @@ def variants(options) -> list[tuple[str, dict]]:
 
 
 def find(options) -> dict:
-    """The least --ranks, or the most --batch or --seq, that fits; the others of the three are as the options say.
+    """The least --ranks, or the most --batch-size or --seq-len, that fits; the others of the three are as the options say.
 
     {"what", "found": number or None, "tight": the same if tight will do, "rows": of its neighbours}.
     """
-    what, last = options.find, LAST[options.find]
-    if what == "seq":
+    what = options.find.replace("-", "_")
+    last = LAST[what]
+    if what == "seq_len":
         last = min(last, options.longest)
 
     @cache

@@ -23,6 +23,19 @@ class Mesh:
     shard: int = 1
     tensor: int = 1
 
+    @classmethod
+    def read(cls, text: str) -> "Mesh":
+        """Read what --mesh accepts (``FORM``); what it does not name has one rank. UserError: a name is not known."""
+        if re.fullmatch(r"\d+x\d+", text):
+            replicas, shards = map(int, text.split("x"))
+            return cls(replicate=replicas, shard=shards)
+        pairs = [pair.split("=") for pair in text.split(",")]
+        known, given = list(cls().sizes), [name for name, _ in pairs]
+        for name in given:
+            if name not in known or given.count(name) > 1:
+                raise UserError(f"--mesh {text}: its dimensions are {', '.join(known)}, each named once at most")
+        return cls(**{name: int(size) for name, size in pairs})
+
     @property
     def sizes(self) -> dict[str, int]:
         """{name: size} of all dimensions, in order."""
@@ -47,21 +60,9 @@ def arrange(ranks: int, mesh: str | None = None, reshard: str = "true") -> Mesh:
 
     reshard: "true", "false", or "N". UserError where they do not fit the number of ranks.
     """
-    found = _read(mesh) if mesh else Mesh(shard=ranks)
+    found = Mesh.read(mesh) if mesh else Mesh(shard=ranks)
     if found.ranks != ranks:
         raise UserError(f"--mesh {mesh} is for {found.ranks} ranks, but there are {ranks}")
     if reshard.isdecimal() and found.shard % int(reshard):
         raise UserError(f"--reshard-after-forward {reshard} does not divide the {found.shard} ranks of a model")
     return found
-
-
-def _read(mesh: str) -> Mesh:
-    if re.fullmatch(r"\d+x\d+", mesh):
-        replicas, shards = map(int, mesh.split("x"))
-        return Mesh(replicate=replicas, shard=shards)
-    pairs = [pair.split("=") for pair in mesh.split(",")]
-    known, given = list(Mesh().sizes), [name for name, _ in pairs]
-    for name in given:
-        if name not in known or given.count(name) > 1:
-            raise UserError(f"--mesh {mesh}: its dimensions are {', '.join(known)}, each named once at most")
-    return Mesh(**{name: int(size) for name, size in pairs})

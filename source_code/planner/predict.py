@@ -20,21 +20,19 @@ At the end of the file: short forms for the MNIST network, which chapters 00 to 
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 
-from planner import UserError, huggingface, networks, zero
+from planner import UserError, networks
 from planner.mesh import arrange
 from planner.pipeline import Stage, blocks_of
 from planner.plan import Plan
-from planner.shapes import GPT_SHAPES, GPTShape
 from planner.strategies import Unit
 
-# Options that older records do not know, as runs were without them
-ADDED_LATER = {"weights": "fp32", "recompute_every": 1, "loss_chunks": 1, "units": "blocks"}
-
-
-PLANNED = ("mnist_fsdp.py", "gpt_fsdp.py", "gpt_zero.py", "gpt_pipeline.py", "hf_fsdp.py", "rank_zero.py")
+# {script of a lab: a function of one of its records that plans the run}. Who declares the options of labs fills it
+# (labkit/running/lab_options.py). Each takes the record, and by name ``at_least`` (see ``plan_of``), ``on_gpu``, and more of ``Plan``'s fields.
+PLANNERS: dict[str, Callable[..., Plan]] = {}
 
 
 def by_category(terms: dict) -> dict[str, int]:
@@ -50,82 +48,98 @@ def total(terms: dict) -> int:
 
 
 def check_planned(script: str):
-    """Raise UserError if the planner does not know a lab script, such as gpt_jax.py, whose memory XLA plans."""
-    if script not in PLANNED:
-        raise UserError(f"{script} has no plan: the planner knows {', '.join(PLANNED)}")
+    """Raise UserError if no lab has said how its runs are planned, such as gpt_jax.py, whose memory XLA plans."""
+    if script not in PLANNERS:
+        raise UserError(f"{script} has no plan: the planner knows {', '.join(PLANNERS)}")
 
 
 def plan_of(record: dict, rank: int = 0, at_least: bool = False) -> Plan:
-    """The plan of a run of one of the labs, from its record (labkit/measuring/records.py).
+    """Return the plan of a run of one of the labs, from its record (labkit/measuring/records.py).
 
-    Of the record it takes "script", "config" (every option), "ranks", "device", and "batch_size" of mnist_fsdp.py; the
-    version of PyTorch, if it says one. What a GPU's operators allocate inside them is left out, as the meters cannot see
-    it. rank: whose plan, where ranks differ: of a pipeline, and see ``Plan.rank``. at_least: whether a plan will do that
-    needs less than the run, where the run itself cannot be planned. UserError where the arithmetic does not reach.
+    What a GPU's operators allocate inside them is left out, as the meters cannot see it.
+
+    Args:
+        record: of it are taken "script", "config" (the options), "ranks", "device", and "batch_size" of mnist_fsdp.py;
+            the version of PyTorch, if it has one.
+        rank: whose plan, where ranks differ: of a pipeline, and see ``Plan.rank``.
+        at_least: whether a plan will do that needs less than the run, where the run itself cannot be planned.
+
+    Raises:
+        UserError: the script has no plan, or the arithmetic does not reach.
     """
-    script, config, ranks = record["script"], record["config"], record["ranks"]
-    check_planned(script)
-    common = {"ranks": ranks, "workspaces": False}
+    check_planned(record["script"])
+    how = {"rank": rank, "on_gpu": record["device"] == "cuda", "workspaces": False}
     if "versions" in record:
-        common["torch"] = tuple(map(int, record["versions"]["torch"].split(".")[:2]))
-    if script == "gpt_pipeline.py":
-        common["clip"] = config["clip"] is not None
-        sizes = (config[name] for name in ("batch_size", "seq_len", "recompute"))
-        trained = {name: config[name] for name in ("precision", "optimizer")} | {"micro_batches": config["accumulate"]}
-        shape, stage = GPT_SHAPES[config["preset"]], Stage(ranks, rank, config["schedule"])
-        return of_stage(shape, *sizes, stage, on_gpu=record["device"] == "cuda", **trained, **common)
-    if script == "hf_fsdp.py":
-        return of_hugging_face(config, on_gpu=record["device"] == "cuda", at_least=at_least, **common)
-    if script == "gpt_zero.py":
-        config = zero.as_gpt_fsdp(config)
-    common |= {name: config[name] for name in ("strategy", "precision")}
-    if script == "mnist_fsdp.py":
-        wrapped = {name: config[name] for name in ("wrap", "dropout", "min_num_params", "sharding")}
-        return of_mnist(batch=record["batch_size"], device=record["device"], **common, **wrapped)
-    config = ADDED_LATER | config
-    shape, reshard = GPT_SHAPES[config["preset"]], config["reshard_after_forward"] or "true"
-    if config["tied"] is not None:
-        shape = replace(shape, tied=config["tied"])
-    mesh = arrange(ranks, config["mesh"], reshard)
-    sizes = (config[name] for name in ("batch_size", "seq_len", "recompute", "lora"))
-    choices = {name: config[name] for name in ("recompute_every", "loss_chunks")} | {
-        "apart": config["units"] == "apart"
-    }
-    common["clip"] = config["clip"] is not None
+        how["torch"] = tuple(map(int, record["versions"]["torch"].split(".")[:2]))
+    return PLANNERS[record["script"]](record, at_least=at_least, **how)
+
+
+def of_transformer(options, ranks: int, network: networks.Blueprint | None = None, *, on_gpu: bool, **how) -> Plan:
+    """Plan the training of a transformer.
+
+    Args:
+        options: of a lab or of plan.py, as ``TransformerTraining`` has them (labkit/running/lab_options.py).
+        ranks: the number of ranks.
+        network: one's own instead of the course's.
+        on_gpu: whose kernels.
+        how: more of ``Plan``'s fields.
+    """
+    mesh = arrange(ranks, options.mesh, options.reshard_after_forward)
+    network = network or networks.gpt(
+        options.shape,
+        options.batch_size,
+        options.seq_len,
+        options.recompute,
+        options.lora,
+        mesh.tensor,
+        recompute_every=options.recompute_every,
+        loss_chunks=options.loss_chunks,
+        apart=options.wraps_embeddings,
+        packed=options.frozen == "nf4",
+    )
     return Plan(
-        networks.gpt(shape, *sizes, mesh.tensor, **choices),
+        network,
+        strategy=options.planned_strategy,
+        ranks=ranks,
         replicas=mesh.replicate,
-        reshard=reshard,
-        micro_batches=config["accumulate"],
+        reshard=options.reshard_after_forward,
+        precision=options.precision,
+        optimizer=options.optimizer,
+        micro_batches=options.accumulate,
+        sync=options.sync,
+        clip=options.clip is not None,
+        prefetch=options.prefetch,
+        weights=options.weights,
         # On the CPU there is but one memory, and what is offloaded is in it.
-        offload=config["cpu_offload"] and record["device"] == "cuda" and common["strategy"] == "fsdp2",
-        **{name: config[name] for name in ("optimizer", "sync", "prefetch", "weights")},
-        on_gpu=record["device"] == "cuda",
-        rank=rank,
-        **common,
+        offload=options.cpu_offload and on_gpu and options.planned_strategy == "fsdp2",
+        on_gpu=on_gpu,
+        **how,
     )
 
 
-def of_hugging_face(config: dict, on_gpu: bool, at_least: bool = False, **common) -> Plan:
-    """The plan of a run of hf_fsdp.py with these options, as far as the course's operators are the model's own.
+def of_stage(options, stage: Stage, **how) -> Plan:
+    """Plan one stage of a pipeline.
 
-    at_least: plan the course's adapters in the place of peft's, which are on more layers, and need more. UserError:
-    peft's adapters otherwise, or a family that is not known.
+    Args:
+        options: as in ``of_transformer``.
+        stage: which of how many, and their schedule.
+        how: more of ``Plan``'s fields.
     """
-    if config["lora"] and not at_least:
-        raise UserError("peft's adapters, on every product, are not planned: train a few steps with --record")
-    shape = huggingface.load(config["model"] or config["config"])
-    sizes = (config[name] for name in ("batch_size", "seq_len", "recompute", "lora"))
-    common |= {name: config[name] for name in ("strategy", "precision")}
-    common |= {"micro_batches": config["accumulate"], "clip": config["clip"] is not None}
-    return Plan(networks.gpt(shape, *sizes, apart=not shape.tied), optimizer="adamw", on_gpu=on_gpu, **common)
-
-
-def of_stage(shape: GPTShape, batch: int, length: int, recompute: str, stage: Stage, **options) -> Plan:
-    """The plan of one stage of a GPT. batch: sequences of a micro-batch, of ``length`` tokens. options: ``Plan``'s."""
+    shape = options.shape
     blocks = blocks_of(shape.layers, stage.stages)[stage.stage]
-    network = networks.gpt(replace(shape, tied=False), batch, length, recompute, blocks=blocks)
-    return Plan(network, "single", **{"ranks": stage.stages} | options, pipeline=stage)
+    sizes = options.batch_size, options.seq_len, options.recompute
+    network = networks.gpt(replace(shape, tied=False), *sizes, blocks=blocks)
+    return Plan(
+        network,
+        "single",
+        ranks=stage.stages,
+        precision=options.precision,
+        optimizer=options.optimizer,
+        micro_batches=options.accumulate,
+        clip=options.clip is not None,
+        pipeline=stage,
+        **how,
+    )
 
 
 def peak_of(record: dict) -> tuple[str, dict]:
@@ -166,19 +180,18 @@ def of_mnist(
     batch=64,
     dropout=True,
     min_num_params=20000,
-    sharding="full",
+    reshard_after_forward="true",
     device="cpu",
     **options,
 ) -> Plan:
     """The plan of a run of mnist_fsdp.py.
 
-    batch: images on each rank. sharding: "grad-op" keeps gathered parameters from forward to backward. device: whose
-    kernels, "cpu" or "cuda", as a record has it. options: ``Plan``'s.
+    batch: images on each rank. reshard_after_forward: "false" keeps gathered parameters from forward to backward.
+    device: whose kernels, "cpu" or "cuda", as a record has it. options: ``Plan``'s.
     """
     network = networks.mnist(batch, dropout, min_num_params if wrap == "size" else None)
-    reshard = "true" if sharding == "full" else "false"
     options |= {"on_gpu": device == "cuda", "optimizer": "adadelta"}
-    return Plan(network, strategy, ranks, reshard=reshard, **options)
+    return Plan(network, strategy, ranks, reshard=reshard_after_forward, **options)
 
 
 def persistent(strategy: str, wrap: str, ranks: int, **options) -> dict:

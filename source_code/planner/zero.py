@@ -16,29 +16,15 @@ Sources: torch/distributed/optim/zero_redundancy_optimizer.py; DeepSpeed's are i
 
 from math import ceil, prod
 
-from planner import UserError
 from planner.sizes import FP32, FP64
 
 SUB_GROUP = 1_000_000_000  # numbers: how many parameters stage 3 updates together, by DeepSpeed's default
 UNEVEN = ("zero1", "deepspeed-1", "deepspeed-2")  # where one rank's peak is not another's
 
 
-# What gpt_zero.py's stages with --engine torch are for gpt_fsdp.py: strategy, --sync, --reshard-after-forward.
-TORCH = {
-    "0": ("ddp", "last", None),
-    "1": ("zero1", "last", None),
-    "2": ("fsdp2", "every", "false"),
-    "3": ("fsdp2", "every", "true"),
-}
-
-
-def as_gpt_fsdp(config: dict) -> dict:
-    """The options of a run of gpt_zero.py as gpt_fsdp.py's. UserError where the arithmetic does not reach."""
-    if config["cpu_offload"] and config["engine"] == "deepspeed":
-        raise UserError("what DeepSpeed's --cpu-offload keeps where is not predicted: leave it out")
-    found = TORCH[config["stage"]] if config["engine"] == "torch" else (f"deepspeed-{config['stage']}", "every", None)
-    fixed = {"mesh": None, "prefetch": 0, "lora": None, "optimizer": "adamw"}
-    return config | fixed | dict(zip(("strategy", "sync", "reshard_after_forward"), found, strict=True))
+# What gpt_zero.py's --engine and --stage are for ``Plan.strategy``.
+STRATEGIES = {("torch", "0"): "ddp", ("torch", "1"): "zero1", ("torch", "2"): "fsdp2", ("torch", "3"): "fsdp2"}
+STRATEGIES |= {("deepspeed", stage): f"deepspeed-{stage}" for stage in "0123"}
 
 
 def shares(sizes: list[int], ranks: int) -> list[list[int]]:

@@ -56,7 +56,7 @@ def refuse_if_too_big(config, me):
     )
     free = meters.free_memory_of_a_rank(me, torch.device("cpu") if config.cpu_offload else me.device)
     if needed > free:
-        how = f"--stage {config.stage}" if config.script == "gpt_zero.py" else f"--strategy {config.strategy}"
+        how = f"--stage {config.stage}" if hasattr(config, "stage") else f"--strategy {config.strategy}"
         how = f"{len(plans)} stages" if len(plans) > 1 else how
         named = ((name, getattr(config, name, None)) for name in ("preset", "model", "config"))
         model = next(f"--{name} {value}" for name, value in named if value)

@@ -15,15 +15,14 @@ one GPU, single ranks compute on it, and what needs several runs beside it. A no
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from importlib import import_module
 from importlib.metadata import version
-from pathlib import Path
 
 from planner import predict
 
 from labkit import UserError
 from labkit.measuring import machine
 from labkit.running import cells, launch, slurm
+from labkit.running.lab_options import LABS
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class Lab(launch.Cluster):
         """Run a lab script with these settings (``launch.run``); options given here come before them."""
         ranks = 1 if options.get("strategy") == "single" else options.get("devices") or options.get("ranks", self.ranks)
         settings = {"cluster": self, "ranks": ranks, "device": self.device_of(ranks, options.get("nodes", 1))}
-        if script == "mnist_fsdp.py":  # the other labs carry their data with them
+        if script in LABS and LABS[script].takes_dataset:  # the other labs carry their data with them
             settings["data"] = self.data
         if script in launch.ONE_PROCESS and settings["device"] == "cuda" and self.device == "auto":
             settings["device"] = "auto"  # PyTorch sees the GPUs; whether this lab's library does, it finds out
@@ -90,12 +89,9 @@ class Lab(launch.Cluster):
         """Plan the run that ``run`` starts with the same words. UserError: the planner does not know the lab."""
         predict.check_planned(script)
         ranks = ranks or (1 if options.get("strategy") == "single" else self.ranks)
-        config = import_module(Path(script).stem).Config(**options)  # the defaults are the script's
+        config = LABS[script](**options)  # the defaults are the script's
         about = {"script": script, "config": asdict(config), "ranks": ranks, "device": self.device_of(ranks, nodes)}
-        about["versions"] = {"torch": version("torch")}
-        if script == "mnist_fsdp.py":
-            about["batch_size"] = config.batch_size_of(ranks)
-        return predict.plan_of(about)
+        return predict.plan_of(about | {"versions": {"torch": version("torch")}})
 
     def on_ranks(self, function, *arguments, ranks: int | None = None, nodes: int = 1, **settings) -> list:
         """[what ``function(me, *arguments)`` returned on rank 0, on rank 1, …] (``cells.on_ranks``).
