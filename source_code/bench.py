@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 
 @dataclass(frozen=True)
-class Bench(Options):
+class Config(Options):
     """How long to measure. The command line is made from these fields."""
 
     data: Literal[("auto", *datasets.NAMES)] = option("auto", "data set; auto: MNIST if it can be had")
@@ -106,7 +106,7 @@ def saving(pairs: int):
 
 
 def main():
-    config = parse(Bench, __doc__)
+    config = parse(Config, __doc__)
     try:
         data = datasets.prepare(config.data)
         fsdp_on_one_rank(data, config.pairs)

@@ -527,7 +527,7 @@ def table(rows: list[dict]):
 
 
 @dataclass(frozen=True)
-class Drill(Options):
+class Config(Options):
     """The command line is made from these fields."""
 
     trials: int = option(15, "trials of each configuration", least=1)
@@ -536,7 +536,7 @@ class Drill(Options):
 
 
 def main():
-    options = parse(Drill, __doc__)
+    options = parse(Config, __doc__)
     try:
         path = records.new_path("drill", options.record)
         rows = run(options.trials, options.seed, lambda rows: records.write_rows(path, rows, seed=options.seed))

@@ -160,14 +160,14 @@ def table(rows: list[dict]) -> pandas.DataFrame:
 
 
 @dataclass(frozen=True)
-class Equivalence(Options):
+class Config(Options):
     """The command line is made from these fields."""
 
     record: str | None = option(None, "where the record goes (default: results/runs/)")
 
 
 def main():
-    options = parse(Equivalence, __doc__)
+    options = parse(Config, __doc__)
     try:
         path = records.new_path("equivalence", options.record)
         rows = run(runnable())

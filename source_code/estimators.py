@@ -28,7 +28,7 @@ from planner.shapes import GPT_SHAPES
 
 
 @dataclass(frozen=True)
-class Asked(Options):
+class Config(Options):
     """What to ask about. The command line is made from these fields."""
 
     preset: Literal[tuple(GPT_SHAPES)] = option("tiny", "size of the model")
@@ -40,7 +40,7 @@ class Asked(Options):
     tracker: bool = option(True, "ask PyTorch's, which walks through a step: minutes for billions of parameters")
 
 
-def pytorch(asked: Asked) -> int:
+def pytorch(asked: Config) -> int:
     import imagine
 
     about = {"batch_size": asked.batch_size, "seq_len": asked.seq_len, "precision": asked.precision}
@@ -48,7 +48,7 @@ def pytorch(asked: Asked) -> int:
     return simulate.tracked_peak(imagine.setup_gpt(asked.ranks, **about))
 
 
-def deepspeed(asked: Asked) -> int:
+def deepspeed(asked: Config) -> int:
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 
     network = networks.gpt(GPT_SHAPES[asked.preset], 1, 1)
@@ -59,7 +59,7 @@ def deepspeed(asked: Asked) -> int:
     return on_gpu
 
 
-def accelerate(asked: Asked) -> int:
+def accelerate(asked: Config) -> int:
     from accelerate.commands.estimate import estimate_training_usage
     from accelerate.utils import calculate_maximum_sizes
 
@@ -76,7 +76,7 @@ ESTIMATORS = {
 }
 
 
-def ask_all(asked: Asked) -> dict:
+def ask_all(asked: Config) -> dict:
     """{name: bytes, or a sentence}"""
     found = {}
     for name, (package, ask) in ESTIMATORS.items():
@@ -91,6 +91,6 @@ def ask_all(asked: Asked) -> dict:
 
 
 if __name__ == "__main__":
-    options = parse(Asked, __doc__)
+    options = parse(Config, __doc__)
     gpus.hide()
     print(json.dumps(ask_all(options)))

@@ -94,6 +94,11 @@ class Config(TransformerTraining):
             "what FSDP1 does with --cpu-offload is not predicted: take --strategy fsdp2",
         ),
         Conflict(
+            {"wrap": "blocks+embeddings"},
+            {"strategy": ("single", "ddp", "zero1", *DEEPSPEED)},
+            "--wrap blocks+embeddings goes with --strategy fsdp1 or fsdp2; with {c.strategy} leave it out",
+        ),
+        Conflict(
             {"flops": None},
             {"peak_known": False},
             "no peak is known of {c.gpu} in {c.precision}: give --flops, or another --precision",
@@ -226,6 +231,7 @@ class Config(TransformerTraining):
         TransformerTraining,
         "wrap",
         default=None,
+        only=(),  # but see the table: "blocks", typed, is no choice
         help="FSDP's units: blocks, and the root with the rest; or embedding and head too (default: as the lab does)",
     )
     frozen: Literal["fp32", "nf4"] = option(
@@ -279,6 +285,7 @@ class Config(TransformerTraining):
             object.__setattr__(self, "preset", TransformerTraining.preset)
         if self.ranks is None:
             object.__setattr__(self, "ranks", 1 if self.strategy == "single" else 8)
+        _ = self.shape  # refuses a configuration that cannot be read, which other checks look into
         super().__post_init__()
         arrange(self.ranks, self.mesh, self.reshard_after_forward)
 
@@ -287,7 +294,9 @@ class Config(TransformerTraining):
         """Of the model; None if it is one's own. UserError: --config or --model cannot be read."""
         if self.module:
             return None
-        return huggingface.load(self.config or self.model) if self.third_party else super().shape
+        if self.third_party:
+            return huggingface.load(self.named, "--config" if self.config else "--model")
+        return super().shape
 
     @property
     def tied_weights(self) -> bool:
@@ -455,7 +464,7 @@ def command(options: Config) -> tuple[str | None, str]:
     names = {field.name for field in dataclasses.fields(TransformerTraining)} | {"schedule", "config", "model"}
     for field in dataclasses.fields(lab):
         if field.name in names - {"wrap", "dry_run"} or (field.name == "wrap" and options.wrap):
-            value, default = getattr(options, field.name), getattr(Config, field.name)
+            value, default = getattr(options, field.name), getattr(type(options), field.name)
             if value != field.default and (value != default or field.name in RESTS_ON):
                 words[field.name] = value
     if options.lab == "gpt_zero.py":

@@ -235,7 +235,7 @@ def simulated_table(rows: list[dict]) -> pandas.DataFrame:
 
 
 @dataclass(frozen=True)
-class Trial(Options):
+class Config(Options):
     """The trial. The command line is made from these fields."""
 
     every: int = option(1, "take one configuration in so many", least=1)
@@ -245,7 +245,7 @@ class Trial(Options):
     record: str | None = option(None, "where the record goes (default: results/runs/)")
 
 
-def chosen(options: Trial) -> tuple[list[dict], list[dict]]:
+def chosen(options: Config) -> tuple[list[dict], list[dict]]:
     """The configurations to try; and those drawn that are refused, with the sentence under "refused"."""
     if not options.random:
         return [*filter(runnable, configurations.listed())][:: options.every], []
@@ -254,7 +254,7 @@ def chosen(options: Trial) -> tuple[list[dict], list[dict]]:
 
 
 def main():
-    options, rows = parse(Trial, __doc__), []
+    options, rows = parse(Config, __doc__), []
     try:
         path = records.new_path("trial", options.record)
         tried, refused = chosen(options)

@@ -11,7 +11,7 @@ import plan
 import pytest
 import rank_zero
 import torch
-from commands import assert_about, refused, script
+from commands import assert_about, commands, options_class, refused, script
 from labkit.measuring import records
 from labkit.running import options, ranks
 from labkit.training import checkpoints
@@ -35,6 +35,32 @@ def test_the_sentences_are_those_that_were_reviewed(folder):
     assert bad_input.page(folder) == bad_input.MESSAGES.read_text(), (
         "python tests/bad_input.py writes them anew: review what git diff shows"
     )
+
+
+def test_each_row_of_a_table_of_conflicts_is_violated_and_gives_its_sentence(folder, monkeypatch, capsys):
+    """By one of the command lines of bad_input.py, of the command itself or of one whose options are derived from it."""
+    found_in, last, violated = options.Conflict.found_in, [], {}
+
+    def watched(row, chosen):
+        found = found_in(row, chosen)
+        last[:] = [(row, chosen)] if found else last
+        return found
+
+    monkeypatch.setattr(options.Conflict, "found_in", watched)
+    for command, words, _ in bad_input.all_rows():
+        last.clear()
+        try:
+            options.parse(options_class(command), "", bad_input.in_place(words, folder))
+        except SystemExit as exit_:
+            assert exit_.code == 2
+        printed = capsys.readouterr().err
+        for row, chosen in last:
+            assert printed.endswith(f": {row.sentence.format(c=chosen)}\n"), (words, printed)
+            violated[id(row)] = words
+    tables = {command: options.all_conflicts(options_class(command)) for command in commands()}
+    assert sum(map(len, tables.values())) > 100
+    left = [(command, row) for command, table in tables.items() for row in table if id(row) not in violated]
+    assert left == []
 
 
 RANK_1 = {"RANK": "1", "WORLD_SIZE": "2"}

@@ -178,7 +178,7 @@ def test_only_under_gpipe_the_micro_batches_pile_up(monkeypatch):
 
 
 def test_a_plans_page_shows_the_stages_and_the_bubble():
-    words = "--model llama3-8b --ranks 8 --mesh pipeline=8 --accumulate 16"
+    words = "--preset llama3-8b --batch-size 1 --seq-len 8192 --precision bf16 --recompute full --ranks 8 --mesh pipeline=8 --accumulate 16"
     page = plan_command.answer(options.parse(plan_command.Config, "", words.split()))
     assert "llama3-8b, 8 stages (1f1b) on 8 ranks" in page and "8,030,261,248 parameters" in page
     assert "the pipeline's bubble" in page

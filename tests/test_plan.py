@@ -103,7 +103,7 @@ def test_the_sweep_is_sorted_and_whole():
     known = {"ddp", "zero1", "fsdp1", "fsdp2", "fsdp2, HSDP 8x8", "fsdp2, HSDP 2x32"}
     assert known | {f"deepspeed-{stage}" for stage in (0, 2, 3)} <= names
     text = answer("--preset llama3-70b --ranks 64 --sweep")
-    assert len(text.splitlines()) == len(rows) + 5
+    assert len(text.splitlines()) == len(rows) + 8
     assert text.count("does not fit:") == len(lacking)
 
 

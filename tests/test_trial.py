@@ -44,5 +44,5 @@ def test_a_failed_launch_loses_no_row_of_the_launches_before(launches, monkeypat
 
 @pytest.mark.parametrize("seed", [0, 7])
 def test_the_seed_that_is_given_is_drawn_by(seed):
-    tried, refused = trial.chosen(trial.Trial(random=5, seed=seed))
+    tried, refused = trial.chosen(trial.Config(random=5, seed=seed))
     assert {one["seed"] for one in tried + refused} == {seed}

@@ -98,21 +98,21 @@ NAMES = {
 LARGEST = 10**9  # of any number: a larger one is a slip
 
 
-def load(path: str) -> GPTShape:
-    """The shape that a config.json, or the folder it lies in, describes. UserError: there is none, or it is not known."""
+def load(path: str, option: str = "--config") -> GPTShape:
+    """The shape that a config.json, or the folder it lies in, describes. UserError, which names the option: there is none, or it is not known."""
     try:
         file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
         config = json.loads(file.read_text())
     except OSError as error:
-        raise UserError(f"--config {path} cannot be read ({error.strerror}): name a model's config.json") from None
+        raise UserError(f"{option} {path} cannot be read ({error.strerror}): name a model's config.json") from None
     except (ValueError, RecursionError):
-        raise UserError(f"--config {path} is not JSON: name a model's config.json") from None
+        raise UserError(f"{option} {path} is not JSON: name a model's config.json") from None
     if not isinstance(config, dict):
-        raise UserError(f"--config {path} has no named values: name a model's config.json")
+        raise UserError(f"{option} {path} has no named values: name a model's config.json")
     try:
         return shape_of(config)
     except UserError as error:
-        raise UserError(f"--config {path}: {error}") from None
+        raise UserError(f"{option} {path}: {error}") from None
 
 
 def shape_of(config: dict) -> GPTShape:

@@ -485,7 +485,7 @@ class HuggingFaceTraining(TransformerTraining, takes=(*COMMON, "strategy", "lora
     @property
     def shape(self) -> GPTShape:
         """The shape of the model, as far as the planner knows its family. UserError: it does not, or cannot be read."""
-        return huggingface.load(self.model or self.config)
+        return huggingface.load(self.model or self.config, "--model" if self.model else "--config")
 
     @property
     def wraps_embeddings(self) -> bool:
