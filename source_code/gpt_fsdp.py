@@ -40,7 +40,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-# The model is in labkit/training/models.py; here it is built, sharded and trained. The options come last.
+# The model is in labkit/training/models.py; here it is built, sharded and trained.
 # Everywhere, me is this rank: its rank, local_rank, world_size, device; me.say prints on rank 0 only.
 VALIDATION_SEQUENCES, LOG_EVERY = 32, 50  # the latter in steps
 

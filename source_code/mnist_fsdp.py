@@ -33,7 +33,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-# The network is in labkit/training/models.py; here it is sharded and trained. The options come last.
+# The network is in labkit/training/models.py; here it is sharded and trained.
 # Everywhere, me is this rank: its rank, local_rank, world_size, device; me.say prints on rank 0 only.
 
 

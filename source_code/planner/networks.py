@@ -154,7 +154,9 @@ def gpt(
     """
     shape.check_split(tensor, length)
     if tensor > 1 and (lora or apart or loss_chunks > 1):
-        raise UserError("products split among ranks go without --lora, --units apart and --loss-chunks: leave them out")
+        raise UserError(
+            "products split among ranks go without --lora, --wrap blocks+embeddings and --loss-chunks: leave them out"
+        )
     if loss_chunks > 1 and (shape.softcap or "head" in shape.biases):
         raise UserError(
             "the loss in chunks is planned for a head without bias and soft-capping: leave --loss-chunks out"

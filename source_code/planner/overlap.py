@@ -180,7 +180,9 @@ class Sharded:
 
     def leave(self, number: int, syncs: bool):
         """Free a unit after its backward, and reduce its gradients: within its shards, then among the replicas."""
-        self.arrived.pop(number, None)  # --units apart leaves the root without parameters, so it was never gathered
+        self.arrived.pop(
+            number, None
+        )  # --wrap blocks+embeddings leaves the root without parameters, so it was never gathered
         if syncs:
             part = self.units[number].shard(trained=True) * self.plan.itemsize
             done = self.send("reduce-scatter", part * self.plan.shards, self.plan.shards, self.names[0])

@@ -277,12 +277,19 @@ def _argument(field) -> dict:
     return {"type": kind, "metavar": kind.__name__.upper()}
 
 
+def _own_first(options_class) -> list:
+    """Return a class's fields as --help lists them: its own options as they are declared, then those of each base."""
+    derived_first = (cls for cls in options_class.__mro__ if issubclass(cls, Options))
+    names = dict.fromkeys(name for cls in derived_first for name in cls.__annotations__)  # each at its first place
+    fields = {field.name: field for field in dataclasses.fields(options_class)}
+    return [fields[name] for name in names if name in fields]
+
+
 def parse(options_class, description: str, argv: list[str] | None = None):
     """Read ``options_class`` from the command line. On bad input: one sentence and exit code 2."""
     parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.launched = options_class.launched
-    own = declared(options_class)
-    for field in sorted(dataclasses.fields(options_class), key=lambda field: field.name not in own):
+    for field in _own_first(options_class):
         shown = "" if field.default is None else f" (default: {field.default})"
         text = field.metadata["help"].replace("%", "%%") + shown
         parser.add_argument(flag(field.name), default=field.default, help=text, **_argument(field))
