@@ -19,7 +19,7 @@ def watched(me, run) -> dict:
     for _ in meter.watch([run.batch] * WATCHED):
         run.step()
     meter.finish()
-    about = records.new("gpt_fsdp.py", vars(run.config), me, [me.node])
+    about = records.new(run.config.script, vars(run.config), me, [me.node])
     about |= {"data": {"name": text.NAME}, "batch_size": run.config.batch_size}
     return about | meter.summary(_sequences(run, me))
 
