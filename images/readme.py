@@ -39,7 +39,9 @@ def planned() -> dict[str, dict]:
     """{way: {category: bytes}} of Llama 3 8B on 8 ranks, a sequence of 4,096 tokens on each; a GPU's kernels."""
     found = {}
     for way, given in WAYS.items():
-        asked = plan.Options(model="llama3-8b", ranks=8, seq=4096, gpu="h100", **given)
+        asked = plan.Config(
+            preset="llama3-8b", ranks=8, batch_size=1, seq_len=4096, precision="bf16", gpu="h100", **given
+        )
         found[way] = predict.by_category(plan.plan_from_options(asked).peak()[1])
     return found
 

@@ -42,7 +42,7 @@ WORDS = {"kind": "what they called", "dtypes": "the type of the numbers", "sizes
 
 
 @dataclass(frozen=True)
-class Options(options.Options):
+class Config(options.Options):
     folder: str | None = options.option(None, "where the ranks' dumps are; without it, where PyTorch writes them")
     prefix: str | None = options.option(None, "how the dumps' names begin, before the rank; without it, as usual")
 
@@ -491,7 +491,7 @@ def _list(some) -> str:
 
 
 if __name__ == "__main__":
-    wanted = options.parse(Options, __doc__)
+    wanted = options.parse(Config, __doc__)
     try:
         run = flight_recorder.read(wanted.folder, wanted.prefix)
         what = f"the dumps {run.prefix}* of {_ranks(run.dumps)}" if run.dumps else f"what {_ranks(run.places)} left"

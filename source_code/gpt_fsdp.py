@@ -12,14 +12,12 @@
 README.md has every way to start it.
 """
 
-import dataclasses
 import math
 import time
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,12 +26,11 @@ from labkit import UserError
 from labkit.measuring import meters, records
 from labkit.measuring.trace import local
 from labkit.running import options, preemption, preflight, progress, ranks
-from labkit.running.options import RESHARD, SHARDED, option
+from labkit.running.lab_options import TransformerTraining
+from labkit.running.options import Conflict, several
 from labkit.training import checkpoints, models, recompute, saving, text
 from labkit.training.tensor_parallel import tensor_parallel
-from planner.models import flops, networks
-from planner.models.shapes import GPT_SHAPES, GPTShape
-from planner.parallel.mesh import FORM, Mesh, arrange
+from planner.models import flops
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
@@ -43,7 +40,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-# The model is in labkit/training/models.py; here it is built, sharded and trained. The options come last.
+# The model is in labkit/training/models.py; here it is built, sharded and trained.
 # Everywhere, me is this rank: its rank, local_rank, world_size, device; me.say prints on rank 0 only.
 VALIDATION_SEQUENCES, LOG_EVERY = 32, 50  # the latter in steps
 
@@ -110,7 +107,7 @@ def fsdp1(model, config, me):
     mesh = device_mesh(config, me)
     whole = fsdp.ShardingStrategy.FULL_SHARD if config.reshard else fsdp.ShardingStrategy.SHARD_GRAD_OP
     bf16 = fsdp.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    units = {models.Block} | ({nn.Embedding, models.Head} if config.units == "apart" else set())
+    units = {models.Block} | ({nn.Embedding, models.Head} if config.wraps_embeddings else set())
     # With --lora a block's gradient is as large as all its parameters: FSDP1 warns, once a block and rank.
     warnings.filterwarnings("ignore", ".*has both parameters with requires_grad")
     return fsdp.FullyShardedDataParallel(
@@ -138,15 +135,15 @@ def fsdp2(model, config, me):
         "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=pinned) if config.cpu_offload else fsdp.OffloadPolicy(),
         "mp_policy": bf16 if config.mixed else fsdp.MixedPrecisionPolicy(),
     }
-    apart, units = config.units == "apart", list(model.blocks)
-    if apart:
+    units = list(model.blocks)
+    if config.wraps_embeddings:
         units.insert(0, model.embedding)
     for unit in units:
         fsdp.fully_shard(unit, reshard_after_forward=config.reshard, **settings)
-    if apart:  # gathered once, for both; and it stays gathered, as backward begins with it
+    if config.wraps_embeddings:  # gathered once, for both; and it stays gathered, as backward begins with it
         fsdp.fully_shard([model.norm, model.head], reshard_after_forward=False, **settings)
         units.append(model.head)
-    # The root takes the rest: embedding, last norm and head, unless they are apart. It stays gathered likewise.
+    # The root takes the rest: embedding, last norm and head, unless they are units. It stays gathered likewise.
     fsdp.fully_shard(model, **settings)
     if config.prefetch:
         prefetch(model, units, config.prefetch)
@@ -351,7 +348,7 @@ def train(config, me, prepare=prepare, compute_loss=compute_loss):
 
 
 def count_units(model) -> int:
-    """How many units FSDP gathers: of FSDP2's modules, the last norm and the head are one if they are apart."""
+    """How many units FSDP gathers: of FSDP2's modules, the last norm and the head are one, if they are units at all."""
     units = sum(isinstance(m, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)) for m in model.modules())
     return units - isinstance(getattr(model, "norm", None), fsdp.FSDPModule)
 
@@ -370,73 +367,16 @@ def main(config, me, prepare=prepare, compute_loss=compute_loss):
 
 
 @dataclass(frozen=True)
-class Config(options.Training):
-    """One run. options.Training adds --ranks, --device, --backend, --checkpoint, --resume, --record and --profile."""
+class Config(TransformerTraining):
+    """One run. Its options are declared in labkit/running/lab_options.py, for plan.py too."""
 
-    script: ClassVar[str] = "gpt_fsdp.py"  # the lab that runs, for the record and the planner
-
-    preset: Literal[tuple(GPT_SHAPES)] = option("tiny", "size of the model", resumed=True)
-    tied: bool | None = option(None, "one weight for embedding and head (default: as the preset says)", resumed=True)
-    strategy: Literal["single", "ddp", "fsdp1", "fsdp2"] = option("fsdp2", "one process, or how the ranks share")
-    max_steps: int = option(20, "steps to train, those of the run being resumed included", least=1)
-    batch_size: int = option(8, "sequences in a micro-batch on each rank", least=1)
-    seq_len: int = option(128, "tokens in a sequence", least=1, resumed=True)
-    reshard_after_forward: str | None = option(
-        None,
-        "FSDP: true frees a block's gathered parameters after forward, false keeps them, N keeps 1/N of them",
-        form=RESHARD,
-        only=SHARDED,
+    conflicts = (
+        Conflict(
+            {"strategy": "fsdp2"},
+            {"stages": several},
+            "--mesh {c.mesh} has a pipeline, which is gpt_pipeline.py's: name other dimensions",
+        ),
     )
-    precision: Literal["fp32", "bf16", "fp64"] = option("fp32", "number format of the computation", resumed="print")
-    weights: Literal["fp32", "bf16"] = option(
-        "fp32", "number format of parameters, gradients and optimizer state", resumed="print"
-    )
-    recompute: Literal[networks.RECOMPUTE] = option(
-        "none",
-        "what backward computes again: nothing, blocks, or all but (every second of their) products and attention",
-    )
-    recompute_every: int = option(1, "recompute the first block, and each so many blocks further on", least=1)
-    loss_chunks: int = option(1, "compute logits and loss for one in so many parts of the tokens at a time", least=1)
-    units: Literal["blocks", "apart"] = option(
-        "blocks", "FSDP: what is gathered together, each block and the rest; or embedding and head apart", only=SHARDED
-    )
-    cpu_offload: bool = option(False, "FSDP: shards, gradients and optimizer state in CPU memory", only=SHARDED)
-    mesh: str | None = option(
-        None, "2x4 (HSDP) shards among 4 ranks, replicates twice; shard=4,tensor=2 names it", form=FORM, only=SHARDED
-    )
-    prefetch: int = option(0, "FSDP2: gather this many blocks ahead; 0 leaves it to FSDP2", least=0, only=("fsdp2",))
-    accumulate: int = option(1, "micro-batches in a step", least=1)
-    sync: Literal["every", "last"] = option("every", "after which micro-batch of a step the ranks average gradients")
-    clip: float | None = option(None, "largest global norm of the gradient", above=0, resumed="print")
-    compile: bool = option(False, "compile each block's forward")
-    optimizer: Literal["adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd"] = option(
-        "adamw", "optimizer", resumed=True
-    )
-    lora: int | None = option(
-        None, "freeze the model, and train LoRA adapters of this width on queries and values", least=1, resumed=True
-    )
-    lr: float = option(1e-3, "learning rate", above=0, resumed="print")
-    seed: int = option(1, "seed of the weights and the order of the text", resumed=True)
-    checkpoint_every: int | None = option(None, "save after every so many steps too", least=1, needs="checkpoint")
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.strategy == "fsdp1" and self.mesh and not self.reshard:
-            raise UserError("FSDP1 on a --mesh frees parameters after forward: leave --reshard-after-forward out")
-        if self.strategy == "fsdp1" and not isinstance(self.reshard, bool):
-            raise UserError("--reshard-after-forward N is FSDP2's; FSDP1 knows true and false")
-        if self.strategy == "fsdp1" and (self.mesh or "").endswith("x1"):
-            raise UserError(f"FSDP1 on --mesh {self.mesh} has nothing to shard: use --strategy ddp")
-        if self.strategy == "fsdp1" and self.cpu_offload and self.accumulate > 1 and self.sync == "every":
-            raise UserError("FSDP1 with --cpu-offload forgets all but the last micro-batch: use --sync last")
-        if self.strategy == "fsdp1" and self.clip and self.precision == "fp64":
-            raise UserError("FSDP1 computes the norm that --clip needs in fp32: leave --precision fp64 out")
-        options.check_choices(self, self.shape.tie_word_embeddings)
-
-    @property
-    def shape(self) -> GPTShape:
-        shape = GPT_SHAPES[self.preset]
-        return shape if self.tied is None else dataclasses.replace(shape, tie_word_embeddings=self.tied)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -444,37 +384,6 @@ class Config(options.Training):
         if self.weights == "bf16":
             return torch.bfloat16
         return torch.float64 if self.precision == "fp64" else torch.float32
-
-    @property
-    def mixed(self) -> bool:
-        """Whether to compute in bf16 with weights in fp32."""
-        return self.precision == "bf16" and self.weights == "fp32"
-
-    @property
-    def reshard(self) -> bool | int:
-        """What becomes of a block's gathered parameters after forward, in ``fully_shard``'s words."""
-        value = self.reshard_after_forward or "true"
-        return int(value) if value.isdecimal() else value == "true"
-
-    def arranged(self, world_size: int) -> Mesh:
-        """How the ranks are arranged. UserError: the options do not fit their number, or the model does not."""
-        mesh = arrange(world_size, self.mesh, self.reshard_after_forward or "true")
-        if mesh.pipeline > 1:
-            raise UserError(f"--mesh {self.mesh} has a pipeline, which is gpt_pipeline.py's: name other dimensions")
-        if mesh.tensor > 1:
-            # Compiled blocks run, but their gradients are wrong: the losses part in the second step (PyTorch 2.15).
-            refused = {
-                f"--strategy {self.strategy}": self.strategy != "fsdp2",
-                "--lora": self.lora,
-                "--compile": self.compile,
-                "--units apart": self.units == "apart",
-                "--loss-chunks": self.loss_chunks > 1,
-                "--weights bf16": self.weights == "bf16",
-            }
-            for what in (name for name, given in refused.items() if given):
-                raise UserError(f"--mesh {self.mesh} splits matrix products, which goes without {what}")
-            self.shape.check_tensor_parallel(mesh.tensor, self.seq_len)
-        return mesh
 
 
 if __name__ == "__main__":

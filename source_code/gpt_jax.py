@@ -339,8 +339,9 @@ class Config(options.Training):
     backend: ClassVar[str] = "xla"
     profile: ClassVar[None] = None
     async_checkpoint: ClassVar[bool] = False
-    on_failed_save: ClassVar[str] = "stop"
+    on_save_error: ClassVar[str] = "stop"
     allow_narrowing: ClassVar[bool] = False  # --precision must be the same
+    dry_run: ClassVar[bool] = False  # XLA plans its memory
 
     preset: Literal[tuple(GPT_SHAPES)] = option("tiny", "size of the model", resumed=True)
     devices: int | None = option(

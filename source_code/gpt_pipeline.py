@@ -11,19 +11,15 @@ README.md has every way to start it.
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import gpt_fsdp
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from labkit.running import options, preflight, ranks
-from labkit.running.options import option
+from labkit.running.lab_options import PipelineTraining
 from labkit.training import models
-from planner.models import networks
-from planner.models.shapes import GPT_SHAPES, GPTShape
 from planner.parallel import pipeline
-from planner.parallel.mesh import FORM, Mesh, arrange
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -152,46 +148,10 @@ def main(config, me):
 
 
 @dataclass(frozen=True)
-class Config(options.Training):
-    """One run. options.Training adds --ranks, --device, --backend, --checkpoint, --resume, --record and --profile."""
+class Config(PipelineTraining):
+    """One run. Its options are declared in labkit/running/lab_options.py."""
 
-    script: ClassVar[str] = "gpt_pipeline.py"  # for the record and the planner
-    preset: Literal[tuple(GPT_SHAPES)] = option("tiny", "size of the model", resumed=True)
-    mesh: str | None = option(None, "the stages, pipeline=4 (default: every rank is one)", form=FORM)
-    schedule: Literal[tuple(SCHEDULES)] = option("1f1b", "order in which a stage computes the micro-batches")
-    max_steps: int = option(20, "steps to train, those of the run being resumed included", least=1)
-    batch_size: int = option(2, "sequences in a micro-batch", least=1)
-    accumulate: int = option(8, "micro-batches in a step", least=1, at_most=10_000)
-    seq_len: int = option(128, "tokens in a sequence", least=1, resumed=True)
-    precision: Literal["fp32", "bf16", "fp64"] = option("fp32", "number format of the computation", resumed="print")
-    recompute: Literal[networks.RECOMPUTE] = option(
-        "none",
-        "what backward computes again: nothing, blocks, or all but (every second of their) products and attention",
-    )
-    clip: float | None = option(None, "largest global norm of the gradient", above=0, resumed="print")
-    optimizer: Literal["adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd"] = option(
-        "adamw", "optimizer", resumed=True
-    )
-    lr: float = option(1e-3, "learning rate", above=0, resumed="print")
-    seed: int = option(1, "seed of the weights and the order of the text", resumed=True)
-    checkpoint_every: int | None = option(None, "save after every so many steps too", least=1, needs="checkpoint")
-
-    # What gpt_fsdp.py asks its options for besides, and a stage does not have
-    strategy, lora, compile, cpu_offload, recompute_every = "pipeline", None, False, False, 1
-
-    @property
-    def shape(self) -> GPTShape:
-        return GPT_SHAPES[self.preset]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float64 if self.precision == "fp64" else torch.float32
-
-    def arranged(self, world_size: int) -> Mesh:
-        """How the ranks are arranged: each is a stage. UserError: the options do not fit their number."""
-        mesh = arrange(world_size, self.mesh or f"pipeline={world_size}")
-        pipeline.check(mesh, self.shape, self.schedule, self.accumulate)
-        return mesh
+    dtype = gpt_fsdp.Config.dtype
 
 
 if __name__ == "__main__":

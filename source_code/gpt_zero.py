@@ -14,13 +14,11 @@ ZeRO: arXiv:1910.02054. Model, first values, batches and losses are those of gpt
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import gpt_fsdp
 import torch
-from labkit import UserError
 from labkit.running import options, preflight, ranks
-from labkit.running.options import option
+from labkit.running.lab_options import ZeroTraining
 from labkit.training import deepspeed_zero, models
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -107,60 +105,10 @@ def main(config, me):
 
 
 @dataclass(frozen=True)
-class Config(gpt_fsdp.Config):
-    """gpt_fsdp.py's options, but for those that ZeRO settles (ClassVar: no option)."""
+class Config(ZeroTraining):
+    """One run. Its options are declared in labkit/running/lab_options.py."""
 
-    stage: Literal["0", "1", "2", "3"] = option("3", "what is split: nothing, optimizer state, gradients, parameters")
-    engine: Literal["torch", "deepspeed"] = option("torch", "who splits it")
-    cpu_offload: bool = option(
-        False, "optimizer state and step on the CPU; with --engine torch, parameters and gradients rest there, too"
-    )
-
-    script: ClassVar[str] = "gpt_zero.py"
-    strategy: ClassVar[str]
-    reshard_after_forward: ClassVar[str]
-    sync: ClassVar[str]
-    mesh: ClassVar[None] = None
-    prefetch: ClassVar[int] = 0
-    compile: ClassVar[bool] = False
-    lora: ClassVar[None] = None
-    optimizer: ClassVar[str] = "adamw"
-    weights: ClassVar[str] = "fp32"
-    loss_chunks: ClassVar[int] = 1
-    units: ClassVar[str] = "blocks"
-
-    def __post_init__(self):
-        super().__post_init__()
-        on_deepspeed = self.engine == "deepspeed"
-        if self.cpu_offload and self.stage < ("1" if on_deepspeed else "2"):
-            stages = "1, 2 or 3" if on_deepspeed else "2 or 3, or --engine deepspeed from 1 on"
-            raise UserError(f"--cpu-offload goes with --stage {stages}; with {self.stage} leave it out")
-        if on_deepspeed and self.precision == "fp64":
-            raise UserError(
-                "DeepSpeed steps and sums gradients in fp32: leave --precision fp64 out, or use --engine torch"
-            )
-        if self.checkpoint and on_deepspeed:
-            raise UserError(
-                "DeepSpeed's checkpoints have a format of their own: leave --checkpoint out, or use --engine torch"
-            )
-        if self.checkpoint and self.stage == "1":
-            raise UserError(
-                "ZeroRedundancyOptimizer saves its state on one rank only: leave --checkpoint out, or take another --stage"
-            )
-
-    @property
-    def strategy(self) -> str:
-        """What gpt_fsdp.py would call it."""
-        return "deepspeed" if self.engine == "deepspeed" else "ddp" if self.stage in ("0", "1") else "fsdp2"
-
-    @property
-    def reshard_after_forward(self) -> str | None:
-        return {"2": "false", "3": "true"}.get(self.stage)
-
-    @property
-    def sync(self) -> str:
-        """Whole gradients can wait for a step's last micro-batch; split ones are summed and split after each."""
-        return "last" if self.stage in ("0", "1") else "every"
+    dtype = gpt_fsdp.Config.dtype
 
 
 if __name__ == "__main__":

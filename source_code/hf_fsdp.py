@@ -16,7 +16,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from labkit import UserError
 from labkit.measuring import meters, records
 from labkit.measuring.trace import local
 from labkit.running import options, preemption, preflight, progress, ranks
-from labkit.running.options import option
+from labkit.running.lab_options import HuggingFaceTraining
 from labkit.training import checkpoints, hf_models, hf_weights, saving, text
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
@@ -217,40 +216,8 @@ def main(config, me):
 
 
 @dataclass(frozen=True)
-class Config(options.Training):
-    """One run. options.Training adds --ranks, --device, --backend, --checkpoint, --resume, --record and --profile."""
-
-    script: ClassVar[str] = "hf_fsdp.py"
-    cpu_offload: ClassVar[bool] = False
-
-    model: str | None = option(None, "a model's folder: config.json, safetensors, tokenizer.json", resumed=True)
-    config: str | None = option(None, "a config.json, or its folder: random weights of that shape", resumed=True)
-    data: str | None = option(None, "a file of text to train on (default: what Python's help() says)", resumed=True)
-    tokens: Literal["bytes", "model"] | None = option(
-        None, "what a token is: a byte, or what the model's tokenizer says (default with --model)", resumed=True
-    )
-    save: str | None = option(None, "folder for the trained model (with --lora: the adapters), as the library has it")
-    strategy: Literal["single", "ddp", "fsdp2"] = option("fsdp2", "one process, or how the ranks share")
-    max_steps: int = option(20, "steps to train, those of the run being resumed included", least=1)
-    batch_size: int = option(2, "sequences in a micro-batch on each rank", least=1)
-    seq_len: int = option(128, "tokens in a sequence", least=1, resumed=True)
-    precision: Literal["fp32", "bf16", "fp64"] = option(
-        "fp32", "number format of the computation; bf16: weights in fp32", resumed="print"
-    )
-    recompute: Literal["none", "full"] = option("none", "what backward computes again: nothing, or whole blocks")
-    accumulate: int = option(1, "micro-batches in a step", least=1)
-    clip: float | None = option(None, "largest global norm of the gradient", above=0, resumed="print")
-    lora: int | None = option(None, "freeze the model, and train peft's adapters of this width", least=1, resumed=True)
-    lr: float = option(1e-4, "learning rate", above=0, resumed="print")
-    seed: int = option(1, "seed of first values, the order of the text and the dropout", resumed=True)
-    checkpoint_every: int | None = option(None, "save after every so many steps too", least=1, needs="checkpoint")
-
-    def __post_init__(self):
-        super().__post_init__()
-        if bool(self.model) == bool(self.config):
-            raise UserError("give --model FOLDER for a model with weights, or --config FILE for random ones")
-        if self.tokens == "model" and not self.model:
-            raise UserError("--tokens model needs --model: a tokenizer lies beside the weights")
+class Config(HuggingFaceTraining):
+    """One run. Its options are declared in labkit/running/lab_options.py."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -45,7 +45,7 @@ FEWEST_STEPS = 2 * (meters.TRACED_STEPS[1] + 1) - 1
 
 
 @dataclass(frozen=True)
-class Climb(Options):
+class Config(Options):
     """The whole ladder. The command line is made from these fields."""
 
     data: Literal[("auto", *EPOCHS)] = option(
@@ -58,7 +58,7 @@ class Climb(Options):
     batch_size: int = option(32, "images per step on each rank", least=1)
 
 
-def climb(config: Climb) -> Iterator[dict]:
+def climb(config: Config) -> Iterator[dict]:
     """Run every rung and yield {"label", "record", "predicted"} of each."""
     common, steps = shared(config)
     with tqdm(total=len(RUNGS), unit="rung", position=0) as rungs:
@@ -76,7 +76,7 @@ def climb(config: Climb) -> Iterator[dict]:
             yield {"label": label, "record": record, "predicted": predicted_peak(record)}
 
 
-def shared(config: Climb) -> tuple[dict, int]:
+def shared(config: Config) -> tuple[dict, int]:
     """(the options that all rungs share, how many steps they train on several ranks). UserError if none can climb so."""
     data = datasets.prepare(config.data)
     epochs = config.epochs or EPOCHS[data]
@@ -193,7 +193,7 @@ def write_last(runs: list[dict], folder: Path):
 
 
 def main():
-    config = parse(Climb, __doc__)
+    config = parse(Config, __doc__)
     folder = launch.RUNS / f"ladder-{datetime.now():%Y%m%d-%H%M%S}"
     runs = []
     try:

@@ -16,7 +16,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,8 @@ import torch.nn.functional as F
 from labkit import UserError
 from labkit.measuring import meters, records
 from labkit.running import options, preemption, preflight, progress, ranks
-from labkit.running.options import SHARDED, option
+from labkit.running.lab_options import MNISTTraining
+from labkit.running.options import SHARDED
 from labkit.training import checkpoints, datasets, saving
 from labkit.training.models import Net
 from torch.distributed import fsdp
@@ -33,7 +33,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-# The network is in labkit/training/models.py; here it is sharded and trained. The options come last.
+# The network is in labkit/training/models.py; here it is sharded and trained.
 # Everywhere, me is this rank: its rank, local_rank, world_size, device; me.say prints on rank 0 only.
 
 
@@ -53,7 +53,7 @@ def fsdp1(model, config, me, mesh):
     """FSDP1, a wrapper class: each unit's parameters become one flat tensor, cut into equal parts."""
     by_size = partial(size_based_auto_wrap_policy, min_num_params=config.min_num_params)
     bf16 = fsdp.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    keep = config.sharding == "grad-op"
+    keep = config.reshard_after_forward == "false"
     return fsdp.FullyShardedDataParallel(
         model,
         device_mesh=mesh,
@@ -72,7 +72,7 @@ def fsdp2(model, config, me, mesh):
     settings = {
         "mesh": mesh,
         # None: free after forward, except the root, which backward needs again at once
-        "reshard_after_forward": False if config.sharding == "grad-op" else None,
+        "reshard_after_forward": False if config.reshard_after_forward == "false" else None,
         "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=pinned) if config.cpu_offload else fsdp.OffloadPolicy(),
         "mp_policy": bf16 if config.precision == "bf16" else fsdp.MixedPrecisionPolicy(),
     }
@@ -238,62 +238,13 @@ def main(config, me):
 
 
 @dataclass(frozen=True)
-class Config(options.Training):
-    """One run. options.Training adds --ranks, --device, --backend, --checkpoint, --resume, --record and --profile."""
-
-    script: ClassVar[str] = "mnist_fsdp.py"
-    strategy: Literal["single", "ddp", "fsdp1", "fsdp2"] = option("fsdp2", "one process, or how the ranks share")
-    wrap: Literal["unit", "size"] = option(
-        "unit", "FSDP: the whole model as one unit, or big layers apart", only=SHARDED
-    )
-    min_num_params: int = option(
-        20000, "--wrap size: a layer with this many parameters is a unit of its own", least=1, only=SHARDED
-    )
-    sharding: Literal["full", "grad-op"] = option(
-        "full",
-        "FSDP: free gathered parameters after forward, or keep them; the root's are always kept",
-        only=SHARDED,
-    )
-    cpu_offload: bool = option(
-        False, "FSDP: keep shards, gradients and optimizer state in the CPU's memory", only=SHARDED
-    )
-    precision: Literal["fp32", "bf16", "fp64"] = option("fp32", "number format of the computation", resumed="print")
-    epochs: int = option(4, "passes over the training set, those of the run being resumed included", least=1)
-    max_steps: int | None = option(None, "stop after this many steps in all", least=1)
-    batch_size: int | None = option(None, "images per step on each rank (default: 64)", least=1)
-    global_batch_size: int | None = option(
-        None, "images per step on all ranks together, instead of --batch-size", least=1
-    )
-    lr: float = option(1.0, "Adadelta's learning rate in the first epoch", above=0, resumed="print")
-    gamma: float = option(0.7, "factor on the learning rate after each epoch", above=0, resumed="print")
-    dropout: bool = option(
-        True,
-        "dropout layers; without them, and with one --global-batch-size, any number of ranks computes the same losses",
-        resumed="print",
-    )
-    seed: int = option(1, "seed of the weights, the order of the images and the dropout", resumed=True)
-    data: Literal["auto", "mnist", "mnist-5k"] = option("auto", "data set; auto: MNIST if it can be had")
-    loader: Literal["memory", "torchvision"] = option("memory", "data set on the device, or image by image")
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.batch_size and self.global_batch_size:
-            raise UserError("--batch-size and --global-batch-size say the same thing twice: give one of them")
+class Config(MNISTTraining):
+    """One run. Its options are declared in labkit/running/lab_options.py."""
 
     @property
     def dtype(self):
         """Of the weights, the input and the loss; bf16 is a format of the computation between them."""
         return torch.float64 if self.precision == "fp64" else torch.float32
-
-    def batch_size_of(self, world_size: int) -> int:
-        """Images a step on each rank."""
-        if self.global_batch_size is None:
-            return self.batch_size or 64
-        if self.global_batch_size % world_size:
-            raise UserError(
-                f"--global-batch-size {self.global_batch_size} cannot be shared evenly by {world_size} ranks"
-            )
-        return self.global_batch_size // world_size
 
 
 if __name__ == "__main__":

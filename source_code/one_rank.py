@@ -18,8 +18,8 @@ import gpt_fsdp
 import torch
 from labkit import UserError
 from labkit.measuring import meters, records, simulate
-from labkit.running import gpus, options, preflight, progress, ranks
-from labkit.running.options import leave, option
+from labkit.running import gpus, lab_options, options, preflight, progress, ranks
+from labkit.running.options import GIVEN, Conflict, leave, option, redeclared
 from labkit.training import text
 from planner import predict
 
@@ -30,19 +30,27 @@ GIB = 2**30
 class Config(gpt_fsdp.Config):
     """gpt_fsdp.py's options, without those that need the other ranks."""
 
+    conflicts = (
+        Conflict(
+            {},
+            {"strategy": ("single", "ddp")},
+            "--strategy {c.strategy} needs no simulated world: a rank holds the whole model, so run "
+            "gpt_fsdp.py --strategy single (DDP adds the gradients' buckets, which plan.py counts)",
+        ),
+        Conflict(
+            {}, {"checkpoint": GIVEN}, "--checkpoint would save the wrong values of a simulated world: leave it out"
+        ),
+    )
     launched: ClassVar[bool] = False
-    ranks: int = option(8, "size of the simulated world", least=2, at_most=16_384)
-    max_steps: int = option(12, "steps to train: the first 7 watch memory, the others are timed", least=3)
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.strategy not in options.SHARDED:
-            raise UserError(
-                f"--strategy {self.strategy} needs no simulated world: a rank holds the whole model, so run "
-                "gpt_fsdp.py --strategy single (DDP adds the gradients' buckets, as plan.py says)"
-            )
-        if self.checkpoint:
-            raise UserError("--checkpoint would save the wrong values of a simulated world: leave it out")
+    ranks: int = option(8, "size of the simulated world", least=2, at_most=16_384)
+    max_steps: int = redeclared(
+        gpt_fsdp.Config,
+        "max_steps",
+        default=12,
+        least=3,
+        help="steps to train: the first 7 watch memory, the rest are timed",
+    )
 
 
 def simulated_rank(config) -> ranks.Rank:
@@ -110,6 +118,9 @@ def main():
         gpus.hide()
     try:
         me = simulated_rank(config)
+        if config.dry_run:
+            print(lab_options.dry_run(config, me.world_size, me.device.type == "cuda"))
+            return
         config.arranged(me.world_size)
         preflight.check(config, me)
         simulate.join(config.ranks)

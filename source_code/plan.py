@@ -1,20 +1,24 @@
 """Will it fit, and what will it cost? Plan a training run before paying for it.
 
-  python plan.py --model llama3-8b --ranks 8 --strategy fsdp2 --seq 8192 --batch 1 --precision bf16 --recompute full
-  python plan.py --model llama3-70b --find ranks              the least that fits; --find batch, --find seq: the most
-  python plan.py --model llama3-70b --ranks 64 --sweep        every strategy, those that fit first
-  python plan.py --config config.json --gpu a100 --ranks 16   a model of others, by Hugging Face's configuration
+  python plan.py --preset llama3-8b --ranks 8 --batch-size 1 --seq-len 8192 --precision bf16 --recompute full
+  python plan.py --preset llama3-70b --precision bf16 --find ranks      the least; --find batch-size or seq-len: the most
+  python plan.py --preset llama3-70b --precision bf16 --ranks 64 --sweep    every strategy, those that fit first
+  python plan.py --config config.json --gpu a100 --ranks 16   a third-party model, by Hugging Face's configuration
   python plan.py --ranks 8 --tokens 15e9 --price 2.5          hours, GPU-hours and money
-  python plan.py --ranks 1 --strategy single --lora 16 --frozen nf4 --loss-chunks 8 --gpu rtx4090        QLoRA
-  python plan.py --model llama3-8b --ranks 8 --explain        each term of the peak with its numbers
+  python plan.py --preset llama3-8b --strategy single --lora 16 --frozen nf4 --precision bf16 --gpu rtx4090        QLoRA
+  python plan.py --preset llama3-8b --ranks 8 --explain       each term of the peak with its numbers
   python plan.py --ranks 8 --plot plan.png                    the same as a picture, and the memory of a step
-  python plan.py --model tiny --ranks 4 --simulate            the real PyTorch code beside it, on tensors without memory
-  python plan.py --config config.json --device cpu --units apart --simulate          the library's own code beside it
-  python plan.py --model my_model.py:build --ranks 8          your own: see below
+  python plan.py --ranks 4 --simulate                         PyTorch's own code next to it, on tensors without memory
+  python plan.py --config config.json --device cpu --simulate           the library's own code next to it
+  python plan.py --module my_model.py:build --ranks 8         your own: see below
 
-It needs nothing but Python, --simulate, --plot and models of your own excepted. The answer is "fits", "tight" or "does
-not fit", for what PyTorch reserves and what else a process holds on a GPU (planner/gpus.py has the figures and their
-sources): tight is what fits only if the allocator reserves nothing beyond the plan.
+It takes the options of gpt_fsdp.py, with the same defaults: write plan.py for gpt_fsdp.py in a command, and see what it
+needs. A plan ends with the command that runs it. Some strategies are other labs': zero1 and deepspeed-N are gpt_zero.py's,
+--mesh pipeline=N is gpt_pipeline.py's, --config and --model are hf_fsdp.py's.
+
+It needs nothing but Python, except with --simulate, --plot and --module. The answer is "fits", "tight" or "does not fit",
+for what PyTorch reserves and what else a process holds on a GPU (planner/gpus.py has the figures and their sources): tight
+is what fits only if the allocator reserves nothing beyond the plan.
 
 The arithmetic is planner/predict.py's. For the CPU's kernels (--device cpu) it agrees with the meters to within 1 %, as
 proofs/memory.py shows; for a GPU's with PyTorch's own code, which runs a GPU's operators on tensors without memory (--simulate),
@@ -22,10 +26,10 @@ and not yet with a GPU. Times are bounds: the collectives' bytes over the links'
 --efficiency of the GPU's published peak.
 
 Your own model: a function without arguments that returns (module, inputs, loss), where loss(module, *inputs) is the
-number to minimise, for the batch of one rank. Its units are the members of its ModuleLists; what these have inside,
+number to minimize, for the batch of one rank. Its units are the members of its ModuleLists; what these have inside,
 such as a block's experts, belongs to them. It trains with AdamW; in bf16 by FSDP's mixed precision, on a single rank by
 autocast around ``loss``. Its peak is simulated, with the kernels of the CPU, so its shapes and control flow must not
-depend on data; what stays from step to step and what is sent is predicted.
+depend on data; its persistent memory and its traffic are predicted.
 """
 
 import dataclasses
@@ -33,99 +37,219 @@ import importlib.util
 import json
 import logging
 import os
+import shlex
 import sys
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import ClassVar, Literal
 
 from labkit import UserError
-from labkit.running.options import RESHARD, SHARDED, check_choices, flag, leave, option, parse
-from labkit.running.options import Options as Base
+from labkit.running.lab_options import LABS, TransformerTraining
+from labkit.running.options import (
+    GIVEN,
+    Conflict,
+    arguments,
+    choices_of,
+    declared,
+    flag,
+    leave,
+    option,
+    parse,
+    redeclared,
+)
 from planner import predict
 from planner.cli import report
 from planner.cli.commands import STRATEGIES, describe, find, plan_from_options, sweep
 from planner.gpus import GPU, GPUS
-from planner.models import huggingface, networks
+from planner.models import huggingface
 from planner.models.shapes import GPT_SHAPES, GPTShape
-from planner.parallel import pipeline
-from planner.parallel.mesh import FORM, arrange
+from planner.parallel import pipeline, zero
+from planner.parallel.mesh import arrange
 from planner.step.plan import STATES
 from planner.timing import cost
 
-MODEL = "llama3-8b"  # unless --model or --config names another
-TORCHS = ("single", "ddp", "zero1", "fsdp1", "fsdp2")  # what DeepSpeed makes of some choices is not predicted
-SIMULATED = ("single", "fsdp1", "fsdp2")
-# What is not planned of the stages of a pipeline
-ALONE = ("sync", "prefetch", "weights", "recompute_every", "loss_chunks", "units", "lora", "cpu_offload")
-# What is not simulated of models of others
-NOT_IN_HF = (
-    "mesh",
-    "reshard_after_forward",
-    "optimizer",
-    "sync",
-    "prefetch",
-    "weights",
-    "recompute_every",
-    "loss_chunks",
-)
-NOT_IN_HF += ("lora", "cpu_offload")
+DEEPSPEED = tuple(f"deepspeed-{stage}" for stage in range(4))
+# What a plan rests on, and its command says, even where a lab's default is another
+RESTS_ON = ("ranks", "batch_size", "accumulate")
+TITLED = ("preset", "strategy", "mesh", "batch_size", "seq_len", "precision", "recompute", "optimizer")
+
+
+def leave_out(when: dict, names: tuple, sentence: str) -> tuple[Conflict, ...]:
+    """Return a row for each option that does not go together with ``when``."""
+    return tuple(Conflict(when, {name: GIVEN}, sentence) for name in names)
 
 
 @dataclass(frozen=True)
-class Options(Base):
-    """What to plan. The command line is made from these fields."""
+class Config(TransformerTraining):
+    """What to plan: gpt_fsdp.py's options, some of them with more choices, and what else decides whether it fits."""
 
-    model: str | None = option(None, f"{', '.join(GPT_SHAPES)}, or FILE.py:function (default: {MODEL})")
-    config: str | None = option(None, "instead of --model: a config.json of Hugging Face's, or its folder")
-    ranks: int = option(8, "how many ranks train", least=1, at_most=1_000_000)
-    node_size: int = option(8, "ranks on a node", least=1)
-    strategy: Literal[STRATEGIES] = option("fsdp2", "how the ranks share: zero1 is PyTorch's ZeroRedundancyOptimizer")
-    mesh: str | None = option(
-        None,
-        "HSDP: REPLICASxSHARDS, such as 2x4; or named, as shard=8,tensor=8; or pipeline=STAGES",
-        form=FORM,
-        only=SHARDED,
+    conflicts = (
+        *(
+            Conflict(
+                {"strategy": DEEPSPEED},
+                {name: GIVEN},
+                f"what DeepSpeed makes of {flag(name)} is not predicted: leave it out, or take another --strategy",
+            )
+            for name in ("weights", "loss_chunks", "lora")
+        ),
+        Conflict(
+            {"strategy": "fsdp1"},
+            {"cpu_offload": True},
+            "what FSDP1 does with --cpu-offload is not predicted: take --strategy fsdp2",
+        ),
+        Conflict(
+            {"wrap": "blocks+embeddings"},
+            {"strategy": ("single", "ddp", "zero1", *DEEPSPEED)},
+            "--wrap blocks+embeddings goes with --strategy fsdp1 or fsdp2; with {c.strategy} leave it out",
+        ),
+        Conflict(
+            {"flops": None},
+            {"peak_known": False},
+            "no peak is known of {c.gpu} in {c.precision}: give --flops, or another --precision",
+        ),
+        *leave_out(
+            {"sweep": True},
+            ("simulate", "explain", "module"),
+            "--sweep compares predictions of the course's models: leave --simulate, --explain and --module out",
+        ),
+        Conflict(
+            {"module": GIVEN},
+            {"explain": True},
+            "--explain shows predicted terms, and the peak of --module is simulated: leave it out",
+        ),
+        Conflict(
+            {"simulates": True},
+            {"strategy": ("ddp", "zero1", *DEEPSPEED)},
+            "--strategy {c.strategy} cannot be simulated: take single, fsdp1 or fsdp2",
+        ),
+        Conflict(
+            {"module": GIVEN},
+            {"decided_by_module": GIVEN},
+            "{c.decided_by_module[0]} is for the course's models, and your own function decides it: leave it out",
+        ),
+        Conflict(
+            {"module": GIVEN},
+            {"precision": "fp64"},
+            "--precision fp64 is for the course's models: your own function makes its tensors",
+        ),
+        *(
+            Conflict(
+                {"simulate": True},
+                excluded,
+                "neither --cpu-offload, adamw-8bit nor nf4 is simulated: leave --simulate out",
+            )
+            for excluded in ({"cpu_offload": True}, {"optimizer": "adamw-8bit"}, {"frozen": "nf4"})
+        ),
+        Conflict(
+            {"third_party": True},
+            {"tied": GIVEN},
+            "--tied is for the course's models, and a model's configuration says it itself: leave it out",
+        ),
+        Conflict(
+            {"third_party": True},
+            {"splits_model": True},
+            "--mesh {c.mesh} is planned for the course's models alone: leave --config and --model out",
+        ),
+        Conflict(
+            {"third_party": True},
+            {"too_long": True},
+            "--seq-len {c.seq_len} is longer than the {c.longest} positions that this model has learned",
+        ),
+        Conflict(
+            {"third_party": True},
+            {"simulate": True, "on_gpu": True},
+            "third-party models are simulated with the CPU's kernels: give --device cpu too",
+        ),
+        Conflict(
+            {"third_party": True},
+            {"simulate": True, "lacking": GIVEN},
+            "hf_fsdp.py, which is simulated, has no {c.lacking[0]}: leave it out",
+        ),
+        Conflict(
+            {"pipelined": True},
+            {"lacking": GIVEN},
+            "a pipeline is not planned together with {c.lacking[0]}: leave one of them out",
+        ),
+        *leave_out(
+            {"pipelined": True},
+            ("sweep", "simulate"),
+            "--mesh {c.mesh} is neither swept nor simulated: leave --sweep and --simulate out",
+        ),
+        Conflict(
+            {"pipelined": False},
+            {"schedule": GIVEN},
+            "--schedule is a pipeline's: give --mesh pipeline=STAGES too",
+        ),
+        *leave_out(
+            {"find": GIVEN},
+            ("sweep", "simulate", "explain", "module", "plot", "tokens"),
+            "--find compares predictions: leave --sweep, --simulate, --explain, --module, --plot and --tokens out",
+        ),
+        *(
+            Conflict(
+                {"find": "ranks"},
+                excluded,
+                "--find ranks tries any number of them: leave --mesh, --strategy single and a part to keep out",
+            )
+            for excluded in ({"mesh": GIVEN}, {"reshard_after_forward": str.isdecimal}, {"strategy": "single"})
+        ),
+        *(
+            Conflict(
+                asked,
+                {"cpu_offload": True},
+                f"{what} asks for the GPUs' memory, and --cpu-offload for the CPUs': leave one of them out",
+            )
+            for what, asked in {"--sweep": {"sweep": True}, "--find ranks": {"find": "ranks"}}.items()
+        ),
+        *leave_out(
+            {"plot": GIVEN},
+            ("sweep", "module", "pipelined", "json"),
+            "--plot draws the plan of one rank: leave --sweep, --json, --module and a pipeline out",
+        ),
+        *leave_out({"tokens": GIVEN}, ("sweep", "module"), "--tokens is for one plan: leave --sweep and --module out"),
+    )
+    launched: ClassVar[bool] = False
+    dry_run: ClassVar[bool] = False  # a plan is no run
+
+    preset: Literal[tuple(GPT_SHAPES)] | None = redeclared(
+        TransformerTraining, "preset", default=None, help="size of the model (default: tiny)"
+    )
+    config: str | None = option(None, "instead of --preset: a config.json of Hugging Face's, or its folder")
+    model: str | None = option(None, "instead of --preset: a model's folder, with its config.json")
+    module: str | None = option(
+        None, "instead of --preset: your own nn.Module, from FILE.py:function", form=(r".+\.py:\w+", "FILE.py:function")
+    )
+    ranks: int | None = option(
+        None, "how many ranks train (default: 8; with --strategy single, 1)", least=1, at_most=1_000_000
+    )
+    strategy: Literal[STRATEGIES] = redeclared(
+        TransformerTraining,
+        "strategy",
+        help="one process, or how the ranks share; zero1 is PyTorch's ZeroRedundancyOptimizer",
+    )
+    mesh: str | None = redeclared(
+        TransformerTraining, "mesh", help="2x4 (HSDP); or named, as shard=4,tensor=2; or pipeline=STAGES"
     )
     schedule: Literal[tuple(pipeline.SCHEDULES)] = option("1f1b", "pipeline: the order of forwards and backwards")
-    reshard_after_forward: str = option(
-        "true",
-        "FSDP: free gathered parameters, keep them (false), or keep one part in N",
-        form=RESHARD,
-        only=SHARDED,
-    )
-    batch: int = option(1, "sequences in a micro-batch on each rank", least=1)
-    seq: int = option(8192, "tokens in a sequence", least=1)
-    accumulate: int = option(1, "micro-batches in a step", least=1, at_most=10_000)
-    precision: Literal["fp32", "bf16", "fp64"] = option("bf16", "number format of the computation")
-    sync: Literal["every", "last"] = option("every", "after which micro-batch of a step the ranks average gradients")
-    prefetch: int = option(0, "FSDP2: gather this many units ahead; 0 leaves it to FSDP2", least=0, only=("fsdp2",))
-    weights: Literal["fp32", "bf16"] = option(
-        "fp32", "number format of parameters (LoRA's frozen ones too), gradients and optimizer state", only=TORCHS
-    )
-    recompute: Literal[networks.RECOMPUTE] = option(
-        "full",
-        "what backward computes again: nothing, blocks, or all but (every second of their) products and attention",
-    )
-    recompute_every: int = option(1, "recompute the first block, and each so many blocks further on", least=1)
-    loss_chunks: int = option(
-        1, "compute logits and loss for one in so many parts of the tokens at a time", least=1, only=TORCHS
-    )
-    units: Literal["blocks", "apart"] = option(
-        "blocks", "FSDP: what is gathered together, each block and the rest; or embedding and head apart", only=SHARDED
-    )
-    lora: int | None = option(
-        None, "freeze the model, and train LoRA adapters of this width on queries and values", least=1, only=TORCHS
+    wrap: Literal["blocks", "blocks+embeddings"] | None = redeclared(
+        TransformerTraining,
+        "wrap",
+        default=None,
+        only=(),  # but see the table: "blocks", typed, is no choice
+        help="FSDP's units: blocks, and the root with the rest; or embedding and head too (default: as the lab does)",
     )
     frozen: Literal["fp32", "nf4"] = option(
-        "fp32", "number format of the blocks' frozen matrices; nf4 is QLoRA's (not on trial)", needs="lora"
+        "fp32", "number format of the blocks' frozen matrices; nf4 is QLoRA's (not validated)", needs="lora"
     )
-    cpu_offload: bool = option(
-        False, "shards, gradients and optimizer state in CPU memory; its copies are not in the time", only=("fsdp2",)
+    optimizer: Literal[tuple(STATES)] = redeclared(
+        TransformerTraining,
+        "optimizer",
+        help="optimizer; adamw is PyTorch's foreach implementation; adamw-8bit is bitsandbytes' (not validated)",
     )
-    optimizer: Literal[tuple(STATES)] = option(
-        "adamw", "optimizer; adamw is PyTorch's foreach implementation; adamw-8bit is bitsandbytes' (not on trial)"
+    device: Literal["auto", "cpu", "cuda"] = redeclared(
+        TransformerTraining, "device", help="whose kernels: they save different tensors for backward; auto: a GPU's"
     )
-    device: Literal["cuda", "cpu"] = option("cuda", "whose kernels: they keep different tensors for backward")
+    node_size: int = option(8, "ranks on a node", least=1)
     gpu: Literal[tuple(GPUS)] = option(
         "h100",
         "the GPU, with the GiB that PyTorch finds on it: "
@@ -143,124 +267,61 @@ class Options(Base):
         + ", ".join(f"{name} ({link.bandwidth / 1e9:g} GB/s per node)" for name, link in cost.NETWORKS.items())
         + ", or GB/s per node",
     )
-    find: Literal["ranks", "batch", "seq"] | None = option(
+    find: Literal["ranks", "batch-size", "seq-len"] | None = option(
         None, "search for the least --ranks, or the most of the others, that fits"
     )
-    tokens: float | None = option(None, "how many tokens to train on, such as 15e9: says the hours", least=1)
+    tokens: float | None = option(None, "how many tokens to train on, such as 15e9: prints the hours", least=1)
     price: float | None = option(None, "of a GPU for an hour, in any currency", above=0, needs="tokens")
     sweep: bool = option(False, "list every strategy: what fits, the fastest first, then what does not")
     explain: bool = option(False, "show each term of the peak with its numbers")
     plot: str | None = option(
         None, "draw the memory of a step and the terms of its peak into this file (.png, .svg, .pdf)"
     )
-    simulate: bool = option(False, "run PyTorch's own code beside it, on tensors without memory")
+    simulate: bool = option(False, "run PyTorch's own code next to it, on tensors without memory")
     json: bool = option(False, "print JSON instead of tables")
 
     def __post_init__(self):
+        sources = [name for name in ("preset", "config", "model", "module") if getattr(self, name) is not None]
+        if len(sources) > 1:
+            raise UserError(f"{flag(sources[0])} and {flag(sources[1])} both name a model: leave one of them out")
+        # Not the fields' defaults: what is given must be told from what is not.
+        if not sources:
+            object.__setattr__(self, "preset", TransformerTraining.preset)
+        if self.ranks is None:
+            object.__setattr__(self, "ranks", 1 if self.strategy == "single" else 8)
+        _ = self.shape  # refuses a configuration that cannot be read, which other checks look into
         super().__post_init__()
-        if not self.model and not self.config:
-            object.__setattr__(self, "model", MODEL)  # not the field's default: what is given must show beside --config
-        if self.model == "mnist":
-            raise UserError(
-                "--model mnist: ladder.py predicts the MNIST lab and measures it; plan.py is for transformers"
-            )
-        if self.model and self.model not in GPT_SHAPES and not self.own:
-            raise UserError(f"--model {self.model} is unknown: take {', '.join(GPT_SHAPES)}, or FILE.py:function")
-        if self.config:
-            self.check_config()
-        if self.precision not in self.booked.flops and not self.flops:
-            raise UserError(f"no peak is known of {self.gpu} in {self.precision}: give --flops, or another --precision")
-        if self.strategy == "single" and self.ranks > 1:
-            raise UserError("--strategy single is one rank: give --ranks 1")
-        if self.strategy == "fsdp1" and self.reshard_after_forward.isdecimal():
-            raise UserError("--reshard-after-forward N is FSDP2's; FSDP1 knows true and false")
-        if self.sweep and (self.simulate or self.explain or self.own):
-            raise UserError("--sweep compares predictions of the course's models: leave --simulate and --explain out")
-        if self.explain and self.own:
-            raise UserError(
-                "--explain shows predicted terms, and the peak of your own model is simulated: leave it out"
-            )
-        if (self.simulate or self.own) and self.strategy not in SIMULATED:
-            raise UserError(f"--strategy {self.strategy} cannot be simulated: take {' or '.join(SIMULATED)}")
-        if self.own:
-            self.check_own()
-        if self.simulate and (self.cpu_offload or self.optimizer == "adamw-8bit" or self.frozen == "nf4"):
-            raise UserError("neither --cpu-offload, adamw-8bit nor nf4 is simulated: leave --simulate out")
-        check_choices(self, bool(self.shape and self.shape.tie_word_embeddings))
-        changed = [f.name for f in dataclasses.fields(self) if f.name in ALONE and getattr(self, f.name) != f.default]
-        if changed and self.stages > 1:
-            raise UserError(f"a pipeline is not planned together with {flag(changed[0])}: leave one of them out")
-        self.check_answers()
-        if self.stages > 1 and (self.sweep or self.simulate):
-            raise UserError(f"--mesh {self.mesh} is neither swept nor simulated: leave --sweep and --simulate out")
-        if self.stages == 1 and self.schedule != "1f1b":
-            raise UserError("--schedule is a pipeline's: give --mesh pipeline=STAGES too")
-
-    def check_config(self):
-        """UserError where another model is asked for, too, or what is not planned of models of others."""
-        if self.model:
-            raise UserError("--config and --model both name a model: leave one of them out")
-        if self.simulate:
-            self.check_hugging_face()
-        mesh = arrange(self.ranks, self.mesh, self.reshard_after_forward) if self.mesh else None
-        if mesh and (mesh.tensor > 1 or mesh.pipeline > 1):
-            raise UserError(f"--mesh {self.mesh} is planned for the course's models alone: leave --config out")
-        if self.seq > self.longest:
-            raise UserError(f"--seq {self.seq} is longer than the {self.longest} positions that this model has learned")
-
-    def check_hugging_face(self):
-        """UserError where hf_fsdp.py, whose step is simulated then, has no such option."""
-        if self.device != "cpu":
-            raise UserError("models of others are simulated with the CPU's kernels: give --device cpu too")
-        for field in dataclasses.fields(self):
-            if field.name in NOT_IN_HF and getattr(self, field.name) != field.default:
-                raise UserError(f"hf_fsdp.py, which is simulated, has no {flag(field.name)}: leave it out")
-        if self.recompute not in ("none", "full"):
-            raise UserError(f"hf_fsdp.py, which is simulated, has no --recompute {self.recompute}: take none or full")
-        if self.strategy == "fsdp1":
-            raise UserError("hf_fsdp.py, which is simulated, shards by FSDP2 alone: take --strategy fsdp2 or single")
-        if self.strategy == "fsdp2" and (self.units == "apart") == self.shape.tie_word_embeddings:
-            theirs = (
-                "one unit with the rest, as they share a weight"
-                if self.shape.tie_word_embeddings
-                else "units of their own"
-            )
-            raise UserError(
-                f"in hf_fsdp.py, which is simulated, embedding and head are {theirs}: "
-                f"give --units {'blocks' if self.shape.tie_word_embeddings else 'apart'}"
-            )
-
-    def check_answers(self):
-        """UserError where two kinds of answer are asked for at once."""
-        if self.find and (self.sweep or self.simulate or self.explain or self.own or self.plot or self.tokens):
-            raise UserError(
-                "--find compares predictions: leave --sweep, --simulate, --explain, --plot and --tokens out"
-            )
-        if self.find == "ranks" and (self.mesh or self.reshard_after_forward.isdecimal() or self.strategy == "single"):
-            raise UserError(
-                "--find ranks tries any number of them: leave --mesh, --strategy single and a part to keep out"
-            )
-        if (self.find == "ranks" or self.sweep) and self.cpu_offload:
-            which = "--sweep" if self.sweep else "--find ranks"
-            raise UserError(
-                f"{which} asks for the GPUs' memory, and --cpu-offload for the CPUs': leave one of them out"
-            )
-        if self.plot and (self.sweep or self.own or self.stages > 1 or self.json):
-            raise UserError(
-                "--plot draws the plan of one rank: leave --sweep, --json, a pipeline and your own model out"
-            )
-        if self.tokens and (self.sweep or self.own):
-            raise UserError("--tokens is for one plan: leave --sweep and your own model out")
+        arrange(self.ranks, self.mesh, self.reshard_after_forward)
 
     @cached_property
     def shape(self) -> GPTShape | None:
-        """Of the model; None if it is one's own. UserError: --config cannot be read."""
-        return huggingface.load(self.config) if self.config else GPT_SHAPES.get(self.model)
+        """Of the model; None if it is one's own. UserError: --config or --model cannot be read."""
+        if self.module:
+            return None
+        if self.third_party:
+            return huggingface.load(self.named, "--config" if self.config else "--model")
+        return super().shape
+
+    @property
+    def tied_weights(self) -> bool:
+        return bool(self.shape and self.shape.tie_word_embeddings)
+
+    @property
+    def wraps_embeddings(self) -> bool:
+        """As hf_fsdp.py wraps them, if nothing else is asked for."""
+        if self.wrap is None and self.third_party:
+            return not self.shape.tie_word_embeddings
+        return super().wraps_embeddings
+
+    @property
+    def third_party(self) -> bool:
+        """Whether the model is planned from a configuration of Hugging Face's."""
+        return bool(self.config or self.model)
 
     @property
     def named(self) -> str:
         """The model, as it was asked for."""
-        return self.config or self.model
+        return self.config or self.model or self.module or self.preset
 
     @property
     def longest(self) -> int:
@@ -268,8 +329,21 @@ class Options(Base):
         return self.shape.learned_positions or 10**9
 
     @property
+    def too_long(self) -> bool:
+        return self.seq_len > self.longest
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU's kernels are planned: as in a lab, gloo alone means on the CPU."""
+        return self.device == "cuda" or (self.device == "auto" and self.backend != "gloo")
+
+    @property
     def booked(self) -> GPU:
         return GPUS[self.gpu]
+
+    @property
+    def peak_known(self) -> bool:
+        return self.precision in self.booked.flops
 
     @property
     def memory(self) -> float:
@@ -282,34 +356,67 @@ class Options(Base):
         return self.flops or self.booked.flops[self.precision]
 
     @property
-    def stages(self) -> int:
-        """Of a pipeline; 1 where there is none."""
-        return arrange(self.ranks, self.mesh, self.reshard_after_forward).pipeline
+    def pipelined(self) -> bool:
+        return self.stages > 1
 
     @property
-    def own(self) -> bool:
-        """Whether the model is one's own."""
-        return ":" in (self.model or "")
+    def splits_model(self) -> bool:
+        """Whether a rank holds a part of each layer, or some of the layers."""
+        return self.pipelined or self.tp_degree > 1
 
-    def check_own(self):
-        """UserError where an option asks for what the function of one's own model says itself, or cannot have."""
-        for field in dataclasses.fields(self):
-            fixed = ("batch", "seq", "accumulate", "recompute", "optimizer", "mesh", *ALONE)
-            if field.name in fixed and getattr(self, field.name) != field.default:
-                raise UserError(
-                    f"{flag(field.name)} is for the course's models; your own function decides: leave it out"
-                )
-        if self.precision == "fp64":
-            raise UserError("--precision fp64 is for the course's models: your own function makes its tensors")
+    @property
+    def simulates(self) -> bool:
+        return bool(self.simulate or self.module)
+
+    @property
+    def lab(self) -> str:
+        """The lab that trains so, or comes nearest."""
+        if self.third_party:
+            return "hf_fsdp.py"
+        if self.pipelined:
+            return "gpt_pipeline.py"
+        return "gpt_zero.py" if self.strategy in ("zero1", *DEEPSPEED) else "gpt_fsdp.py"
+
+    @property
+    def besides(self) -> dict:
+        """The training options that a title names because they differ from their defaults, with their values."""
+        return {name: value for name, value in self._changed().items() if name not in TITLED}
+
+    @property
+    def decided_by_module(self) -> list[str]:
+        """The options given of those that the function of one's own model decides, or that it cannot have."""
+        free = ("strategy", "precision", "reshard_after_forward", "max_steps", "lr", "seed", "checkpoint_every")
+        return [flag(name) for name in self._changed() if name not in free]
+
+    @property
+    def lacking(self) -> list[str]:
+        """The training options given that the lab does not take, or not with this value."""
+        taken = {field.name: field for field in dataclasses.fields(LABS[self.lab])}
+        stands_for_stage = ("strategy",) if self.lab == "gpt_zero.py" else ()
+        found = []
+        for name, value in self._changed().items():
+            if name in stands_for_stage or (name == "wrap" and self._wraps_as_the_lab()):
+                continue
+            if name not in taken:
+                found.append(flag(name))
+            elif (choices := choices_of(taken[name])) and value not in choices:
+                found.append(f"{flag(name)} {value}")
+        return found
+
+    def _wraps_as_the_lab(self) -> bool:
+        return self.third_party and self.wraps_embeddings != self.shape.tie_word_embeddings
+
+    def _changed(self) -> dict:
+        """The training options that differ from their defaults."""
+        names = (*declared(TransformerTraining), "schedule", "frozen")
+        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(type(self), name)}
 
 
-def answer(options: Options) -> str:
+def answer(options: Config) -> str:
     """What the command prints."""
     if options.sweep or options.find:
-        found = sweep(options) if options.sweep else find(options)
-        page = report.sweep_text if options.sweep else report.find_text
-        return json.dumps(found, indent=1) if options.json else page(options, found)
-    if options.own:
+        return answer_on_several(options)
+    if options.module:
         return answer_on_own(options)
     plan = plan_from_options(options)
     found = describe(options, plan)
@@ -318,19 +425,72 @@ def answer(options: Options) -> str:
     if options.plot:
         draw(options, plan)
     if options.json:
-        return json.dumps(found, indent=1)
+        return json.dumps(found | {"command": command(options)[0]}, indent=1)
     parts = [report.plan_text(options, found)]
     if options.explain:
         parts.append(report.explained(plan))
     if options.simulate:
         parts.append(
-            f"simulated, with {report.KERNELS[options.device]}: {report.gib(found['simulated'])} at "
+            f"simulated, with {report.KERNELS[options.on_gpu]}: {report.gib(found['simulated'])} at "
             f"{found['simulated_at']}; predicted: {report.gib(found['peak'])} ({found['peak'] / found['simulated'] - 1:+.2%})"
         )
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, how_to_run(options)])
 
 
-def draw(options: Options, plan: predict.Plan):
+def answer_on_several(options: Config) -> str:
+    """What it prints of several plans, for --sweep and --find."""
+    found = sweep(options) if options.sweep else find(options)
+    if options.json:
+        return json.dumps(found, indent=1)
+    page = report.sweep_text if options.sweep else report.find_text
+    if options.find and found["found"]:
+        best = {found["what"]: found["found"]}
+    else:
+        best = next((row["options"] for row in found if row["place"]), None) if options.sweep else None
+    chosen = [how_to_run(dataclasses.replace(options, find=None, sweep=False, **best))] if best else []
+    return "\n\n".join([page(options, found), *chosen])
+
+
+def how_to_run(options: Config) -> str:
+    """The last lines of a page: the command that trains what is planned, or why there is none."""
+    words, why = command(options)
+    return f"to train it:\n  {words}" if words else f"(no lab of the course trains it: {why})"
+
+
+def command(options: Config) -> tuple[str | None, str]:
+    """Return the command line that trains what is planned, quoted for a shell; or None, and why there is none.
+
+    It has the options that differ from the lab's defaults. Ranks on several nodes are started by Slurm.
+    """
+    if options.lacking:
+        return None, f"{options.lab} has no {options.lacking[0]}"
+    lab, words = LABS[options.lab], {}
+    names = {field.name for field in dataclasses.fields(TransformerTraining)} | {"schedule", "config", "model"}
+    for field in dataclasses.fields(lab):
+        if field.name in names - {"wrap", "dry_run"} or (field.name == "wrap" and options.wrap):
+            value, default = getattr(options, field.name), getattr(type(options), field.name)
+            if value != field.default and (value != default or field.name in RESTS_ON):
+                words[field.name] = value
+    if options.lab == "gpt_zero.py":
+        engine, stage = next(which for which, name in zero.STRATEGIES.items() if name == options.strategy)
+        words |= {"stage": stage} | ({"engine": engine} if engine != "torch" else {})
+    try:
+        lab(**words).arranged(options.ranks)
+    except UserError as error:
+        return None, f"{options.lab}: {error}"
+    return shlex.join([*starter(options), options.lab, *arguments(words)]), ""
+
+
+def starter(options: Config) -> list[str]:
+    """What comes before the lab's name: Python starts the ranks of a node, Slurm those of several."""
+    nodes = -(-options.ranks // options.node_size)
+    if nodes == 1:
+        return ["python"]
+    gpus = [f"--gres=gpu:{options.node_size}"] if options.on_gpu else []
+    return ["srun", f"--nodes={nodes}", f"--ntasks={options.ranks}", *gpus, "python"]
+
+
+def draw(options: Config, plan: predict.Plan):
     """Write --plot's file. UserError: what draws is not installed, there is no such format, or it cannot be written."""
     for module in ("matplotlib", "torch"):
         if importlib.util.find_spec(module) is None:
@@ -340,16 +500,16 @@ def draw(options: Options, plan: predict.Plan):
     planner.save(planner.step(plan, report.title(options)), options.plot)
 
 
-def answer_on_own(options: Options) -> str:
+def answer_on_own(options: Config) -> str:
     """What it prints of a model of one's own."""
     prepare_to_simulate()
     from labkit.training import own_model
 
-    build = own_model.load(options.model)
-    plan = plan_from_options(options, own_model.blueprint(options.model, build))
+    build = own_model.load(options.module)
+    plan = plan_from_options(options, own_model.blueprint(options.module, build))
     # Its error is told as a sentence; PyTorch would log it too, with a page of where it came from.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-    with own_model.as_user_error(f"{options.model} cannot be simulated"):
+    with own_model.as_user_error(f"{options.module} cannot be simulated"):
         keep = options.reshard_after_forward
         found = peak_of(own_model.step(build, options.ranks, options.strategy, options.precision, keep))
     return json.dumps(found, indent=1) if options.json else report.own_text(options, plan, found)
@@ -364,26 +524,25 @@ def prepare_to_simulate():
     gpus.hide()
 
 
-def simulated(options: Options) -> dict:
+def simulated(options: Config) -> dict:
     """The peak of PyTorch's own code: see ``peak_of``."""
     prepare_to_simulate()
     from labkit.measuring.gpu_operators import GpuOperators
     from labkit.running import simulated_lab
 
-    given = {name: getattr(options, name) for name in ("strategy", "accumulate", "precision", "recompute")}
-    given |= {"batch_size": options.batch, "seq_len": options.seq}
-    if options.config:
+    unseen = {"compile": False, "checkpoint_every": None}  # by a simulation
+    given = {name: getattr(options, name) for name in declared(TransformerTraining)} | unseen
+    if options.third_party:
         import hf_fsdp  # and with it transformers, which takes seconds
 
-        config = hf_fsdp.Config(config=options.config, device="cpu", **given)
-        return peak_of(simulated_lab.step(hf_fsdp, config, options.ranks))
+        names = {field.name for field in dataclasses.fields(hf_fsdp.Config)} & given.keys()
+        given = {name: given[name] for name in names} | {"model": options.model, "config": options.config}
+        return peak_of(simulated_lab.step(hf_fsdp, hf_fsdp.Config(device="cpu", **given), options.ranks))
     import gpt_fsdp
 
-    gpu = GpuOperators() if options.device == "cuda" else None
-    given |= {name: getattr(options, name) for name in ("mesh", "optimizer", *ALONE)}
-    given["reshard_after_forward"] = options.reshard_after_forward if options.strategy in SHARDED else None
-    config = gpt_fsdp.Config(preset=options.model, **given)
-    return peak_of(simulated_lab.step(gpt_fsdp, config, options.ranks, gpu))
+    gpu = GpuOperators() if options.on_gpu else None
+    given["wrap"] = options.wrap or TransformerTraining.wrap
+    return peak_of(simulated_lab.step(gpt_fsdp, gpt_fsdp.Config(**given), options.ranks, gpu))
 
 
 def peak_of(memory: dict) -> dict:
@@ -394,7 +553,7 @@ def peak_of(memory: dict) -> dict:
 
 
 def main():
-    options = parse(Options, __doc__)
+    options = parse(Config, __doc__)
     try:
         print(answer(options))
     except UserError as error:

@@ -11,7 +11,7 @@ import one_rank
 import plan
 import pytest
 import torch
-from commands import assert_about, refused, script
+from commands import assert_about, commands, options_class, refused, script
 from labkit.measuring import records
 from labkit.running import options, ranks
 from labkit.training import checkpoints
@@ -37,6 +37,32 @@ def test_the_sentences_are_those_that_were_reviewed(folder):
     )
 
 
+def test_each_row_of_a_table_of_conflicts_is_violated_and_gives_its_sentence(folder, monkeypatch, capsys):
+    """By one of the command lines of bad_input.py, of the command itself or of one whose options are derived from it."""
+    found_in, last, violated = options.Conflict.found_in, [], {}
+
+    def watched(row, chosen):
+        found = found_in(row, chosen)
+        last[:] = [(row, chosen)] if found else last
+        return found
+
+    monkeypatch.setattr(options.Conflict, "found_in", watched)
+    for command, words, _ in bad_input.all_rows():
+        last.clear()
+        try:
+            options.parse(options_class(command), "", bad_input.in_place(words, folder))
+        except SystemExit as exit_:
+            assert exit_.code == 2
+        printed = capsys.readouterr().err
+        for row, chosen in last:
+            assert printed.endswith(f": {row.sentence.format(c=chosen)}\n"), (words, printed)
+            violated[id(row)] = words
+    tables = {command: options.all_conflicts(options_class(command)) for command in commands()}
+    assert sum(map(len, tables.values())) > 100
+    left = [(command, row) for command, table in tables.items() for row in table if id(row) not in violated]
+    assert left == []
+
+
 RANK_1 = {"RANK": "1", "WORLD_SIZE": "2"}
 TASK_1 = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
 
@@ -47,7 +73,7 @@ TASK_1 = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
         # A command is started once: what it finds of a launcher is left over from another one.
         *(
             (command, environment, True)
-            for command in (plan.Options, one_rank.Config)
+            for command in (plan.Config, one_rank.Config)
             for environment in ({"RANK": "1"}, RANK_1, TASK_1)
         ),
         (mnist_fsdp.Config, {"RANK": "1"}, True),  # no launcher sets this alone
@@ -99,7 +125,7 @@ def test_a_checkpoint_belongs_to_its_run(tmp_path):
     damaged = lab(again, tmp_path)
     assert damaged.returncode == 2
     assert_about(damaged.stderr, "damaged", "manifest.json")
-    before = lab(again + " --fall-back --keep 1", tmp_path)
+    before = lab(again + " --fallback --keep-last 1", tmp_path)
     assert "trying the one before" in before.stdout and "resumed at step 2 of 6" in before.stdout
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000004.damaged", "step-000006"]
 

@@ -16,10 +16,11 @@ from proofs import gpu as gpu_proof
 
 EXAMPLES = re.findall(r"^  python plan\.py (.*?)(?:   .*)?$", plan.__doc__, re.MULTILINE)
 GIB = 2**30
+LONG = "--preset llama3-8b --batch-size 1 --seq-len 8192 --precision bf16 --recompute full"  # how a large model trains
 
 
-def asked(words: str) -> plan.Options:
-    return options.parse(plan.Options, "", words.split())
+def asked(words: str) -> plan.Config:
+    return options.parse(plan.Config, "", f"{LONG} {words}".split())
 
 
 def found(words: str):
@@ -53,8 +54,16 @@ def test_the_examples_need_nothing_but_python(bare, words):
 
 @pytest.mark.parametrize(
     "words",
-    ["--ranks x", "--seq 0", "--config none.json", "--mesh 3x3", "--gpu tpu", "--find ranks --mesh 2x4", "--nothing"]
-    + ["--model large", "--link slow"],
+    [
+        "--ranks x",
+        "--seq-len 0",
+        "--config none.json",
+        "--mesh 3x3",
+        "--gpu tpu",
+        "--find ranks --mesh 2x4",
+        "--nothing",
+    ]
+    + ["--preset large", "--link slow"],
 )
 def test_errors_need_nothing_but_python(bare, words):
     run = run_bare(bare, words)
@@ -126,9 +135,9 @@ def test_a_measured_reserve_is_of_that_gpu(name, tmp_path):
     assert [gpu for gpu in gpus.GPUS if gpus.reserve(gpu, tmp_path)[0] == 9.0] == [NAMES[name]] * bool(NAMES[name])
 
 
-@pytest.mark.parametrize("what", ["ranks", "batch", "seq"])
+@pytest.mark.parametrize("what", ["ranks", "batch-size", "seq-len"])
 def test_what_is_found_fits_and_its_neighbour_does_not(what):
-    words = "--model llama3-8b --gpu a100-40"
+    words = "--preset llama3-8b --gpu a100-40"
     number = found(f"{words} --find {what}")["found"]
     beyond = number - 1 if what == "ranks" else number + 1
     assert found(f"{words} --{what} {number}")["memory"]["answer"] == "fits"
@@ -136,25 +145,27 @@ def test_what_is_found_fits_and_its_neighbour_does_not(what):
 
 
 def test_the_least_ranks_need_not_be_a_power_of_two():
-    rows = {row["ranks"]: row["answer"] for row in found("--model llama3-70b --gpu-memory 80 --find ranks")["rows"]}
+    rows = {row["ranks"]: row["answer"] for row in found("--preset llama3-70b --gpu-memory 80 --find ranks")["rows"]}
     least = min(ranks for ranks, answer in rows.items() if answer == "fits")
     assert math.log2(least) % 1 and rows[least - 1] != "fits"
     assert any(ranks % 8 == 0 for ranks in rows)  # nodes are booked whole
 
 
 def test_find_says_why_and_shows_the_neighbours():
-    text = plan.answer(asked("--model llama3-70b --gpu-memory 80 --find ranks"))
+    text = plan.answer(asked("--preset llama3-70b --gpu-memory 80 --find ranks"))
     head, why, *rest = text.splitlines()
-    facts = found("--model llama3-70b --gpu-memory 80 --find ranks")
+    facts = found("--preset llama3-70b --gpu-memory 80 --find ranks")
     assert head.startswith(f"the least --ranks that fits in 80 GiB: {facts['found']}")
     assert why.startswith(f"({facts['found'] - 1} needs ") and "of 80)" in why
     assert sum(line.endswith(("fits", "tight")) or ": lacks " in line for line in rest) == len(facts["rows"])
 
 
 def test_where_nothing_fits_it_says_so():
-    facts = found("--model llama3-405b --seq 131072 --find ranks")
+    facts = found("--preset llama3-405b --seq-len 131072 --find ranks")
     assert facts["found"] is None and facts["tight"] is None
-    assert plan.answer(asked("--model llama3-405b --seq 131072 --find ranks")).startswith("no number of --ranks fits")
+    assert plan.answer(asked("--preset llama3-405b --seq-len 131072 --find ranks")).startswith(
+        "no number of --ranks fits"
+    )
 
 
 def test_search_finds_the_boundary_wherever_it_is():
@@ -214,20 +225,22 @@ def test_a_gpu_brings_its_memory_its_peak_and_its_link():
         chosen = asked(f"--gpu {name} --precision {precision}")
         assert (chosen.memory, chosen.peak_flops, chosen.booked.link) == (gpu.memory, gpu.flops[precision], gpu.link)
     assert asked("--gpu l4 --gpu-memory 20 --flops 1e12").memory == 20
-    near, far = (found(f"--ranks 8 --gpu {name} --seq 512")["seconds"]["communication"] for name in ("a100", "l40s"))
+    near, far = (
+        found(f"--ranks 8 --gpu {name} --seq-len 512")["seconds"]["communication"] for name in ("a100", "l40s")
+    )
     assert far > 3 * near  # PCI Express, not NVLink
 
 
 def test_what_is_not_modelled_is_said_first():
-    for words in ("--ranks 8", "--sweep", "--find batch"):
+    for words in ("--ranks 8", "--sweep", "--find batch-size"):
         assert any("not modelled: " in line for line in plan.answer(asked(words)).splitlines()[:4]), words
 
 
 def test_a_figure_is_drawn(tmp_path):
     file = tmp_path / "plan.svg"
-    plan.answer(asked(f"--model tiny --ranks 4 --seq 128 --plot {file}"))
+    plan.answer(asked(f"--preset tiny --ranks 4 --seq-len 128 --plot {file}"))
     drawn = file.read_text()
-    _, terms = plan.plan_from_options(asked("--model tiny --ranks 4 --seq 128")).peak()
+    _, terms = plan.plan_from_options(asked("--preset tiny --ranks 4 --seq-len 128")).peak()
     largest = max(terms, key=terms.get)[1]
     assert largest in drawn and "backward of block 3" in drawn
 

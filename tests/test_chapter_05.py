@@ -125,14 +125,15 @@ def trained(me, configs):
 @pytest.mark.parametrize(("strategy", "ranks"), [("fsdp1", 2), ("fsdp2", 3)])
 def test_the_peak_of_every_cut_is_the_arithmetic(strategy, ranks):
     configs = [
-        {"strategy": strategy, "sharding": sharding, "wrap": "size", "min_num_params": threshold}
-        for sharding in ("full", "grad-op")
+        {"strategy": strategy, "reshard_after_forward": reshard, "wrap": "size", "min_num_params": threshold}
+        for reshard in ("true", "false")
         for threshold in (100, 1_000, 10_000, 100_000, 2_000_000)
     ]
     found = Lab(launcher="local", device="cpu").on_ranks(trained, configs, ranks=ranks)[0]
     for options, (peak, units) in zip(configs, found, strict=True):
         cut = {"min_num_params": options["min_num_params"]}
-        _, terms = predict.peak(options["strategy"], "size", ranks, 8, sharding=options["sharding"], **cut)
+        keep = {"reshard_after_forward": options["reshard_after_forward"]}
+        _, terms = predict.peak(options["strategy"], "size", ranks, 8, **keep, **cut)
         assert peak == pytest.approx(predict.total(terms), abs=8), options  # the lab's loop keeps a loss more
         assert units == len(predict.units_of("size", **cut)), options
 

@@ -4,7 +4,6 @@ import json
 import os
 import sys
 
-import gpt_fsdp  # noqa: F401  a plan needs its defaults
 import pytest
 from commands import call, refused
 from forked import forked

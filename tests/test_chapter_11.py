@@ -43,7 +43,7 @@ def test_published_differences_are_the_terms(capsys):
 
 
 def test_the_factor_is_the_highest_of_the_published_eager_runs(capsys):
-    names = cells_with(*SHAPES, "guess_beyond =", "RUNS = [", "factors = {")
+    names = cells_with(*SHAPES, "LONG = {", "guess_beyond =", "RUNS = [", "factors = {")
     eager, compiled = names["factors"][True], names["factors"][False]
     assert (round(min(eager), 2), round(max(eager), 2)) == gpus.RESERVE
     assert gpus.RESERVE[1] < max(compiled) < 1.3
@@ -53,8 +53,8 @@ def test_the_search_of_the_page_finds_what_plan_py_finds():
     names = cells_with(*SHAPES)
     room = (gpus.GPUS["h100"].memory - gpus.outside(2)) / gpus.reserve("h100")[0] * 2**30
     ours = chapter_11.reference_world(lambda ranks: names["llama"]("llama3-70b", ranks), room)
-    words = "--model llama3-70b --gpu h100 --find ranks --json"
-    assert ours == json.loads(plan.answer(options.parse(plan.Options, "", words.split())))["found"]
+    words = "--preset llama3-70b --batch-size 1 --seq-len 8192 --precision bf16 --recompute full --gpu h100 --find ranks --json"
+    assert ours == json.loads(plan.answer(options.parse(plan.Config, "", words.split())))["found"]
 
 
 def world(needs, worlds=range(1, 65)):

@@ -198,12 +198,12 @@ def test_the_newest_whole_one_is_taken_if_asked_for(two_ranks_checkpoint, tmp_pa
     ):
         resumed(folder)
     assert (folder / "step-000002").exists()
-    assert resumed(folder, fall_back=True) == 1
+    assert resumed(folder, fallback=True) == 1
     assert "step-000002 is damaged (.metadata: No such file or directory): set aside" in capsys.readouterr().out
     assert (folder / "step-000002.damaged").exists() and not (folder / "step-000002").exists()
     (folder / "step-000001" / manifest.NAME).unlink()
     with pytest.raises(UserError, match="no checkpoint in .* is whole: name another --checkpoint"):
-        resumed(folder, fall_back=True)
+        resumed(folder, fallback=True)
 
 
 def resumed(folder, run=RUN, **given) -> int:
@@ -226,14 +226,14 @@ def test_storage_that_answers_after_a_while_is_waited_for(number, two_ranks_chec
 
 
 def test_storage_that_does_not_answer_is_no_damage(two_ranks_checkpoint, tmp_path, world_of_one, monkeypatch, capsys):
-    """Without --fall-back the run ends, to be started again later; with it an older one serves. No file is touched."""
+    """Without --fallback the run ends, to be started again later; with it an older one serves. No file is touched."""
     folder = Path(shutil.copytree(two_ranks_checkpoint, tmp_path / "copied"))
     with monkeypatch.context() as patch:
         failing(patch, errno.EIO, at="step-000002")
         with pytest.raises(manifest.Unreadable, match="cannot be read now .*Input/output error.*try again") as refused:
             resumed(folder)
         assert refused.value.exit_code == 75
-        assert resumed(folder, fall_back=True) == 1
+        assert resumed(folder, fallback=True) == 1
         assert "step-000002 cannot be read now (Input/output error): trying the one before" in capsys.readouterr().out
     assert sorted(path.name for path in folder.glob("step-*")) == ["step-000001", "step-000002"]
     assert resumed(folder) == 2
@@ -251,7 +251,7 @@ def test_an_error_after_the_check_is_none_either(two_ranks_checkpoint, tmp_path,
     monkeypatch.setattr(dcp, "load", fails_once)
     with pytest.raises(manifest.Unreadable):
         resumed(folder)
-    assert resumed(folder, fall_back=True) == 1
+    assert resumed(folder, fallback=True) == 1
 
 
 def failing(monkeypatch, number: int, times: int = 10**9, at: str = "") -> list[int]:

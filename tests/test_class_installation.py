@@ -81,7 +81,7 @@ COMMANDS = {
     "hello.py --ranks 2": "as it should be",
     "mnist_fsdp.py --data auto --ranks 2 --max-steps 1": STAND_IN,
     "gpt_fsdp.py --ranks 2 --max-steps 1": "after step 1",
-    "plan.py --model tiny --ranks 4 --simulate": "simulated",
+    "plan.py --ranks 4 --simulate": "simulated",
     "prepare_data.py": "4,000 training and 1,000 test images, verified",
     "-m proofs.memory --every 999": "record: {runs}/memory-",
     "ladder.py --data auto --epochs 1 --ranks 2 --batch-size 200": "Tables, picture and records: {runs}/ladder-",

@@ -62,9 +62,9 @@ def test_circumstances_vary(seed):
         crash.circumstances(name, n, seed, crash.kind_of(name, n)) for name in crash.CONFIGURATIONS for n in range(15)
     ]
     assert {each["async_checkpoint"] for each, _ in drawn} == {False, True}
-    assert {each["keep"] for each, _ in drawn} == {None, 1, 2}
+    assert {each["keep_last"] for each, _ in drawn} == {None, 1, 2}
     assert 5 < sum(damaged for _, damaged in drawn) < 30
-    assert all(each["keep"] != 1 for each, damaged in drawn if damaged)  # nothing would be left to fall back to
+    assert all(each["keep_last"] != 1 for each, damaged in drawn if damaged)  # nothing would be left to fall back to
 
 
 # It can fail
@@ -157,7 +157,7 @@ def tried(runs, monkeypatch):
         monkeypatch.setattr(crash, "drawn_event", lambda *_: (0, end if kind == "damage" else middle))
         monkeypatch.setattr(crash, "poison", lambda *_: (0, crash.EVERY))  # just before a save
         monkeypatch.setattr(crash, "kind_of", lambda *_: "kill" if kind == "damage" else kind)
-        options = {"async_checkpoint": False, "keep": None}
+        options = {"async_checkpoint": False, "keep_last": None}
         monkeypatch.setattr(crash, "circumstances", lambda *_: (options, kind == "damage"))
         return crash.trial("GPT, DDP", 0, 1, crash.reference_run)
 

@@ -4,7 +4,6 @@ import os
 import sys
 from pathlib import Path
 
-import gpt_fsdp  # noqa: F401  a plan needs its defaults
 import pytest
 from commands import call, command, refused
 from labkit.running import launch, site
@@ -49,7 +48,7 @@ def test_labs_stay_on_the_cpu(words):
 
 @pytest.mark.long
 def test_a_simulation_needs_no_gpu():
-    run = believing("plan.py", "--model", "tiny", "--ranks", "4", "--seq", "64", "--batch", "1", "--simulate")
+    run = believing("plan.py", "--ranks", "4", "--seq-len", "64", "--batch-size", "1", "--simulate")
     assert "(+0.00%)" in run.stdout
 
 

@@ -148,7 +148,7 @@ def test_a_verdict_that_cannot_fail_stops_the_cell(cell):
         'for name in ("peak",):\n    found = committed[name]\n    verdict("a file", found, at_least=1)',
         'kept = record["peak"]\nfor kept in committed["losses"]:\n    verdict("a file", kept, at_most=9)',
         'kept = record["peak"]\nsizes = [kept for kept in committed["losses"]]\nverdict("a file", sizes[0], at_most=9)',
-        "import plan\nasked = plan.Options()\nfound = plan.describe(asked, plan.plan_from_options(asked))\n"
+        "import plan\nasked = plan.Config()\nfound = plan.describe(asked, plan.plan_from_options(asked))\n"
         'verdict("an answer of plan.py", found["peak"], at_least=1)',
     ],
 )

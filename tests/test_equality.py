@@ -25,14 +25,14 @@ RUNGS = {
     "ddp": {"strategy": "ddp"},
     "fsdp1": {"strategy": "fsdp1"},
     "fsdp1 by size": {"strategy": "fsdp1", "wrap": "size"},
-    "fsdp1 grad-op": {"strategy": "fsdp1", "wrap": "size", "sharding": "grad-op"},
+    "fsdp1 kept": {"strategy": "fsdp1", "wrap": "size", "reshard_after_forward": "false"},
     "fsdp2": {"strategy": "fsdp2"},
     "fsdp2 by size": {"strategy": "fsdp2", "wrap": "size"},
-    "fsdp2 grad-op": {"strategy": "fsdp2", "wrap": "size", "sharding": "grad-op"},
+    "fsdp2 kept": {"strategy": "fsdp2", "wrap": "size", "reshard_after_forward": "false"},
     "fsdp2 offloaded": {"strategy": "fsdp2", "wrap": "size", "cpu_offload": True},
 }
 # Keeping the gathered parameters is no rung of its own: two ranks show it.
-CASES = [(rung, ranks) for ranks in (2, 3, 4) for rung in RUNGS if ranks == 2 or "grad-op" not in rung]
+CASES = [(rung, ranks) for ranks in (2, 3, 4) for rung in RUNGS if ranks == 2 or "kept" not in rung]
 BF16 = ["ddp", "fsdp1 by size", "fsdp2", "fsdp2 by size"]
 
 

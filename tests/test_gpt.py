@@ -67,8 +67,8 @@ STARTS = {
     "fsdp2 float64, recomputed": {"precision": "fp64", "recompute": "full"},
     "fsdp2 2x2": {"mesh": "2x2"},
     "fsdp1 2x2": {"mesh": "2x2", "strategy": "fsdp1"},
-    "fsdp1 apart": {"units": "apart", "strategy": "fsdp1"},
-    "fsdp2 apart, in bf16": {"units": "apart", "precision": "bf16", "weights": "bf16"},
+    "fsdp1 apart": {"wrap": "blocks+embeddings", "strategy": "fsdp1"},
+    "fsdp2 apart, in bf16": {"wrap": "blocks+embeddings", "precision": "bf16", "weights": "bf16"},
 }
 
 
@@ -354,7 +354,7 @@ def record():
     return run(max_steps=40, clip=1.0)
 
 
-@pytest.mark.parametrize(("options", "units"), [({}, 5), ({"units": "apart"}, 7)])
+@pytest.mark.parametrize(("options", "units"), [({}, 5), ({"wrap": "blocks+embeddings"}, 7)])
 def test_units_are_counted(options, units, world_of_one):
     assert gpt_fsdp.count_units(gpt_fsdp.build(gpt_fsdp.Config(**options), world_of_one)[0]) == units
 

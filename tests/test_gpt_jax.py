@@ -186,7 +186,7 @@ REFUSED = {
     "nothing left": ({"resume": True}, ("step 20 of 20",)),
     "a damaged one": (
         {"resume": True, "max_steps": 30, "checkpoint": "damaged"},
-        ("step-000020", "damaged", "state/d", "0 bytes", "--fall-back"),
+        ("step-000020", "damaged", "state/d", "0 bytes", "--fallback"),
     ),
     OTHER_SHAPES: ({"resume": True, "max_steps": 30}, ("step-000020", "another model")),
 }

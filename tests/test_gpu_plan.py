@@ -86,7 +86,7 @@ TRIED = [
     *(mnist(3, strategy=strategy, precision="fp64", dropout=False) for strategy in ("fsdp1", "fsdp2")),
     *(mnist(8, strategy=strategy, precision="bf16", batch_size=64) for strategy in ("fsdp1", "fsdp2")),
     mnist(1, strategy="single", precision="bf16", batch_size=64),
-    mnist(64, wrap="size", sharding="grad-op", batch_size=64),
+    mnist(64, wrap="size", reshard_after_forward="false", batch_size=64),
     mnist(1, wrap="size", strategy="fsdp2", batch_size=1),  # here Adadelta's step is the peak
     # The tiny GPT
     *(gpt(precision=p, recompute=r) for p in ("fp32", "bf16", "fp64") for r in ("none", "selective", "full")),
@@ -120,9 +120,9 @@ TRIED = [
     *(gpt(1, MANY_WORDS, strategy="single", precision=p, loss_chunks=4, optimizer="sgd") for p in ("fp32", "bf16", "fp64")),
     *(gpt(3, MANY_WORDS, strategy=s, precision="bf16", loss_chunks=4) for s in ("fsdp1", "fsdp2")),
     gpt(8, LLAMA, recompute="full", loss_chunks=8, **LONG),
-    *(gpt(3, MANY_WORDS, strategy=s, precision="bf16", units="apart", loss_chunks=4) for s in ("fsdp1", "fsdp2")),
-    *(gpt(3, MANY_WORDS, strategy=s, units="apart", reshard_after_forward="false") for s in ("fsdp1", "fsdp2")),
-    gpt(8, LLAMA, recompute="full", units="apart", loss_chunks=8, weights="bf16", **LONG),
+    *(gpt(3, MANY_WORDS, strategy=s, precision="bf16", wrap="blocks+embeddings", loss_chunks=4) for s in ("fsdp1", "fsdp2")),
+    *(gpt(3, MANY_WORDS, strategy=s, wrap="blocks+embeddings", reshard_after_forward="false") for s in ("fsdp1", "fsdp2")),
+    gpt(8, LLAMA, recompute="full", wrap="blocks+embeddings", loss_chunks=8, weights="bf16", **LONG),
 ]  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def planned(one: dict) -> predict.Plan:
             config.lora,
             recompute_every=config.recompute_every,
             loss_chunks=config.loss_chunks,
-            wrap_embeddings=config.units == "apart",
+            wrap_embeddings=config.wraps_embeddings,
         )
         plan = replace(plan, blueprint=network)
     return replace(plan, torch=one["torch"], workspaces=one["workspaces"])
@@ -372,7 +372,7 @@ def test_plans_are_for_the_pytorch_that_is_here(monkeypatch):
     monkeypatch.setattr(lab, "version", lambda name: "2.14.1+cu130")
     assert lab.Lab(device="cuda").plan("gpt_fsdp.py").torch == (2, 14)
     here = tuple(map(int, torch.__version__.split(".")[:2]))
-    assert plan.plan_from_options(plan.Options()).torch == commands.installed_torch() == here
+    assert plan.plan_from_options(plan.Config()).torch == commands.installed_torch() == here
 
 
 def test_where_there_is_no_pytorch_the_newest_is_planned_for(monkeypatch):

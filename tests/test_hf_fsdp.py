@@ -161,12 +161,12 @@ def test_peaks_are_the_plans_where_it_knows_the_operators(runs, shapes, family):
 
 
 def test_adapters_are_not_planned(shapes):
-    with pytest.raises(UserError, match="peft's adapters, on every product, are not planned"):
+    with pytest.raises(UserError, match="peft's adapters, on every linear layer, are not planned"):
         predict.plan_of(record(config=str(shapes["llama"]), lora=4))
 
 
 def test_a_plan_by_config_has_the_librarys_own_step_beside_it(shapes):
-    words = f"plan.py --config {shapes['qwen2']} --ranks 4 --device cpu --precision fp32 --batch 1 --seq 48 --simulate --json"
+    words = f"plan.py --config {shapes['qwen2']} --ranks 4 --device cpu --batch-size 1 --seq-len 48 --simulate --json"
     run = script(*words.split())
     facts = json.loads(run.stdout)
     assert facts["simulated"] == pytest.approx(facts["peak"], rel=1e-3)

@@ -71,8 +71,8 @@ def test_every_command_with_options_is_found():
 
 ABSURD_PLANS = [
     "--ranks 1000000000",
-    "--seq 1000000000 --batch 1000000000",
-    "--accumulate 10000 --batch 1000000000",
+    "--seq-len 1000000000 --batch-size 1000000000",
+    "--accumulate 10000 --batch-size 1000000000",
     "--flops 1e-300",
     "--efficiency 1e-320",
     "--link 1e-320",

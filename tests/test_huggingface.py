@@ -213,6 +213,7 @@ SMALL = {
     "num_attention_heads": 4,
     "vocab_size": 100,
 }
+LONG = {"precision": "bf16", "recompute": "full", "batch_size": 1}
 GROUPED = SMALL | {"num_key_value_heads": 2}
 
 
@@ -310,11 +311,11 @@ def test_an_answer_without_dropout_says_so(tmp_path):
     import json
 
     def answers(**options):
-        given = {"config": str(tmp_path), "ranks": 2, "seq": 512, "gpu": "rtx4090"} | options
-        return plan.answer(plan.Options(**given))
+        given = {"config": str(tmp_path), "ranks": 2, "seq_len": 512, "gpu": "rtx4090"} | options
+        return plan.answer(plan.Config(**LONG | given))
 
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["gpt2"]))
-    for options in ({}, {"find": "batch"}):
+    for options in ({}, {"find": "batch-size"}):
         assert "fits without its dropout in 23.5 GiB" in answers(**options)
         assert ", this model's dropout" in answers(**options)
     assert ", this model's dropout" in answers(sweep=True)
@@ -336,5 +337,5 @@ def test_a_folder_stands_for_its_config(tmp_path):
     import json
 
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["qwen3-0.6b"]))
-    answer = plan.answer(plan.Options(config=str(tmp_path), gpu="rtx4090", ranks=2, seq=2048))
+    answer = plan.answer(plan.Config(**LONG, config=str(tmp_path), gpu="rtx4090", ranks=2, seq_len=2048))
     assert "596,049,920 parameters" in answer and "fits in 23.5 GiB of rtx4090" in answer

@@ -142,17 +142,6 @@ def test_unknown_exercise_is_a_sentence():
         exercises.check("99.1", 3)
 
 
-def test_a_lab_is_planned_only_where_it_has_been_imported(monkeypatch):
-    import gpt_fsdp
-    import one_rank  # its options are gpt_fsdp.py's, and must not take their place
-    from labkit.running.options import LABS
-
-    assert LABS["gpt_fsdp.py"] is gpt_fsdp.Config is not one_rank.Config
-    monkeypatch.delitem(LABS, "gpt_fsdp.py")
-    with refused("gpt_fsdp.py", "import gpt_fsdp"):
-        Lab(device="cpu").plan("gpt_fsdp.py")
-
-
 def test_what_was_replaced_is_restored_also_after_an_error():
     class Owner:
         kept, other = 1, 2

@@ -132,7 +132,7 @@ def test_climb_on_two_ranks(monkeypatch, tmp_path, capsys):
     """The real thing, as short as may be: every rung runs and is measured; the last one is stopped and resumed."""
     monkeypatch.setattr(ladder.launch, "RUNS", tmp_path)
     monkeypatch.setattr(ladder, "RUNGS", [rung for rung in ladder.RUNGS if rung[0] in ("DDP", "FSDP2, resumed")])
-    runs = list(ladder.climb(ladder.Climb(data="mnist-5k", epochs=1, ranks=2, batch_size=285)))
+    runs = list(ladder.climb(ladder.Config(data="mnist-5k", epochs=1, ranks=2, batch_size=285)))
     ddp, resumed = (run["record"] for run in runs)
     assert len(ddp["losses"]) == ladder.FEWEST_STEPS
     assert (resumed["first_step"], len(resumed["losses"])) == (3, 4)
@@ -154,7 +154,7 @@ def test_climb_on_two_ranks(monkeypatch, tmp_path, capsys):
 )
 def test_a_climb_is_on_gpus_where_each_rank_has_one(gpus, asked, ranks, device, monkeypatch, capsys):
     monkeypatch.setattr(ladder.machine, "gpus_here", lambda: gpus)
-    common, _ = ladder.shared(ladder.Climb(data="mnist-5k", ranks=asked))
+    common, _ = ladder.shared(ladder.Config(data="mnist-5k", ranks=asked))
     assert (common["ranks"], common["device"]) == (ranks, device)
     assert ("climbs on the CPU" in capsys.readouterr().out) == (0 < gpus < ranks)
 
@@ -168,7 +168,7 @@ def no_gpus(monkeypatch):
 def test_a_climb_too_short_to_be_measured_is_refused_before_it_begins(epochs, batch_size, steps, no_gpus, monkeypatch):
     monkeypatch.setattr(ladder.launch, "run", lambda *_, **__: pytest.fail("it began"))
     with refused(f"{steps} steps", "4 ranks", "7", "--batch-size"):
-        next(ladder.climb(ladder.Climb(data="mnist-5k", epochs=epochs, batch_size=batch_size)))
+        next(ladder.climb(ladder.Config(data="mnist-5k", epochs=epochs, batch_size=batch_size)))
 
 
 def test_a_climb_that_breaks_off_keeps_what_it_has(reference, no_gpus, monkeypatch, tmp_path, capsys):

@@ -43,7 +43,7 @@ SENT = [
     ("fsdp2", {}, {"all-gather": 1, "reduce-scatter": 1}),
     # fc1 is gathered again for backward; the root, needed again at once, is not
     ("fsdp2", {"wrap": "size"}, {"all-gather": 1 + FC1 / PARAMETERS, "reduce-scatter": 1}),
-    ("fsdp2", {"wrap": "size", "sharding": "grad-op"}, {"all-gather": 1, "reduce-scatter": 1}),
+    ("fsdp2", {"wrap": "size", "reshard_after_forward": "false"}, {"all-gather": 1, "reduce-scatter": 1}),
 ]
 FORMATS = {precision: mnist("fsdp2", "size", 2, 8, precision=precision) for precision in ("fp32", "fp64")}
 

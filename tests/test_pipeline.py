@@ -164,9 +164,11 @@ def test_blocks_are_split_evenly_and_none_is_lost(layers, stages, sizes):
 
 
 def peaks(schedule: str, micro_batches: int) -> list[int]:
-    words = f"--model tiny --ranks 4 --mesh pipeline=4 --schedule {schedule} --accumulate {micro_batches} --seq 512"
-    asked = options.parse(plan_command.Options, "", [*words.split(), "--recompute", "none"])
-    return plan_command.describe(asked, plan_command.plan_of(asked))["stages"]
+    words = (
+        f"--ranks 4 --mesh pipeline=4 --schedule {schedule} --accumulate {micro_batches} --batch-size 1 --seq-len 512"
+    )
+    asked = options.parse(plan_command.Config, "", words.split())
+    return plan_command.describe(asked, plan_command.plan_from_options(asked))["stages"]
 
 
 def test_only_under_gpipe_the_micro_batches_pile_up(monkeypatch):
@@ -181,8 +183,8 @@ def test_only_under_gpipe_the_micro_batches_pile_up(monkeypatch):
 
 
 def test_a_plans_page_shows_the_stages_and_the_bubble():
-    words = "--model llama3-8b --ranks 8 --mesh pipeline=8 --accumulate 16"
-    page = plan_command.answer(options.parse(plan_command.Options, "", words.split()))
+    words = "--preset llama3-8b --batch-size 1 --seq-len 8192 --precision bf16 --recompute full --ranks 8 --mesh pipeline=8 --accumulate 16"
+    page = plan_command.answer(options.parse(plan_command.Config, "", words.split()))
     assert "llama3-8b, 8 stages (1f1b) on 8 ranks" in page and "8,030,261,248 parameters" in page
     assert "the pipeline's bubble" in page
     assert "peaks of the stages" in page

@@ -15,12 +15,13 @@ from planner.cli import commands, report
 from planner.models import networks
 from planner.ops import quantization
 
-ISSUE = "--model llama3-8b --ranks 8 --strategy fsdp2 --seq 8192 --batch 1 --precision bf16 --recompute full --gpu-memory 80"
-TINY = "--model tiny --ranks 4 --batch 2 --seq 64 --precision fp32 --recompute none --device cpu"
+ISSUE = "--preset llama3-8b --ranks 8 --strategy fsdp2 --seq-len 8192 --batch-size 1 --precision bf16 --recompute full --gpu-memory 80"
+TINY = "--preset tiny --ranks 4 --batch-size 2 --seq-len 64 --precision fp32 --recompute none --device cpu"
+LONG = "--preset llama3-8b --batch-size 1 --seq-len 8192 --precision bf16 --recompute full"  # how a large model trains
 
 
-def asked(words: str) -> plan.Options:
-    return options.parse(plan.Options, "", words.split())
+def asked(words: str) -> plan.Config:
+    return options.parse(plan.Config, "", f"{LONG} {words}".split())
 
 
 def answer(words: str) -> str:
@@ -44,7 +45,7 @@ def test_planning_imports_no_torch():
     program = """
 import sys, plan
 for changes in ({}, {"sweep": True}, {"explain": True}, {"json": True}):
-    plan.answer(plan.Options(**changes))
+    plan.answer(plan.Config(**changes))
 assert "torch" not in sys.modules
 """
     run = call(sys.executable, "-c", program, cwd=launch.SOURCE, timeout=60)
@@ -62,7 +63,7 @@ def test_the_page_says_what_was_found():
         assert f"{c['count']:4} × {c['kind']}" in page
 
 
-@pytest.mark.parametrize("words", [ISSUE, TINY, "--model 1b --mesh 2x4"])
+@pytest.mark.parametrize("words", [ISSUE, TINY, "--preset 1b --mesh 2x4"])
 def test_explained_terms_add_up_to_the_peak(words):
     planned = plan.plan_from_options(asked(words))
     lines = report.explained(planned).splitlines()
@@ -86,7 +87,7 @@ def test_explained_numbers_multiply_to_the_terms_size():
 
 
 def test_the_sweep_is_sorted_and_whole():
-    rows = found("--model llama3-70b --ranks 64 --sweep")
+    rows = found("--preset llama3-70b --ranks 64 --sweep")
     kinds = [commands.ORDER.index(row["answer"]) for row in rows]
     assert kinds == sorted(kinds) and {0, 2} <= set(kinds)
     for kind in (0, 1):
@@ -101,18 +102,18 @@ def test_the_sweep_is_sorted_and_whole():
     )
     for row in rows:
         if row["recompute"] == "any" and "," not in row["strategy"]:  # its state is too much, whatever is recomputed
-            alone = found(f"--model llama3-70b --ranks 64 --strategy {row['strategy']} --recompute none")
+            alone = found(f"--preset llama3-70b --ranks 64 --strategy {row['strategy']} --recompute none")
             assert row["peak"] == pytest.approx(sum(alone["persistent"].values()), rel=0.01)  # that of the fullest rank
     names = {row["strategy"] for row in rows}
     known = {"ddp", "zero1", "fsdp1", "fsdp2", "fsdp2, HSDP 8x8", "fsdp2, HSDP 2x32"}
     assert known | {f"deepspeed-{stage}" for stage in (0, 2, 3)} <= names
-    text = answer("--model llama3-70b --ranks 64 --sweep")
-    assert len(text.splitlines()) == len(rows) + 5
+    text = answer("--preset llama3-70b --ranks 64 --sweep")
+    assert len(text.splitlines()) == len(rows) + 8
     assert text.count("does not fit:") == len(lacking)
 
 
 def test_the_sweep_says_why_a_strategy_is_not_planned():
-    words = "--model llama3-70b --ranks 16 --lora 16 --recompute full --recompute-every 2"
+    words = "--preset llama3-70b --ranks 16 --lora 16 --recompute full --recompute-every 2"
     rows = {(row["strategy"], row["recompute"]): row for row in found(f"{words} --sweep")}
     assert rows["fsdp1", "any"]["answer"] == "not planned" and "take FSDP2" in rows["fsdp1", "any"]["why"]
     assert rows["deepspeed-3", "any"]["place"] is None
@@ -124,15 +125,15 @@ def test_the_sweep_says_why_a_strategy_is_not_planned():
 @pytest.mark.parametrize(
     "how", ["ddp", "fsdp2", "deepspeed-3", "fsdp2 --reshard-after-forward false", "zero1 --device cpu"]
 )
-@pytest.mark.parametrize("model", ["tiny", "small --batch 1 --seq 16", "llama3-8b --seq 8192 --precision bf16"])
+@pytest.mark.parametrize("model", ["tiny", "small --batch-size 1 --seq-len 16", "llama3-8b"])
 def test_what_is_left_out_of_the_sweep_keeps_more(how, model):
-    words = f"--model {model} --ranks 8 --strategy {how} --recompute "
+    words = f"--preset {model} --ranks 8 --strategy {how} --recompute "
     peaks = [found(words + recompute)["peak"] for recompute in commands.RECOMPUTE_BY_MEMORY]
     assert peaks == sorted(peaks)
 
 
 def test_what_is_equally_fast_shares_a_place():
-    rows = [row for row in found("--gpu a100 --ranks 8 --seq 8192 --sweep") if row["place"]]
+    rows = [row for row in found("--gpu a100 --ranks 8 --sweep") if row["place"]]
     for one, other in pairwise(rows):
         if one["place"] == other["place"]:
             assert one["answer"] == other["answer"]
@@ -201,7 +202,7 @@ def test_a_slower_network_costs_time_and_no_memory():
         "--strategy fsdp1 --reshard-after-forward false",
         "--precision bf16 --mesh 2x2",
         "--device cuda --precision bf16",
-        "--recompute alternate --recompute-every 2 --precision bf16 --weights bf16 --loss-chunks 3 --units apart --prefetch 1",
+        "--recompute alternate --recompute-every 2 --precision bf16 --weights bf16 --loss-chunks 3 --wrap blocks+embeddings --prefetch 1",
         "--device cuda --lora 4 --recompute alternate --accumulate 2 --sync last",
     ],
 )
@@ -219,15 +220,13 @@ def own(tmp_path):
 
 @pytest.mark.long
 def test_a_model_of_ones_own(own):
-    run = script("plan.py", "--model", f"{own}/own.py:build", "--ranks", "4", "--precision", "fp32")
+    run = script("plan.py", "--module", f"{own}/own.py:build", "--ranks", "4")
     assert run.returncode == 0, run.stderr
     parameters = 3 * (96 * 96 + 96)
     assert f"{parameters:,} parameters in 4 units" in run.stdout
     persistent = 3 * 4 * parameters / 4 + 4 * 6
     assert f"predicted, between steps  {report.gib(int(persistent)):>14}" in run.stdout
-    facts = json.loads(
-        script("plan.py", "--model", f"{own}/own.py:build", "--ranks", "4", "--precision", "fp32", "--json").stdout
-    )
+    facts = json.loads(script("plan.py", "--module", f"{own}/own.py:build", "--ranks", "4", "--json").stdout)
     kept = ("parameters", "optimizer state")
     assert sum(facts["simulated_by_category"][name] for name in kept) == persistent
 
@@ -235,7 +234,7 @@ def test_a_model_of_ones_own(own):
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
 def test_experts_inside_blocks_are_counted_once(own, strategy):
-    words = ("--model", f"{own}/own.py:experts", "--ranks", "4", "--precision", "fp32", "--strategy", strategy)
+    words = ("--module", f"{own}/own.py:experts", "--ranks", "4", "--strategy", strategy)
     run = script("plan.py", *words)
     assert run.returncode == 0, run.stderr
     linear = 8 * 8 + 8  # divides by four ranks: nothing is padded
@@ -261,7 +260,7 @@ def test_units_are_the_members_of_the_outermost_lists():
 
 
 def test_a_model_that_cannot_be_simulated_is_one_sentence(own):
-    run = script("plan.py", "--model", f"{own}/own.py:broken", "--precision", "fp32")
+    run = script("plan.py", "--module", f"{own}/own.py:broken")
     assert run.returncode == 2 and run.stdout == ""
     assert "own.py:broken cannot be simulated: RuntimeError: " in run.stderr
     assert len(run.stderr.splitlines()) == 1

@@ -10,7 +10,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import gpt_fsdp  # noqa: F401  a plan needs its defaults
 import pytest
 from commands import call, run_job
 from labkit import UserError

@@ -59,7 +59,7 @@ def test_only_whole_ones_count(tmp_path, world_of_one, capsys):
         saving.save(tmp_path, step, *training(), RUN)
     (tmp_path / "step-000007" / "__0_0.distcp").write_bytes(b"")
     for last, kept in ((8, ["step-000006", "step-000008"]), (9, ["step-000008", "step-000009"])):
-        run = saver(tmp_path, *training(), resume=True, fall_back=True, keep=2)
+        run = saver(tmp_path, *training(), resume=True, fallback=True, keep_last=2)
         assert run.resume(99) == last - (2 if last == 8 else 1)
         run.save(last)
         run.finish()
@@ -195,13 +195,13 @@ def save_without_room(folder, options, must):
 
 
 @pytest.mark.parametrize("meanwhile", [False, True], ids=["at once", "meanwhile"])
-@pytest.mark.parametrize(("on_failed_save", "must"), [("stop", False), ("go-on", False), ("go-on", True)])
-def test_without_room_the_one_before_is_intact(tmp_path, on_failed_save, must, meanwhile):
+@pytest.mark.parametrize(("on_save_error", "must"), [("stop", False), ("continue", False), ("continue", True)])
+def test_without_room_the_one_before_is_intact(tmp_path, on_save_error, must, meanwhile):
     """must: a run that is asked to end and to come back cannot go on without what it could not save."""
-    options = {"on_failed_save": on_failed_save, "async_checkpoint": meanwhile}
+    options = {"on_save_error": on_save_error, "async_checkpoint": meanwhile}
     said, found, ranks = forked(save_without_room, tmp_path, options, must)
     assert found == ["step-000001", "step-000003"] and ranks == 1
-    if on_failed_save == "go-on" and not must:
+    if on_save_error == "continue" and not must:
         assert said is None
     else:
         assert said.startswith("step-000002 could not be saved to") and "(File too large)" in said
@@ -231,7 +231,7 @@ def test_a_full_disk_ends_the_run_or_not_as_the_option_says(small_disk, mode):
     for path in checkpoints.stored(small_disk):
         assert manifest.difference(path, manifest.read(path)["files"]) is None
 
-    goes_on = script(*words, "--resume", "--max-steps", 20, "--on-failed-save", "go-on")
+    goes_on = script(*words, "--resume", "--max-steps", 20, "--on-save-error", "continue")
     assert goes_on.returncode == 0, goes_on.stderr
     assert "step-000015 could not be saved" in goes_on.stdout and "; training goes on" in goes_on.stdout
     assert "after step 20" in goes_on.stdout
@@ -255,7 +255,7 @@ def asked_without_room(folder):
 
     gpt_fsdp.train_step = last
     words = ["--strategy", "single", "--device", "cpu", "--batch-size", "1", "--seq-len", "16", "--max-steps", "99"]
-    words += ["--checkpoint", str(folder), "--on-failed-save", "go-on", "--resume"]
+    words += ["--checkpoint", str(folder), "--on-save-error", "continue", "--resume"]
     ranks.run(gpt_fsdp.main, options.parse(gpt_fsdp.Config, "", words))
 
 
@@ -277,7 +277,7 @@ def test_a_run_that_is_to_come_back_says_so_only_if_it_has_saved(tmp_path):
 @pytest.mark.parametrize("where", ["a weight", "the optimizer's state"])
 def test_what_is_not_finite_replaces_no_checkpoint(where, value, tmp_path, world_of_one):
     model, optimizer = training()
-    run = saver(tmp_path, model, optimizer, keep=1)
+    run = saver(tmp_path, model, optimizer, keep_last=1)
     run.save(1)
     with torch.no_grad():
         state = next(iter(optimizer.state.values()))["momentum_buffer"]
@@ -309,7 +309,7 @@ def test_all_ranks_refuse_what_is_not_finite_on_one(tmp_path):
 @pytest.mark.parametrize("lab", LABS)
 def test_a_run_that_diverges_ends_with_its_own_code_and_keeps_what_was_good(lab, tmp_path):
     """And its record is JSON, as every reader understands it."""
-    words = [*LABS[lab], "--checkpoint", tmp_path / "c", "--resume", "--keep", 1, "--record", tmp_path / "r.json"]
+    words = [*LABS[lab], "--checkpoint", tmp_path / "c", "--resume", "--keep-last", 1, "--record", tmp_path / "r.json"]
     good = script(*words, *{"mnist": ["--max-steps", 20], "gpt": ["--max-steps", 5]}[lab])
     assert good.returncode == 0, good.stderr
     bad = script(*words, "--lr", "1e18", *{"mnist": ["--epochs", 9], "gpt": ["--max-steps", 100]}[lab])

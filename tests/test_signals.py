@@ -29,7 +29,7 @@ LABS = {
     "mnist, with loaders": "mnist_fsdp.py --ranks 2 --data mnist-5k --epochs 100 --batch-size 16 --loader torchvision",
     "gpt": "gpt_fsdp.py --ranks 2 --max-steps 100000 --seq-len 16 --batch-size 2 --strategy ddp",
     "gpt, that saves": "gpt_fsdp.py --ranks 2 --max-steps 100000 --seq-len 16 --batch-size 2 --strategy ddp "
-    "--checkpoint {folder}/saved --checkpoint-every 2 --keep 3",
+    "--checkpoint {folder}/saved --checkpoint-every 2 --keep-last 3",
 }
 # To the whole group, as Ctrl-C and Slurm send it; or, as `kill` does, to the process that was started.
 SIGNALS = {"SIGINT": (signal.SIGINT, True), "SIGTERM": (signal.SIGTERM, True), "kill": (signal.SIGTERM, False)}

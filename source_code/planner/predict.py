@@ -22,21 +22,21 @@ At the end of the file: short forms for the MNIST network, which chapters 00 to 
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 
 from planner import UserError
-from planner.models import huggingface, networks
-from planner.models.shapes import GPT_SHAPES, GPTShape
-from planner.parallel import zero
+from planner.models import networks
 from planner.parallel.mesh import arrange
 from planner.parallel.pipeline import Stage, split_blocks
 from planner.parallel.strategies import Unit
 from planner.step.plan import Plan
 
-# Options that older records do not have, with the values that those runs had
-ADDED_LATER = {"weights": "fp32", "recompute_every": 1, "loss_chunks": 1, "units": "blocks"}
-PLANNED = ("mnist_fsdp.py", "gpt_fsdp.py", "gpt_zero.py", "gpt_pipeline.py", "hf_fsdp.py", "one_rank.py")
+# {script of a lab: the function that plans a run of it from its record}. Filled by what declares the options of the labs
+# (labkit/running/lab_options.py). A function takes the record, and by name ``at_least`` (see ``plan_of``), ``on_gpu``,
+# and further fields of ``Plan``.
+PLANNERS: dict[str, Callable[..., Plan]] = {}
 
 
 def by_category(terms: dict) -> dict[str, int]:
@@ -53,13 +53,13 @@ def total(terms: dict) -> int:
 
 
 def check_planned(script: str):
-    """Check that the planner knows a lab script. (It does not know gpt_jax.py, whose memory XLA plans.)
+    """Check that runs of a lab script can be planned. (Those of gpt_jax.py cannot: XLA plans its memory.)
 
     Raises:
-        UserError: it does not.
+        UserError: they cannot.
     """
-    if script not in PLANNED:
-        raise UserError(f"{script} has no plan: the planner knows {', '.join(PLANNED)}")
+    if script not in PLANNERS:
+        raise UserError(f"{script} has no plan: the planner knows {', '.join(PLANNERS)}")
 
 
 def plan_of(record: dict, rank: int = 0, at_least: bool = False) -> Plan:
@@ -68,7 +68,7 @@ def plan_of(record: dict, rank: int = 0, at_least: bool = False) -> Plan:
     What a GPU's operators allocate inside them is left out, as the meters cannot see it.
 
     Args:
-        record: of the run (labkit/measuring/records.py): "script", "config" (every option), "ranks", "device",
+        record: of the run (labkit/measuring/records.py): "script", "config" (the options), "ranks", "device",
             "batch_size" of mnist_fsdp.py, and "versions", if it has them.
         rank: whose plan, where ranks differ: the stage of a pipeline; else see ``Plan.rank``.
         at_least: accept a plan that needs less than the run, if the run itself cannot be planned.
@@ -76,85 +76,82 @@ def plan_of(record: dict, rank: int = 0, at_least: bool = False) -> Plan:
     Raises:
         UserError: such a run is not predicted.
     """
-    script, config, ranks = record["script"], record["config"], record["ranks"]
-    check_planned(script)
-    common = {"ranks": ranks, "workspaces": False}
+    check_planned(record["script"])
+    fields = {"rank": rank, "on_gpu": record["device"] == "cuda", "workspaces": False}
     if "versions" in record:
-        common["torch"] = tuple(map(int, record["versions"]["torch"].split(".")[:2]))
-    if script == "gpt_pipeline.py":
-        common["clip"] = config["clip"] is not None
-        sizes = (config[name] for name in ("batch_size", "seq_len", "recompute"))
-        trained = {name: config[name] for name in ("precision", "optimizer")} | {"micro_batches": config["accumulate"]}
-        shape, stage = GPT_SHAPES[config["preset"]], Stage(ranks, rank, config["schedule"])
-        return stage_plan(shape, *sizes, stage, on_gpu=record["device"] == "cuda", **trained, **common)
-    if script == "hf_fsdp.py":
-        return hugging_face_plan(config, on_gpu=record["device"] == "cuda", at_least=at_least, **common)
-    if script == "gpt_zero.py":
-        config = zero.as_gpt_fsdp(config)
-    common |= {name: config[name] for name in ("strategy", "precision")}
-    if script == "mnist_fsdp.py":
-        wrapped = {name: config[name] for name in ("wrap", "dropout", "min_num_params", "sharding")}
-        return mnist_plan(batch=record["batch_size"], device=record["device"], **common, **wrapped)
-    config = ADDED_LATER | config
-    shape, reshard = GPT_SHAPES[config["preset"]], config["reshard_after_forward"] or "true"
-    if config["tied"] is not None:
-        shape = replace(shape, tie_word_embeddings=config["tied"])
-    mesh = arrange(ranks, config["mesh"], reshard)
-    sizes = (config[name] for name in ("batch_size", "seq_len", "recompute", "lora"))
-    choices = {name: config[name] for name in ("recompute_every", "loss_chunks")} | {
-        "wrap_embeddings": config["units"] == "apart"
-    }
-    common["clip"] = config["clip"] is not None
+        fields["torch"] = tuple(map(int, record["versions"]["torch"].split(".")[:2]))
+    return PLANNERS[record["script"]](record, at_least=at_least, **fields)
+
+
+def transformer_plan(options, ranks: int, network: networks.Blueprint | None = None, *, on_gpu: bool, **fields) -> Plan:
+    """Return the plan of a transformer's training.
+
+    Args:
+        options: of a lab or of plan.py, as ``TransformerTraining`` has them (labkit/running/lab_options.py).
+        ranks: how many train.
+        network: the user's own; by default the one that the options name.
+        on_gpu: whether a GPU's kernels run.
+        fields: further fields of ``Plan``.
+
+    Raises:
+        UserError: the ranks cannot be arranged so, or cannot share the model so.
+    """
+    mesh = arrange(ranks, options.mesh, options.reshard_after_forward)
+    network = network or networks.gpt(
+        options.shape,
+        options.batch_size,
+        options.seq_len,
+        options.recompute,
+        options.lora,
+        tp_degree=mesh.tensor,
+        recompute_every=options.recompute_every,
+        loss_chunks=options.loss_chunks,
+        wrap_embeddings=options.wraps_embeddings,
+        quantized=options.frozen == "nf4",
+    )
     return Plan(
-        networks.gpt(shape, *sizes, tp_degree=mesh.tensor, **choices),
+        network,
+        strategy=options.planned_strategy,
+        ranks=ranks,
         replicas=mesh.replicate,
-        reshard=reshard,
-        micro_batches=config["accumulate"],
+        reshard=options.reshard_after_forward,
+        precision=options.precision,
+        optimizer=options.optimizer,
+        micro_batches=options.accumulate,
+        sync=options.sync,
+        clip=options.clip is not None,
+        prefetch=options.prefetch,
+        weights=options.weights,
         # On the CPU there is only one memory, and what is offloaded is in it.
-        offload=config["cpu_offload"] and record["device"] == "cuda" and common["strategy"] == "fsdp2",
-        **{name: config[name] for name in ("optimizer", "sync", "prefetch", "weights")},
-        on_gpu=record["device"] == "cuda",
-        rank=rank,
-        **common,
+        offload=options.cpu_offload and on_gpu and options.planned_strategy == "fsdp2",
+        on_gpu=on_gpu,
+        **fields,
     )
 
 
-def hugging_face_plan(config: dict, on_gpu: bool, at_least: bool = False, **common) -> Plan:
-    """Return the plan of a run of hf_fsdp.py, as if the model were written with the course's operators.
+def stage_plan(options, stage: Stage, **fields) -> Plan:
+    """Return the plan of one stage of a pipelined transformer.
 
     Args:
-        config: every option.
-        on_gpu: whether it runs on a GPU.
-        at_least: plan the course's adapters instead of peft's, which are on more layers, and need more.
-        common: further fields of ``Plan``.
-
-    Raises:
-        UserError: peft's adapters, unless ``at_least``; or a family that is not known.
-    """
-    if config["lora"] and not at_least:
-        raise UserError("peft's adapters, on every linear layer, are not planned: train a few steps with --record")
-    shape = huggingface.load(config["model"] or config["config"])
-    sizes = (config[name] for name in ("batch_size", "seq_len", "recompute", "lora"))
-    common |= {name: config[name] for name in ("strategy", "precision")}
-    common |= {"micro_batches": config["accumulate"], "clip": config["clip"] is not None}
-    network = networks.gpt(shape, *sizes, wrap_embeddings=not shape.tie_word_embeddings)
-    return Plan(network, optimizer="adamw", on_gpu=on_gpu, **common)
-
-
-def stage_plan(shape: GPTShape, batch_size: int, seq_len: int, recompute: str, stage: Stage, **options) -> Plan:
-    """Return the plan of one stage of a pipelined GPT.
-
-    Args:
-        shape: the model.
-        batch_size: sequences of a micro-batch.
-        seq_len: tokens of a sequence.
-        recompute: one of ``networks.RECOMPUTE``.
+        options: as in ``transformer_plan``.
         stage: which one.
-        options: further fields of ``Plan``.
+        fields: further fields of ``Plan``.
     """
+    shape = options.shape
     blocks = split_blocks(shape.num_hidden_layers, stage.stages)[stage.stage]
-    network = networks.gpt(replace(shape, tie_word_embeddings=False), batch_size, seq_len, recompute, blocks=blocks)
-    return Plan(network, strategy="single", **{"ranks": stage.stages} | options, pipeline=stage)
+    sizes = options.batch_size, options.seq_len, options.recompute
+    network = networks.gpt(replace(shape, tie_word_embeddings=False), *sizes, blocks=blocks)
+    return Plan(
+        network,
+        strategy="single",
+        ranks=stage.stages,
+        precision=options.precision,
+        optimizer=options.optimizer,
+        micro_batches=options.accumulate,
+        clip=options.clip is not None,
+        pipeline=stage,
+        **fields,
+    )
 
 
 def peak_of(record: dict) -> tuple[str, dict]:
@@ -202,7 +199,7 @@ def mnist_plan(
     batch: int = 64,
     dropout: bool = True,
     min_num_params: int = 20000,
-    sharding: str = "full",
+    reshard_after_forward: str = "true",
     device: str = "cpu",
     **options,
 ) -> Plan:
@@ -215,14 +212,13 @@ def mnist_plan(
         batch: images on each rank.
         dropout: whether training drops elements.
         min_num_params: see ``units_of``.
-        sharding: "full", or "grad-op", which keeps gathered parameters from forward to backward.
+        reshard_after_forward: "true", or "false", which keeps gathered parameters from forward to backward.
         device: whose kernels, "cpu" or "cuda".
         options: further fields of ``Plan``.
     """
     network = networks.mnist(batch, dropout, min_num_params if wrap == "size" else None)
-    reshard = "true" if sharding == "full" else "false"
     options |= {"on_gpu": device == "cuda", "optimizer": "adadelta"}
-    return Plan(network, strategy=strategy, ranks=ranks, reshard=reshard, **options)
+    return Plan(network, strategy=strategy, ranks=ranks, reshard=reshard_after_forward, **options)
 
 
 def persistent(strategy: str, wrap: str, ranks: int, **options) -> dict:

@@ -8,6 +8,8 @@ import dataclasses
 from importlib import import_module
 from random import Random
 
+from labkit.running.options import choices_of
+
 
 def listed() -> list[dict]:
     """3 sequences of 33 tokens, and 2, 3 and 4 ranks, so that little divides evenly.
@@ -19,7 +21,7 @@ def listed() -> list[dict]:
     for strategy in ("fsdp1", "fsdp2"):
         configs += [mnist(n, strategy=strategy) for n in (2, 3)]
         configs += [mnist(n, strategy=strategy, wrap="size") for n in (2, 3, 4)]
-        configs += [mnist(3, strategy=strategy, wrap="size", min_num_params=300, sharding="grad-op")]
+        configs += [mnist(3, strategy=strategy, wrap="size", min_num_params=300, reshard_after_forward="false")]
     for optimizer in ("adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd"):
         configs += [gpt(1, strategy="single", optimizer=optimizer)]
         configs += [gpt(2, strategy="fsdp2", optimizer=optimizer)]
@@ -83,7 +85,7 @@ def accumulating() -> list[dict]:
 def choices() -> list[dict]:
     """List further choices: which blocks and results to recompute, bf16 weights, a chunked loss, the wrapping policy."""
     fsdp1, fsdp2, bf16 = {"strategy": "fsdp1"}, {"strategy": "fsdp2"}, {"precision": "bf16"}
-    alternate, wrapped, parts = {"recompute": "alternate"}, {"units": "apart"}, {"loss_chunks": 4}
+    alternate, wrapped, parts = {"recompute": "alternate"}, {"wrap": "blocks+embeddings"}, {"loss_chunks": 4}
     sgd = {"optimizer": "sgd"}  # where AdamW's own peak would be higher than the peak to validate
     pure = bf16 | {"weights": "bf16"}
     configs = [gpt(1, strategy="single", **alternate, **sgd), gpt(2, strategy="ddp", **alternate, **bf16, **sgd)]
@@ -149,15 +151,15 @@ def lab_of(one: dict):
     return import_module(one["script"].removesuffix(".py"))
 
 
-# Drawn at random: what an option may become, in every lab that has it. What is here twice comes up twice as often.
+# Drawn at random: what an option may become, in every lab that has it. What is here twice comes up twice as often; of what
+# a lab does not accept nothing is drawn there, and of an option without any value here each word that it accepts.
 CHOICES = {
     "strategy": ("single", "ddp", "fsdp1", "fsdp1", "fsdp2", "fsdp2", "fsdp2"),
     "stage": ("0", "1", "2", "3"),
     "engine": ("torch", "deepspeed"),
     "schedule": ("gpipe", "1f1b"),
-    "wrap": ("unit", "size"),
+    "wrap": (),
     "min_num_params": (300, 20_000),
-    "sharding": ("full", "grad-op"),
     "dropout": (True, False),
     "batch_size": (1, 2, 3, 4, 5),
     "seq_len": (8, 13, 20, 27, 32, 34, 40),
@@ -166,14 +168,13 @@ CHOICES = {
     "recompute_every": (1, 1, 2, 3),
     "weights": ("fp32", "fp32", "bf16"),
     "loss_chunks": (1, 1, 3),
-    "units": ("blocks", "blocks", "apart"),
     "optimizer": ("adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd"),
     "accumulate": (1, 1, 2, 3, 4),
     "sync": ("every", "last"),
     "clip": (None, 1.0),
     "tied": (None, True),
     "lora": (None, None, None, 1, 4),
-    "reshard_after_forward": (None, "true", "false", "2", "4"),
+    "reshard_after_forward": ("true", "true", "false", "2", "4"),
     "prefetch": (0, 0, 1, 2, 5),
 }
 MESHES = {  # by the number of ranks, where --mesh goes with a strategy
@@ -194,12 +195,19 @@ def drawn(seed: int, count: int) -> list[dict]:
     return [_draw(random) | {"seed": seed} for _ in range(count)]
 
 
+def choices_for(field) -> tuple:
+    """Return the values that an option of a lab may be drawn with; () if it is not drawn."""
+    words = choices_of(field)
+    listed = CHOICES.get(field.name)
+    return () if listed is None else tuple(value for value in listed if not words or value in words) or words
+
+
 def _draw(random: Random) -> dict:
     """An option that is declared for some strategies only is drawn with these alone."""
     script, ranks, config = random.choice(SCRIPTS), random.choice((1, 2, 2, 3, 4, 4)), {}
     fields = dataclasses.fields(lab_of({"script": script}).Config)
     for field in sorted(fields, key=lambda field: field.name != "strategy"):
-        choices = MESHES[ranks] if field.name == "mesh" and "strategy" in config else CHOICES.get(field.name)
+        choices = MESHES[ranks] if field.name == "mesh" and "strategy" in config else choices_for(field)
         if choices and config.get("strategy") in (field.metadata["only"] or (config.get("strategy"),)):
             config[field.name] = random.choice(choices)
     one = {"script": script, "ranks": 1 if config.get("strategy") == "single" else ranks}

@@ -7,12 +7,12 @@ A trial injects one of four faults; a seed determines where, when, and with whic
 
   kill         one of two ranks kills itself (SIGKILL) at the n-th event of its Python: a call or a return, in the lab's
                code, in the course's or in PyTorch's; half of these lie in saving. In some trials the newest checkpoint
-               is then damaged, and the run resumes with --fall-back
+               is then damaged, and the run resumes with --fallback
   second run   another run is started on the same --checkpoint folder, with the same or another seed
   NaN          a weight of one rank becomes NaN after a step
   I/O error    the storage fails to answer, once while a checkpoint is written and once while one is read
 
-Some trials save with --async-checkpoint, some with --keep. Every run must end with the bits of the reference run, after
+Some trials save with --async-checkpoint, some with --keep-last. Every run must end with the bits of the reference run, after
 repeating no more steps than lie between two checkpoints (twice as many where the newest was still being written in the
 background). No complete checkpoint may be lost, no incomplete one and none with a NaN may have a complete one's name, a
 second run must be refused and change nothing, and no process may survive.
@@ -335,7 +335,10 @@ def circumstances(name: str, number: int, seed: int, kind: str) -> tuple[dict, b
     """Draw (the lab's options, whether to damage the newest checkpoint before the run resumes) of a trial."""
     chance = random.Random(f"options of {seed} {name} {number}")
     damaged = kind == "kill" and chance.random() < 0.5
-    options = {"async_checkpoint": chance.random() < 0.5, "keep": chance.choice((None, 2) if damaged else (None, 1, 2))}
+    options = {
+        "async_checkpoint": chance.random() < 0.5,
+        "keep_last": chance.choice((None, 2) if damaged else (None, 1, 2)),
+    }
     return options, damaged
 
 
@@ -361,7 +364,7 @@ def killed(name, number, seed, expected, lab, options, folder, damaged) -> dict:
     row |= json.loads((Path(folder) / "note").read_text())
     failures = [f"process {each} lives on" for each in living(folder)]
     failures += faults_in(options["checkpoint"], expected)
-    whole = row["ever_whole"] if options["keep"] is None else row["whole"][-1:]
+    whole = row["ever_whole"] if options["keep_last"] is None else row["whole"][-1:]
     left = [path.name for path in checkpoints.stored(options["checkpoint"])]
     lost = [each for each in whole if each not in left]
     newest = checkpoints.latest(options["checkpoint"])
@@ -375,11 +378,11 @@ def killed(name, number, seed, expected, lab, options, folder, damaged) -> dict:
 
 
 def after_damage(lab, options, row, expected, failures, lost, newest: Path, left: list[str]) -> dict:
-    """Resume with --fall-back until the next save: the checkpoint it resumed from must survive."""
+    """Resume with --fallback until the next save: the checkpoint it resumed from must survive."""
     before = next(each for each in left if each != newest.name)
     step = int(before.removeprefix("step-")) + EVERY
     length = {"max_steps": step}
-    begun, message = try_run(train, lab, options | length | {"resume": True, "fall_back": True})
+    begun, message = try_run(train, lab, options | length | {"resume": True, "fallback": True})
     if not begun or begun[0] != step - EVERY:
         return {"lost": len(lost), "failures": [*failures, f"it cannot fall back to {before}: {message or begun}"]}
     there = [path.name for path in checkpoints.stored(options["checkpoint"])]
@@ -440,7 +443,7 @@ def poisoned(name, number, seed, expected, lab, options, folder, damaged) -> dic
         failures.append(f"it ended for another reason: {message}")
     failures += faults_in(options["checkpoint"], expected)
     whole = [checkpoints.name_of(each) for each in range(EVERY, step, EVERY)]  # saved before
-    whole = whole if options["keep"] is None else whole[-1:]
+    whole = whole if options["keep_last"] is None else whole[-1:]
     left = [path.name for path in checkpoints.stored(options["checkpoint"])]
     return row | resume_and_compare(
         lab, options, step, expected, failures, [each for each in whole if each not in left]
@@ -484,7 +487,7 @@ def at_the_end(options, expected, failures: list[str], lost: list[str], aside=()
     """Check the folder that a run has left. aside: names of damaged checkpoints, which may remain."""
     failures += [f"{each} was whole and is lost" for each in lost]
     ranges = [path.name for path in Path(options["checkpoint"]).iterdir() if not path.name.startswith(".owner-")]
-    whole = sorted(expected.prints)[-(options["keep"] or STEPS) :]
+    whole = sorted(expected.prints)[-(options["keep_last"] or STEPS) :]
     if sorted(ranges) != sorted([*whole, *aside]):
         failures.append(f"it ends with {', '.join(sorted(ranges))}, and should with {', '.join([*whole, *aside])}")
     faults = faults_in(options["checkpoint"], expected)
@@ -517,8 +520,8 @@ def table(rows: list[dict]):
             | {
                 "killed while saving": sum(row["kind"] == "kill" and row.get("phase") == "saving" for row in mine),
                 "asynchronous": sum(row["async_checkpoint"] for row in mine),
-                "with --keep": sum(row["keep"] is not None for row in mine),
-                "damaged, --fall-back": sum(row["damaged"] for row in mine),
+                "with --keep-last": sum(row["keep_last"] is not None for row in mine),
+                "damaged, --fallback": sum(row["damaged"] for row in mine),
                 "steps done again, at most": max(row.get("redone", 0) for row in mine),
                 "weights bitwise equal": f"{sum(row.get('equal', False) for row in mine)} of {len(mine)}",
                 "checkpoints lost": sum(row.get("lost", 0) for row in mine),

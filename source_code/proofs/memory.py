@@ -198,7 +198,9 @@ def table(rows: list[dict]) -> pandas.DataFrame:
 
 def simulate(model: str, count: int) -> dict:
     """Return the predicted and the simulated peak (bytes) of a Llama 3 shape on ``count`` ranks, and the simulation's cost."""
-    words = f"--model {model} --ranks {count} --batch 1 --seq 8192 --precision bf16 --recompute full --device cpu"
+    words = (
+        f"--preset {model} --ranks {count} --batch-size 1 --seq-len 8192 --precision bf16 --recompute full --device cpu"
+    )
     begin = time.perf_counter()
     command = [sys.executable, "plan.py", *words.split(), "--simulate", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=launch.SOURCE) as process:

@@ -94,7 +94,7 @@ def saving(pairs: int):
 
     def save(meanwhile: bool) -> dict:
         with tempfile.TemporaryDirectory() as folder:
-            return run("gpt_fsdp.py", checkpoint=folder, keep=1, async_checkpoint=meanwhile, **common)
+            return run("gpt_fsdp.py", checkpoint=folder, keep_last=1, async_checkpoint=meanwhile, **common)
 
     ratios = []
     for meanwhile, at_once in in_pairs(pairs, "saving", partial(save, True), partial(save, False)):

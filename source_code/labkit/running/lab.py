@@ -21,7 +21,7 @@ from planner import predict
 
 from labkit import UserError
 from labkit.running import launch, notebook_ranks, site, slurm
-from labkit.running.options import LABS
+from labkit.running.lab_options import LABS
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Lab(launch.Cluster):
         """Run a lab script with these settings (``launch.run``); options given here come before them."""
         ranks = 1 if options.get("strategy") == "single" else options.get("devices") or options.get("ranks", self.ranks)
         settings = {"cluster": self, "ranks": ranks, "device": self.device_of(ranks, options.get("nodes", 1))}
-        if script == "mnist_fsdp.py":  # the other labs carry their data with them
+        if script in LABS and LABS[script].takes_dataset:  # the other labs carry their data with them
             settings["data"] = self.data
         if script in launch.ONE_PROCESS and settings["device"] == "cuda" and self.device == "auto":
             settings["device"] = "auto"  # PyTorch sees the GPUs; whether this lab's library does, it finds out
@@ -88,19 +88,13 @@ class Lab(launch.Cluster):
         """Plan the run that ``run`` starts with the same options.
 
         Raises:
-            UserError: the planner does not know the lab; or it has not been imported here, so that its defaults are
-                unknown.
+            UserError: the planner does not know the lab.
         """
         predict.check_planned(script)
-        if script not in LABS:
-            raise UserError(f"{script} must be imported before it can be planned: import {script.removesuffix('.py')}")
         ranks = ranks or (1 if options.get("strategy") == "single" else self.ranks)
         config = LABS[script](**options)
         about = {"script": script, "config": asdict(config), "ranks": ranks, "device": self.device_of(ranks, nodes)}
-        about["versions"] = {"torch": version("torch")}
-        if hasattr(config, "batch_size_of"):
-            about["batch_size"] = config.batch_size_of(ranks)
-        return predict.plan_of(about)
+        return predict.plan_of(about | {"versions": {"torch": version("torch")}})
 
     def on_ranks(self, function, *arguments, ranks: int | None = None, nodes: int = 1, **settings) -> list:
         """Run ``function(me, *arguments)`` on every rank, and return each rank's result (``notebook_ranks.on_ranks``).

@@ -34,6 +34,7 @@ from tqdm import tqdm
 from labkit import UserError
 from labkit.measuring import records
 from labkit.running import fork_server, gpus, options, progress, site, slurm
+from labkit.running import lab_options as lab_options  # whoever runs labs can plan from their records
 
 SOURCE = Path(__file__).resolve().parents[2]
 RUNS = records.RUNS

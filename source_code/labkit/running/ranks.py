@@ -35,7 +35,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from labkit import Diverged, UserError
-from labkit.running import gpus, job_status, preemption, progress
+from labkit.running import gpus, job_status, lab_options, preemption, progress
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 RENDEZVOUS_SECONDS = 300  # how long ranks wait for one another: a cold file system takes minutes to import torch
@@ -81,9 +81,13 @@ def run(main, config):
     if config.device == "cpu" or (config.backend == "gloo" and config.device == "auto"):
         gpus.hide()
     with _failing_tidily():
+        place = placement(dict(os.environ))
+        if getattr(config, "dry_run", False):
+            _print_plan(config, place)
+            _end(0)
         preemption.install_handlers(config)
         progress.report()
-        if place := placement(dict(os.environ)):
+        if place:
             be_rank(place, main, config)
         else:
             device, _ = device_and_backend(config.device, config.backend)
@@ -93,6 +97,15 @@ def run(main, config):
                 rendezvous(0, 1, LOOPBACK, [0], "alone")
                 be_rank((0, 0, 1), main, config)
     _end(0)
+
+
+def _print_plan(config, place: tuple[int, int, int] | None):
+    """Print, once, the plan of the run that ``run`` would be. place: of this process, where a launcher has started it."""
+    device, _ = device_and_backend(config.device, config.backend)
+    count = place[2] if place else ranks_to_start(config, device, dict(os.environ))
+    page = lab_options.dry_run(config, count, device == "cuda")
+    if not place or place[0] == 0:
+        print(page, flush=True)
 
 
 def be_rank(place: tuple[int, int, int], main, config):

@@ -49,7 +49,7 @@ class CheckpointFolder:
             UserError: it holds checkpoints and --resume is not given; another run owns it; it cannot be written to, or
                 not all ranks see it. Then nothing in it has been changed.
         """
-        folder = cls(_of_this_task(Path(config.checkpoint)), config.keep, config.keep_every)
+        folder = cls(_of_this_task(Path(config.checkpoint)), config.keep_last, config.keep_every)
         mark = on_one(lambda: folder._begin(config.resume))
         folder.token = mark.name.rpartition("-")[2]
         problems = [folder._problem_here(mark)]

@@ -39,11 +39,11 @@ def _options(config, resumed: bool | str) -> dict:
 
 
 def resume(folder: CheckpointFolder, config, last_step: int, load) -> int:
-    """Read the newest checkpoint of a folder; with --fall-back the newest that is whole. Collective.
+    """Read the newest checkpoint of a folder; with --fallback the newest that is whole. Collective.
 
     Args:
         folder: the run's folder, which it owns.
-        config: has ``fall_back``; a ``save`` that is set (an export at the end) lets a finished run come back for it.
+        config: has ``fallback``; a ``save`` that is set (an export at the end) lets a finished run come back for it.
         last_step: how many steps the run is to have made at its end.
         load: reads the checkpoint at a path and returns its step.
 
@@ -58,7 +58,7 @@ def resume(folder: CheckpointFolder, config, last_step: int, load) -> int:
         try:
             step = load(path)
         except (Damaged, Unreadable) as error:
-            if not config.fall_back:
+            if not config.fallback:
                 raise
             on_one(lambda path=path, error=error: _do_without(folder, path, error))
             continue

@@ -32,7 +32,7 @@ class Damaged(UserError):
 
     def __str__(self):
         return (
-            f"the checkpoint {self.path} is damaged ({self.reason}): give --fall-back to go on from the newest whole "
+            f"the checkpoint {self.path} is damaged ({self.reason}): give --fallback to go on from the newest whole "
             "one, or remove it"
         )
 
@@ -49,7 +49,7 @@ class Unreadable(UserError):
     def __str__(self):
         return (
             f"the checkpoint {self.path} cannot be read now ({self.reason}): try again when its storage answers, or give "
-            "--fall-back to go on from an older one"
+            "--fallback to go on from an older one"
         )
 
 

@@ -87,16 +87,16 @@ def load(text: str):
     """Load the function that FILE.py:function names."""
     path, _, name = text.rpartition(":")
     if not Path(path).is_file():
-        raise UserError(f"--model {text}: there is no file {path}")
+        raise UserError(f"--module {text}: there is no file {path}")
     spec = importlib.util.spec_from_file_location("own_model", path)
     if spec is None:
-        raise UserError(f"--model {text}: {path} is not a file of Python")
+        raise UserError(f"--module {text}: {path} is not a file of Python")
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(Path(path).resolve().parent))
     with as_user_error(f"{path} cannot be imported"):
         spec.loader.exec_module(module)
     if not callable(getattr(module, name, None)):
-        raise UserError(f"--model {text}: {path} has no function {name}")
+        raise UserError(f"--module {text}: {path} has no function {name}")
     return getattr(module, name)
 
 

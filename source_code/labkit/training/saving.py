@@ -98,7 +98,7 @@ class Saver:
 
         Args:
             step: how many steps the state has behind it.
-            must: the run ends now and is to resume from here, so that a failure ends it whatever --on-failed-save says.
+            must: the run ends now and is to resume from here, so that a failure ends it whatever --on-save-error says.
 
         Raises:
             Diverged: a parameter or the optimizer's state is not finite; nothing was written.
@@ -145,7 +145,7 @@ class Saver:
             self.last = step
         except SaveFailed as error:
             self.last = None
-            if must or self.config.on_failed_save == "stop":
+            if must or self.config.on_save_error == "stop":
                 raise
             if dist.get_rank() == 0:
                 print(f"{error}; training goes on", flush=True)

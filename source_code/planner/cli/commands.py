@@ -1,6 +1,6 @@
 """Compute what plan.py prints: a plan from its options, its needs and costs, a sweep over strategies, a search.
 
-options: plan.py's ``Options``. Imports no torch.
+options: plan.py's ``Config``. Imports no torch.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ ORDER = (*FITTING, "does not fit", NOT_PLANNED)
 EMPTY_ROW = {"peak": None, "samples_per_second": 0.0, "samples_per_second_at_least": 0.0, "needs": None, "least": None}
 TIE = 0.02  # throughputs that differ by less share a place: no prediction here is better than that
 RECOMPUTE_BY_MEMORY = ("full", "alternate", "selective", "none")  # by what is saved for backward
-LAST = {"ranks": 65_536, "batch": 65_536, "seq": 2**24}  # where a search ends
+LAST = {"ranks": 65_536, "batch_size": 65_536, "seq_len": 2**24}  # where a search ends
 
 
 def plan_from_options(options, network: networks.Blueprint | None = None) -> predict.Plan:
@@ -43,58 +43,18 @@ def plan_from_options(options, network: networks.Blueprint | None = None) -> pre
 
 def first_rank_plan(options, network: networks.Blueprint | None = None) -> predict.Plan:
     """Return the plan of rank 0, without a pipeline: see ``plan_from_options``."""
-    mesh = arrange(options.ranks, options.mesh, options.reshard_after_forward)
-    if mesh.tensor > 1 and options.simulate:
+    if options.tp_degree > 1 and options.simulate:
         raise UserError("tensor parallelism is not simulated: leave --simulate out, or take one_rank.py")
-    network = network or networks.gpt(
-        options.shape,
-        batch_size=options.batch,
-        seq_len=options.seq,
-        recompute=options.recompute,
-        lora=options.lora,
-        tp_degree=mesh.tensor,
-        recompute_every=options.recompute_every,
-        loss_chunks=options.loss_chunks,
-        wrap_embeddings=options.units == "apart",
-        quantized=options.frozen == "nf4",
-    )
-    return predict.Plan(
-        network,
-        strategy=options.strategy,
-        ranks=options.ranks,
-        replicas=mesh.replicate,
-        reshard=options.reshard_after_forward,
-        precision=options.precision,
-        optimizer=options.optimizer,
-        micro_batches=options.accumulate,
-        sync=options.sync,
-        prefetch=options.prefetch,
-        on_gpu=options.device == "cuda",
-        torch=installed_torch(),
-        weights=options.weights,
-        offload=options.cpu_offload and options.device == "cuda",  # on the CPU there is only one memory
-    )
+    fields = {"on_gpu": options.on_gpu, "torch": installed_torch()}
+    return predict.transformer_plan(options, options.ranks, network, **fields)
 
 
 def stage_plans(options) -> list[predict.Plan]:
     """Return the plan of each stage of a pipeline."""
-    mesh, shape = arrange(options.ranks, options.mesh), options.shape
-    pipeline.check(mesh, shape, options.schedule, options.accumulate)
-    return [
-        predict.stage_plan(
-            shape,
-            options.batch,
-            options.seq,
-            options.recompute,
-            pipeline.Stage(mesh.pipeline, stage, options.schedule),
-            precision=options.precision,
-            optimizer=options.optimizer,
-            micro_batches=options.accumulate,
-            on_gpu=options.device == "cuda",
-            torch=installed_torch(),
-        )
-        for stage in range(mesh.pipeline)
-    ]
+    mesh = arrange(options.ranks, options.mesh)
+    pipeline.check(mesh, options.shape, options.schedule, options.accumulate)
+    stages = (pipeline.Stage(mesh.pipeline, number, options.schedule) for number in range(mesh.pipeline))
+    return [predict.stage_plan(options, stage, on_gpu=options.on_gpu, torch=installed_torch()) for stage in stages]
 
 
 @cache
@@ -212,14 +172,19 @@ def sweep(options) -> list[dict]:
     Rows that fit come first, by throughput; then the others, by the memory they lack. Of the kinds of recomputation that
     do not fit, there is only the one that saves least. If the persistent memory does not fit already, one row stands for
     all kinds ("any"); so does one that is "not planned" with the other options, which has the reason in "why". "place" is
-    that of rows that fit; rows whose throughputs differ by less than ``TIE`` share one.
+    that of rows that fit; rows whose throughputs differ by less than ``TIE`` share one. "options" are those that make the
+    row.
     """
     rows = []
     for name, changes in variants(options):
         try:
-            rows += [{"strategy": name} | row for row in recompute_rows(dataclasses.replace(options, **changes))]
+            for row in recompute_rows(dataclasses.replace(options, **changes)):
+                rows.append({"strategy": name} | row | {"options": changes | row["options"]})
         except UserError as error:  # such as FSDP1 with adapters
-            rows.append({"strategy": name, "recompute": "any", "answer": NOT_PLANNED, "why": str(error)} | EMPTY_ROW)
+            rows.append(
+                {"strategy": name, "recompute": "any", "answer": NOT_PLANNED, "why": str(error), "options": changes}
+                | EMPTY_ROW
+            )
     rows.sort(key=_first_what_fits)
     best, place, answer = 0.0, 0, None
     for number, row in enumerate(rows, 1):
@@ -237,12 +202,12 @@ def recompute_rows(options) -> list[dict]:
     """
     state = predict.total(first_rank_plan(options).persistent())
     if gpus.verdict(state, options.memory, options.gpu, options.ranks)["answer"] == "does not fit":
-        return [{"recompute": "any"} | row_summary(options, state)]
+        return [{"recompute": "any", "options": {}} | row_summary(options, state)]
     rows = []
     for kind in RECOMPUTE_BY_MEMORY:
         every = options.recompute_every if kind != "none" else 1
-        tried = dataclasses.replace(options, recompute=kind, recompute_every=every)
-        rows.append({"recompute": kind} | row_summary(tried))
+        changes = {"recompute": kind, "recompute_every": every}
+        rows.append({"recompute": kind, "options": changes} | row_summary(dataclasses.replace(options, **changes)))
         if rows[-1]["answer"] == "does not fit":
             break
     return rows
@@ -294,13 +259,14 @@ def variants(options) -> list[tuple[str, dict]]:
 
 
 def find(options) -> dict:
-    """Search for the least --ranks, or the most --batch or --seq, that fits; the other two are as in the options.
+    """Search for the least --ranks, or the most --batch-size or --seq-len, that fits; the other two are as in the options.
 
     Returns:
         {"what", "found": number or None, "tight": the same if "tight" suffices, "rows": of its neighbors}.
     """
-    what, last = options.find, LAST[options.find]
-    if what == "seq":
+    what = options.find.replace("-", "_")
+    last = LAST[what]
+    if what == "seq_len":
         last = min(last, options.longest)
 
     @cache

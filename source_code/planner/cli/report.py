@@ -3,16 +3,13 @@
 from planner import gpus
 from planner.cli.commands import NOT_PLANNED
 from planner.gpus import GIB
-from planner.predict import Plan, total
+from planner.predict import Plan, by_category, total
 
-KERNELS = {"cuda": "a GPU's kernels", "cpu": "the CPU's kernels"}
+KERNELS = {True: "a GPU's kernels", False: "the CPU's kernels"}  # by whether it is on a GPU
 # Printed first: whoever plans a run with one of these must know that it is not in the figures.
 NOT_MODELLED = "not modelled: context parallelism, experts, fp8, offloaded activations"
 COMPARED = """(a GPU's kernels: compared with PyTorch's own code on tensors without memory, not yet with a GPU. What only a GPU can show
 is in the answer as a factor: workspaces of cuDNN and cuBLAS, streams, what the allocator rounds up and reserves)"""
-# Options that a title names where they are given.
-BESIDES = ("accumulate", "sync", "reshard_after_forward", "weights", "recompute_every", "loss_chunks", "units", "lora")
-BESIDES += ("frozen", "prefetch", "cpu_offload")
 SMALL = 1e-3  # terms below this share of the peak are explained together
 
 
@@ -36,12 +33,12 @@ def title(asked) -> str:
     how = f"{asked.stages} stages ({asked.schedule})" if asked.stages > 1 else asked.strategy
     mesh = f" (--mesh {asked.mesh})" if asked.mesh and asked.stages == 1 else ""
     ranks, batch, seq = (
-        "?" if asked.find == name else f"{getattr(asked, name):,}" for name in ("ranks", "batch", "seq")
+        "?" if asked.find == name else f"{getattr(asked, name.replace('-', '_')):,}"
+        for name in ("ranks", "batch-size", "seq-len")
     )
     besides = [
         f", --{name.replace('_', '-')}" + ("" if value is True else f" {value}")
-        for name, value in ((name, getattr(asked, name)) for name in BESIDES)
-        if value != getattr(type(asked), name)
+        for name, value in asked.besides.items()
     ]
     return (
         f"{asked.named}, {how} on {ranks} ranks{mesh}, {batch} × {seq} tokens each, "
@@ -54,7 +51,7 @@ def plan_text(asked, found: dict) -> str:
     where = found["where"] + (f", on rank {found['rank']}, which needs most" if found["rank"] else "")
     stages = [f"peaks of the stages  {', '.join(map(gib, found['stages']))}"] if asked.stages > 1 else []
     lines = [
-        f"{title(asked)}; {KERNELS[asked.device]}",
+        f"{title(asked)}; {KERNELS[asked.on_gpu]}",
         f"{found['parameters']:,} parameters; {not_modelled(asked)}",
         "",
         verdict(asked, found["memory"]),
@@ -73,7 +70,7 @@ def plan_text(asked, found: dict) -> str:
         along = "   along tensor" if c["dimension"] == "tensor" else ""
         lines.append(f"  {c['count']:4} × {c['kind']:16}{sizes[0]:>17}{sizes[1]:>15}{sizes[2]:>23}{along}")
     lines += ["", *time_lines(asked, found)]
-    if asked.device == "cuda":
+    if asked.on_gpu:
         lines += ["", COMPARED]
     return "\n".join(lines)
 
@@ -146,7 +143,7 @@ def sweep_text(asked, rows: list[dict]) -> str:
     """Return the table of --sweep."""
     lines = [
         (
-            f"{asked.named} on {asked.ranks} ranks, {asked.memory:g} GiB each, {asked.batch} × {asked.seq:,} tokens, {asked.precision}; "
+            f"{asked.named} on {asked.ranks} ranks, {asked.memory:g} GiB each, {asked.batch_size} × {asked.seq_len:,} tokens, {asked.precision}; "
             f"predicted, at {asked.efficiency:.0%} of {asked.peak_flops / 1e12:g} TFLOP/s"
         ),
         f"{not_modelled(asked)}; equal places: less than 2 % apart",
@@ -176,16 +173,16 @@ def row_text(asked, row: dict) -> str:
 def find_text(asked, found: dict) -> str:
     """Return the answer of --find, its reason, and a table of its neighbors."""
     what, number = found["what"], found["found"]
-    tokens = {"ranks": "", "batch": " sequences per rank", "seq": " tokens per sequence"}[what]
+    tokens = {"ranks": "", "batch_size": " sequences per rank", "seq_len": " tokens per sequence"}[what]
     if number is None:
-        head = f"no number of --{what} fits in {asked.memory:g} GiB"
+        head = f"no number of --{asked.find} fits in {asked.memory:g} GiB"
         head += f"; {found['tight']:,}{tokens} would be tight" if found["tight"] else ""
     else:
-        head = f"{'the least' if what == 'ranks' else 'the most'} --{what} that fits{dropout_note(asked)} in {asked.memory:g} GiB: {number:,}{tokens}"
+        head = f"{'the least' if what == 'ranks' else 'the most'} --{asked.find} that fits{dropout_note(asked)} in {asked.memory:g} GiB: {number:,}{tokens}"
         if found["tight"] != number:
             head += f"; {found['tight']:,} would be tight"
     lines = [head, reason(asked, found), f"{title(asked)}", not_modelled(asked), ""]
-    lines.append(f"{'--' + what:>12}{'planned':>13}{'reserved':>13}  {'tokens/s':18}")
+    lines.append(f"{'--' + asked.find:>12}{'planned':>13}{'reserved':>13}  {'tokens/s':18}")
     for row in found["rows"]:
         lines.append(f"{row[what]:>12,}{row_text(asked, row)}")
     return "\n".join(lines)
@@ -212,7 +209,7 @@ def advice(asked) -> str:
         "--cpu-offload": asked.strategy == "fsdp2" and not asked.cpu_offload,
         "--weights bf16": asked.precision == "bf16" and asked.weights == "fp32",
         "more --ranks": asked.find != "ranks",
-        "a shorter --seq": asked.find != "seq",
+        "a shorter --seq-len": asked.find != "seq-len",
     }
     return "try " + ", ".join(name for name, left in tried.items() if left)
 
@@ -221,7 +218,7 @@ def own_text(asked, plan: Plan, found: dict) -> str:
     """Return the plan of a user's own model as text: its peak is simulated, the rest predicted."""
     lines = [
         (
-            f"{asked.model}: {plan.blueprint.numel:,} parameters in {len(plan.units)} units, {asked.strategy} on "
+            f"{asked.module}: {plan.blueprint.numel:,} parameters in {len(plan.units)} units, {asked.strategy} on "
             f"{asked.ranks} ranks, {asked.precision}, {asked.optimizer}; the CPU's kernels"
         ),
         "",
@@ -232,5 +229,26 @@ def own_text(asked, plan: Plan, found: dict) -> str:
         *(f"  {c['count']:4} × {c['kind']:16}{c['bytes'] / 1e6:>12,.1f} MB" for c in plan.traffic()),
         "",
         verdict(asked, gpus.verdict(found["simulated"], asked.memory, asked.gpu, asked.ranks)),
+    ]
+    return "\n".join(lines)
+
+
+def run_text(title: str, plan: Plan) -> str:
+    """Return a page on the memory and the collectives of one run, for a lab's --dry-run.
+
+    Args:
+        title: which run.
+        plan: of the rank that needs most.
+    """
+    where, terms = plan.peak()
+    persistent = total(plan.persistent())
+    lines = [
+        title,
+        "",
+        f"peak of a rank      {gib(total(terms)):>14}   at: {where}",
+        *(f"  {name:18}{gib(size):>14}" for name, size in by_category(terms).items()),
+        f"kept between steps  {gib(persistent):>14}",
+        "collectives of a step",
+        *(f"  {c['count']:4} × {c['kind']:16}{c['bytes'] / 1e6:>12,.1f} MB" for c in plan.traffic()),
     ]
     return "\n".join(lines)

@@ -110,11 +110,12 @@ KEYS = {
 LARGEST = 10**9  # a larger size is a mistake
 
 
-def load(path: str) -> GPTShape:
+def load(path: str, option: str = "--config") -> GPTShape:
     """Read the shape that a configuration describes.
 
     Args:
         path: a config.json, or the folder it is in.
+        option: that the path is from, for messages.
 
     Raises:
         UserError: it cannot be read, or its family is not known.
@@ -123,15 +124,15 @@ def load(path: str) -> GPTShape:
         file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
         config = json.loads(file.read_text())
     except OSError as error:
-        raise UserError(f"--config {path} cannot be read ({error.strerror}): name a model's config.json") from None
+        raise UserError(f"{option} {path} cannot be read ({error.strerror}): name a model's config.json") from None
     except (ValueError, RecursionError):
-        raise UserError(f"--config {path} is not JSON: name a model's config.json") from None
+        raise UserError(f"{option} {path} is not JSON: name a model's config.json") from None
     if not isinstance(config, dict):
-        raise UserError(f"--config {path} has no named values: name a model's config.json")
+        raise UserError(f"{option} {path} has no named values: name a model's config.json")
     try:
         return shape_of(config)
     except UserError as error:
-        raise UserError(f"--config {path}: {error}") from None
+        raise UserError(f"{option} {path}: {error}") from None
 
 
 def shape_of(config: dict) -> GPTShape:

@@ -175,7 +175,9 @@ class GPT:
     def __post_init__(self):
         self.shape.check_tensor_parallel(self.tp_degree, self.seq_len)
         if self.tp_degree > 1 and (self.lora or self.wrap_embeddings or self.loss_chunks > 1):
-            raise UserError("tensor parallelism goes without --lora, --units apart, and --loss-chunks: leave them out")
+            raise UserError(
+                "tensor parallelism goes without --lora, --wrap blocks+embeddings, and --loss-chunks: leave them out"
+            )
         if self.loss_chunks > 1 and (self.shape.softcaps_logits or "head" in self.shape.biases):
             raise UserError(
                 "the loss in chunks is planned for a head without bias and soft-capping: leave --loss-chunks out"

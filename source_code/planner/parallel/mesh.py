@@ -26,6 +26,23 @@ class Mesh:
     shard: int = 1
     tensor: int = 1
 
+    @classmethod
+    def parse(cls, text: str) -> "Mesh":
+        """Parse what --mesh accepts (``FORM``); a dimension that it does not name has size 1.
+
+        Raises:
+            UserError: a name is unknown, or given twice.
+        """
+        if re.fullmatch(r"\d+x\d+", text):
+            replicas, shards = map(int, text.split("x"))
+            return cls(replicate=replicas, shard=shards)
+        pairs = [pair.split("=") for pair in text.split(",")]
+        known, names = list(cls().sizes), [name for name, _ in pairs]
+        for name in names:
+            if name not in known or names.count(name) > 1:
+                raise UserError(f"--mesh {text}: its dimensions are {', '.join(known)}, each named once at most")
+        return cls(**{name: int(size) for name, size in pairs})
+
     @property
     def sizes(self) -> dict[str, int]:
         """{name: size} of all dimensions, in order."""
@@ -57,21 +74,9 @@ def arrange(ranks: int, mesh: str | None = None, reshard: str = "true") -> Mesh:
     Raises:
         UserError: they do not fit the number of ranks.
     """
-    arranged = _parse(mesh) if mesh else Mesh(shard=ranks)
+    arranged = Mesh.parse(mesh) if mesh else Mesh(shard=ranks)
     if arranged.ranks != ranks:
         raise UserError(f"--mesh {mesh} is for {arranged.ranks} ranks, but there are {ranks}")
     if reshard.isdecimal() and arranged.shard % int(reshard):
         raise UserError(f"--reshard-after-forward {reshard} does not divide the {arranged.shard} ranks of a model")
     return arranged
-
-
-def _parse(mesh: str) -> Mesh:
-    if re.fullmatch(r"\d+x\d+", mesh):
-        replicas, shards = map(int, mesh.split("x"))
-        return Mesh(replicate=replicas, shard=shards)
-    pairs = [pair.split("=") for pair in mesh.split(",")]
-    known, names = list(Mesh().sizes), [name for name, _ in pairs]
-    for name in names:
-        if name not in known or names.count(name) > 1:
-            raise UserError(f"--mesh {mesh}: its dimensions are {', '.join(known)}, each named once at most")
-    return Mesh(**{name: int(size) for name, size in pairs})

@@ -17,39 +17,15 @@ Sources: torch/distributed/optim/zero_redundancy_optimizer.py; DeepSpeed's are i
 
 from math import ceil, prod
 
-from planner import UserError
 from planner.ops.autograd import FP32, FP64
 
 SUB_GROUP = 1_000_000_000  # elements that stage 3 updates together, by DeepSpeed's default
 UNEVEN = ("zero1", "deepspeed-1", "deepspeed-2")  # strategies under which ranks have different peaks
 
 
-# What gpt_zero.py's stages with --engine torch are for gpt_fsdp.py: strategy, --sync, --reshard-after-forward.
-TORCH = {
-    "0": ("ddp", "last", None),
-    "1": ("zero1", "last", None),
-    "2": ("fsdp2", "every", "false"),
-    "3": ("fsdp2", "every", "true"),
-}
-
-
-def as_gpt_fsdp(config: dict) -> dict:
-    """Translate the options of a run of gpt_zero.py to those of gpt_fsdp.py.
-
-    Args:
-        config: {option: value} of a record.
-
-    Raises:
-        UserError: the run is not predicted.
-    """
-    if config["cpu_offload"] and config["engine"] == "deepspeed":
-        raise UserError("where DeepSpeed's --cpu-offload stores what is not predicted: leave it out")
-    if config["engine"] == "torch":
-        strategy, sync, reshard = TORCH[config["stage"]]
-    else:
-        strategy, sync, reshard = f"deepspeed-{config['stage']}", "every", None
-    fixed = {"mesh": None, "prefetch": 0, "lora": None, "optimizer": "adamw"}
-    return config | fixed | {"strategy": strategy, "sync": sync, "reshard_after_forward": reshard}
+# What gpt_zero.py's --engine and --stage are for ``Plan.strategy``.
+STRATEGIES = {("torch", "0"): "ddp", ("torch", "1"): "zero1", ("torch", "2"): "fsdp2", ("torch", "3"): "fsdp2"}
+STRATEGIES |= {("deepspeed", stage): f"deepspeed-{stage}" for stage in "0123"}
 
 
 def partition_parameters(sizes: list[int], ranks: int) -> list[list[int]]:

@@ -1,0 +1,501 @@
+"""The options of the labs that train, each declared once, and how the runs made with them are planned. Needs no torch.
+
+A lab's ``Config`` derives from its class here, plan.py's from ``TransformerTraining``: they have the same words, the same
+defaults and the same conflicts. A class registers itself for a script's name (``of_lab``): then a record of that script
+can be planned (``planner.predict.plan_of``), and a notebook can plan a run (``Lab.plan``).
+
+An option is added by declaring it in its class. Labs that do not take it see its default.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from planner import predict
+from planner.cli import report
+from planner.models import huggingface, networks
+from planner.models.shapes import GPT_SHAPES, GPTShape
+from planner.parallel import pipeline, zero
+from planner.parallel.mesh import FORM, Mesh, arrange
+from planner.parallel.pipeline import Stage
+from planner.step.plan import Plan
+
+from labkit import UserError
+from labkit.running.options import GIVEN, SHARDED, Conflict, Training, option, redeclared, several
+
+LABS: dict[str, type[Training]] = {}  # {script of a lab: the class of its options}
+
+# What options and their values were called when earlier records were made: {name: (today's, {value: today's})}
+FORMER = {
+    "units": ("wrap", {"apart": "blocks+embeddings"}),
+    "sharding": ("reshard_after_forward", {"full": "true", "grad-op": "false"}),
+    "reshard_after_forward": ("reshard_after_forward", {None: "true"}),
+    "fall_back": ("fallback", {}),
+    "keep": ("keep_last", {}),
+    "on_failed_save": ("on_save_error", {"go-on": "continue"}),
+}
+
+
+def translated(values: dict) -> dict:
+    """Return the options of a record with the names and values that they have today.
+
+    Args:
+        values: a record's "config", of this version or an earlier one.
+    """
+    found = {}
+    for name, value in values.items():
+        today, words = FORMER.get(name, (name, {}))
+        found[today] = words.get(value, value)
+    return found
+
+
+def of_lab(*scripts: str):
+    """Register a class as the options of a lab, and its ``plan`` as what plans the records of these scripts.
+
+    Args:
+        scripts: the lab's file name first, then of others with the same options.
+    """
+
+    def register(options_class):
+        def plan_record(record: dict, **how) -> Plan:
+            values = translated(record["config"])
+            if values.get("batch_size") is None and "batch_size" in record:  # MNIST's, given for all ranks together
+                values["batch_size"] = record["batch_size"]
+            return options_class.restored(values).plan(record["ranks"], **how)
+
+        options_class.script = scripts[0]
+        for script in scripts:
+            LABS[script] = options_class
+            predict.PLANNERS[script] = plan_record
+        return options_class
+
+    return register
+
+
+def dry_run(config: Training, ranks: int, on_gpu: bool) -> str:
+    """Return what a lab prints with --dry-run: the plan of the rank that needs most.
+
+    Args:
+        config: a lab's options.
+        ranks: how many ranks would train.
+        on_gpu: whether each would compute on a GPU.
+
+    Raises:
+        UserError: the ranks cannot share the model so, or the arithmetic does not reach.
+    """
+    if hasattr(config, "arranged"):
+        config.arranged(ranks)
+    stages = range(ranks) if config.strategy == "pipeline" else [0]
+    plans = [config.plan(ranks, on_gpu=on_gpu, rank=stage).for_peak_rank() for stage in stages]
+    fullest = max(plans, key=lambda plan: predict.total(plan.peak()[1]))
+    kernels = report.KERNELS[on_gpu]
+    return report.run_text(f"{config.script}: {ranks} ranks, {config.strategy}, {kernels}; none was started", fullest)
+
+
+@of_lab("mnist_fsdp.py")
+@dataclass(frozen=True)
+class MNISTTraining(Training):
+    """What mnist_fsdp.py can be told."""
+
+    takes_dataset: ClassVar[bool] = True
+
+    conflicts = (
+        Conflict(
+            {"batch_size": GIVEN},
+            {"global_batch_size": GIVEN},
+            "--batch-size and --global-batch-size say the same thing twice: give one of them",
+        ),
+    )
+
+    strategy: Literal["single", "ddp", "fsdp1", "fsdp2"] = option("fsdp2", "one process, or how the ranks share")
+    wrap: Literal["unit", "size"] = option(
+        "unit", "FSDP: the whole model as one unit, or big layers as units of their own", only=SHARDED
+    )
+    min_num_params: int = option(
+        20000, "--wrap size: a layer with this many parameters is a unit of its own", least=1, only=SHARDED
+    )
+    reshard_after_forward: Literal["true", "false"] = option(
+        "true",
+        "FSDP: true frees a unit's gathered parameters after forward, false keeps them; the root's are always kept",
+        only=SHARDED,
+    )
+    cpu_offload: bool = option(
+        False, "FSDP: keep shards, gradients and optimizer state in the CPU's memory", only=SHARDED
+    )
+    precision: Literal["fp32", "bf16", "fp64"] = option("fp32", "number format of the computation", resumed="print")
+    epochs: int = option(4, "passes over the training set, those of the run being resumed included", least=1)
+    max_steps: int | None = option(None, "stop after this many steps in all", least=1)
+    batch_size: int | None = option(None, "images per step on each rank (default: 64)", least=1)
+    global_batch_size: int | None = option(
+        None, "images per step on all ranks together, instead of --batch-size", least=1
+    )
+    lr: float = option(1.0, "Adadelta's learning rate in the first epoch", above=0, resumed="print")
+    gamma: float = option(0.7, "factor on the learning rate after each epoch", above=0, resumed="print")
+    dropout: bool = option(
+        True,
+        "dropout layers; without them, and with one --global-batch-size, any number of ranks computes the same losses",
+        resumed="print",
+    )
+    seed: int = option(1, "seed of the weights, the order of the images and the dropout", resumed=True)
+    data: Literal["auto", "mnist", "mnist-5k"] = option("auto", "data set; auto: MNIST if it can be had")
+    loader: Literal["memory", "torchvision"] = option("memory", "data set on the device, or image by image")
+
+    def batch_size_of(self, world_size: int) -> int:
+        """Return the images per step on each rank. UserError: the ranks cannot share --global-batch-size evenly."""
+        if self.global_batch_size is None:
+            return self.batch_size or 64
+        if self.global_batch_size % world_size:
+            raise UserError(
+                f"--global-batch-size {self.global_batch_size} cannot be shared evenly by {world_size} ranks"
+            )
+        return self.global_batch_size // world_size
+
+    def plan(self, ranks: int, *, on_gpu: bool, at_least: bool = False, **how) -> Plan:
+        """Plan a run with these options. how: more of ``Plan``'s fields."""
+        return predict.mnist_plan(
+            self.strategy,
+            self.wrap,
+            ranks,
+            self.batch_size or self.batch_size_of(ranks),
+            self.dropout,
+            self.min_num_params,
+            self.reshard_after_forward,
+            "cuda" if on_gpu else "cpu",
+            precision=self.precision,
+            **how,
+        )
+
+
+@of_lab("gpt_fsdp.py", "one_rank.py")
+@dataclass(frozen=True)
+class TransformerTraining(Training):
+    """What the labs that train a transformer can be told: gpt_fsdp.py all of it, the others a part; and plan.py."""
+
+    conflicts = (
+        Conflict(
+            {"weights": "bf16"},
+            {"precision": ("fp32", "fp64")},
+            "--weights bf16 computes in bf16, too: give --precision bf16",
+        ),
+        Conflict(
+            {"recompute": "none"},
+            {"recompute_every": several},
+            "--recompute-every needs --recompute full, selective or alternate: give both, or neither",
+        ),
+        Conflict(
+            {"wrap": "blocks+embeddings"},
+            {"tied_weights": True},
+            "--wrap blocks+embeddings makes two units of embedding and head, which share one weight here: leave it out",
+        ),
+        Conflict(
+            {"strategy": "fsdp1"},
+            {"mesh": GIVEN, "reshard_after_forward": "false"},
+            "FSDP1 on a --mesh frees parameters after forward: leave --reshard-after-forward out",
+        ),
+        Conflict(
+            {"strategy": "fsdp1"},
+            {"reshard_after_forward": str.isdecimal},
+            "--reshard-after-forward {c.reshard_after_forward} is FSDP2's; FSDP1 knows true and false",
+        ),
+        Conflict(
+            {"strategy": "fsdp1"},
+            {"cpu_offload": True, "accumulate": several, "sync": "every"},
+            "FSDP1 with --cpu-offload forgets all but the last micro-batch: use --sync last",
+        ),
+        Conflict(
+            {"strategy": "fsdp1"},
+            {"clip": GIVEN, "precision": "fp64"},
+            "FSDP1 computes the norm that --clip needs in fp32: leave --precision fp64 out",
+        ),
+        # Compiled blocks run, but their gradients are wrong: the losses part in the second step (PyTorch 2.15).
+        *(
+            Conflict(
+                {"tp_degree": several},
+                excluded,
+                f"--mesh {{c.mesh}} splits matrix multiplications, which goes without {what}",
+            )
+            for what, excluded in {
+                "--strategy {c.strategy}": {"strategy": ("single", "ddp", "fsdp1")},
+                "--lora": {"lora": GIVEN},
+                "--compile": {"compile": True},
+                "--wrap blocks+embeddings": {"wrap": "blocks+embeddings"},
+                "--loss-chunks": {"loss_chunks": several},
+                "--weights bf16": {"weights": "bf16"},
+            }.items()
+        ),
+        Conflict(
+            {"strategy": "fsdp1"},
+            {"mesh": GIVEN, "shards": 1},
+            "FSDP1 on --mesh {c.mesh} has nothing to shard: use --strategy ddp",
+        ),
+    )
+    frozen: ClassVar[str] = "fp32"  # of LoRA's frozen matrices: only planned otherwise
+
+    preset: Literal[tuple(GPT_SHAPES)] = option("tiny", "size of the model", resumed=True)
+    tied: bool | None = option(None, "one weight for embedding and head (default: as the preset says)", resumed=True)
+    strategy: Literal["single", "ddp", "fsdp1", "fsdp2"] = option("fsdp2", "one process, or how the ranks share")
+    max_steps: int = option(20, "steps to train, those of the run being resumed included", least=1)
+    batch_size: int = option(8, "sequences in a micro-batch on each rank", least=1)
+    seq_len: int = option(128, "tokens in a sequence", least=1, resumed=True)
+    reshard_after_forward: str = option(
+        "true",
+        "FSDP: true frees a block's gathered parameters after forward, false keeps them, N keeps 1/N of them",
+        form=(r"true|false|[2-9]|[1-9]\d{1,8}", "true, false or a number from 2 on"),
+        only=SHARDED,
+    )
+    precision: Literal["fp32", "bf16", "fp64"] = option("fp32", "number format of the computation", resumed="print")
+    weights: Literal["fp32", "bf16"] = option(
+        "fp32", "number format of parameters (LoRA's frozen ones too), gradients and optimizer state", resumed="print"
+    )
+    recompute: Literal[networks.RECOMPUTE] = option(
+        "none",
+        "activation checkpointing: none, full (save a block's input), selective (save matmuls and attention too), "
+        "alternate (save every second matmul, and attention)",
+    )
+    recompute_every: int = option(1, "recompute every N-th block, starting with the first", least=1)
+    loss_chunks: int = option(1, "compute logits and loss in N chunks of the tokens", least=1)
+    wrap: Literal["blocks", "blocks+embeddings"] = option(
+        "blocks",
+        "FSDP's units: each block and the root with the rest; or embedding and head as units of their own",
+        only=SHARDED,
+    )
+    cpu_offload: bool = option(False, "FSDP: shards, gradients and optimizer state in CPU memory", only=SHARDED)
+    mesh: str | None = option(
+        None, "2x4 (HSDP) shards among 4 ranks, replicates twice; shard=4,tensor=2 names it", form=FORM, only=SHARDED
+    )
+    prefetch: int = option(0, "FSDP2: gather this many units ahead; 0 leaves it to FSDP2", least=0, only=("fsdp2",))
+    accumulate: int = option(1, "micro-batches in a step", least=1, at_most=10_000)
+    sync: Literal["every", "last"] = option("every", "after which micro-batch of a step the ranks average gradients")
+    clip: float | None = option(None, "largest global norm of the gradient", above=0, resumed="print")
+    compile: bool = option(False, "compile each block's forward")
+    optimizer: Literal["adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd"] = option(
+        "adamw", "optimizer; adamw is PyTorch's foreach implementation", resumed=True
+    )
+    lora: int | None = option(
+        None, "freeze the model, and train LoRA adapters of this rank on queries and values", least=1, resumed=True
+    )
+    lr: float = option(1e-3, "learning rate", above=0, resumed="print")
+    seed: int = option(1, "seed of the weights and the order of the text", resumed=True)
+    checkpoint_every: int | None = option(None, "also save every N steps", least=1, needs="checkpoint")
+
+    @property
+    def shape(self) -> GPTShape:
+        """The shape of the model."""
+        shape = GPT_SHAPES[self.preset]
+        return shape if self.tied is None else dataclasses.replace(shape, tie_word_embeddings=self.tied)
+
+    @property
+    def tied_weights(self) -> bool:
+        """Whether embedding and head share one weight."""
+        return self.shape.tie_word_embeddings
+
+    @property
+    def wraps_embeddings(self) -> bool:
+        """Whether embedding and head are FSDP units of their own."""
+        return self.wrap == "blocks+embeddings"
+
+    @property
+    def _dimensions(self) -> Mesh:
+        return Mesh.parse(self.mesh) if self.mesh else Mesh()
+
+    @property
+    def tp_degree(self) -> int:
+        """How many ranks share each matrix multiplication."""
+        return self._dimensions.tensor
+
+    @property
+    def shards(self) -> int:
+        """How many ranks share one copy of the model, as far as --mesh says it."""
+        return self._dimensions.shard
+
+    @property
+    def stages(self) -> int:
+        """How many stages a pipeline has; 1 where there is none."""
+        return self._dimensions.pipeline
+
+    @property
+    def mixed(self) -> bool:
+        """Whether to compute in bf16 with weights in fp32."""
+        return self.precision == "bf16" and self.weights == "fp32"
+
+    @property
+    def reshard(self) -> bool | int:
+        """What becomes of a block's gathered parameters after forward, in ``fully_shard``'s words."""
+        value = self.reshard_after_forward
+        return int(value) if value.isdecimal() else value == "true"
+
+    @property
+    def planned_strategy(self) -> str:
+        """The strategy in the planner's words (``Plan.strategy``)."""
+        return self.strategy
+
+    def arranged(self, world_size: int) -> Mesh:
+        """Return how the ranks are arranged. UserError: the options do not fit their number, or the model does not."""
+        mesh = arrange(world_size, self.mesh, self.reshard_after_forward)
+        if mesh.tensor > 1:
+            self.shape.check_tensor_parallel(mesh.tensor, self.seq_len)
+        return mesh
+
+    def plan(self, ranks: int, *, on_gpu: bool, at_least: bool = False, **how) -> Plan:
+        """Plan a run with these options: of a rank, its memory, its collectives, its time.
+
+        Args:
+            ranks: the number of ranks.
+            on_gpu: whose kernels.
+            at_least: whether a plan will do that needs less than the run, where the run itself cannot be planned.
+            how: more of ``Plan``'s fields.
+
+        Raises:
+            UserError: the arithmetic does not reach.
+        """
+        return predict.transformer_plan(self, ranks, on_gpu=on_gpu, **how)
+
+
+# What all transformer labs take of the options above
+COMMON = ("max_steps", "batch_size", "seq_len", "precision", "recompute", "accumulate", "clip", "lr", "seed")
+COMMON += ("checkpoint_every",)
+
+
+@of_lab("gpt_zero.py")
+@dataclass(frozen=True)
+class ZeroTraining(TransformerTraining, takes=(*COMMON, "preset", "tied", "recompute_every", "cpu_offload")):
+    """What gpt_zero.py can be told: its --stage and --engine stand for gpt_fsdp.py's strategy, --sync and the like."""
+
+    conflicts = (
+        Conflict(
+            {"engine": "deepspeed"},
+            {"cpu_offload": True, "stage": "0"},
+            "--cpu-offload goes with --stage 1, 2 or 3; with {c.stage} leave it out",
+        ),
+        Conflict(
+            {"engine": "torch"},
+            {"cpu_offload": True, "stage": ("0", "1")},
+            "--cpu-offload goes with --stage 2 or 3, or --engine deepspeed from 1 on; with {c.stage} leave it out",
+        ),
+        Conflict(
+            {"engine": "deepspeed"},
+            {"precision": "fp64"},
+            "DeepSpeed steps and sums gradients in fp32: leave --precision fp64 out, or use --engine torch",
+        ),
+        Conflict(
+            {"engine": "deepspeed"},
+            {"checkpoint": GIVEN},
+            "DeepSpeed's checkpoints have a format of their own: leave --checkpoint out, or use --engine torch",
+        ),
+        Conflict(
+            {"engine": "torch", "stage": "1"},
+            {"checkpoint": GIVEN},
+            "ZeroRedundancyOptimizer saves its state on one rank only: leave --checkpoint out, or take another --stage",
+        ),
+    )
+
+    stage: Literal["0", "1", "2", "3"] = option("3", "what is split: nothing, optimizer state, gradients, parameters")
+    engine: Literal["torch", "deepspeed"] = option("torch", "who splits it")
+    cpu_offload: bool = option(
+        False, "optimizer state and step on the CPU; with --engine torch, parameters and gradients rest there, too"
+    )
+
+    @property
+    def strategy(self) -> str:
+        """What gpt_fsdp.py would call it."""
+        return "deepspeed" if self.engine == "deepspeed" else "ddp" if self.stage in ("0", "1") else "fsdp2"
+
+    @property
+    def planned_strategy(self) -> str:
+        return zero.STRATEGIES[self.engine, self.stage]
+
+    @property
+    def reshard_after_forward(self) -> str:
+        return "false" if (self.engine, self.stage) == ("torch", "2") else "true"
+
+    @property
+    def sync(self) -> str:
+        """Whole gradients can wait for a step's last micro-batch; split ones are summed and split after each."""
+        return "last" if self.stage in ("0", "1") else "every"
+
+    def plan(self, ranks: int, **how) -> Plan:
+        if self.cpu_offload and self.engine == "deepspeed":
+            raise UserError("where DeepSpeed's --cpu-offload stores what is not predicted: leave it out")
+        return super().plan(ranks, **how)
+
+
+@of_lab("gpt_pipeline.py")
+@dataclass(frozen=True)
+class PipelineTraining(TransformerTraining, takes=(*COMMON, "preset", "optimizer")):
+    """What gpt_pipeline.py can be told."""
+
+    strategy: ClassVar[str] = "pipeline"
+
+    mesh: str | None = option(None, "the stages, pipeline=4 (default: every rank is one)", form=FORM)
+    schedule: Literal[tuple(pipeline.SCHEDULES)] = option("1f1b", "order of a stage's forwards and backwards")
+    batch_size: int = redeclared(TransformerTraining, "batch_size", default=2, help="sequences in a micro-batch")
+    accumulate: int = redeclared(TransformerTraining, "accumulate", default=8)
+
+    def arranged(self, world_size: int) -> Mesh:
+        """Return how the ranks are arranged: each is a stage. UserError: the options do not fit their number."""
+        mesh = arrange(world_size, self.mesh or f"pipeline={world_size}")
+        pipeline.check(mesh, self.shape, self.schedule, self.accumulate)
+        return mesh
+
+    def plan(self, ranks: int, *, on_gpu: bool, rank: int = 0, at_least: bool = False, **how) -> Plan:
+        """Plan one stage: that of ``rank``."""
+        return predict.stage_plan(self, Stage(ranks, rank, self.schedule), on_gpu=on_gpu, **how)
+
+
+@of_lab("hf_fsdp.py")
+@dataclass(frozen=True)
+class HuggingFaceTraining(TransformerTraining, takes=(*COMMON, "strategy", "lora")):
+    """What hf_fsdp.py can be told."""
+
+    conflicts = (
+        Conflict(
+            {"model": GIVEN},
+            {"config": GIVEN},
+            "give --model FOLDER for a model with weights, or --config FILE for random ones",
+        ),
+        Conflict(
+            {"model": None},
+            {"config": None},
+            "give --model FOLDER for a model with weights, or --config FILE for random ones",
+        ),
+        Conflict(
+            {"tokens": "model"},
+            {"model": None},
+            "--tokens model needs --model: a tokenizer lies beside the weights",
+        ),
+    )
+
+    model: str | None = option(None, "a model's folder: config.json, safetensors, tokenizer.json", resumed=True)
+    config: str | None = option(None, "a config.json, or its folder: random weights of that shape", resumed=True)
+    data: str | None = option(None, "a file of text to train on (default: what Python's help() says)", resumed=True)
+    tokens: Literal["bytes", "model"] | None = option(
+        None, "what a token is: a byte, or what the model's tokenizer says (default with --model)", resumed=True
+    )
+    save: str | None = option(None, "folder for the trained model (with --lora: the adapters), as the library has it")
+    strategy: Literal["single", "ddp", "fsdp2"] = redeclared(TransformerTraining, "strategy")
+    batch_size: int = redeclared(TransformerTraining, "batch_size", default=2)
+    recompute: Literal["none", "full"] = redeclared(
+        TransformerTraining, "recompute", help="activation checkpointing: none, or full (save a block's input)"
+    )
+    lora: int | None = redeclared(
+        TransformerTraining, "lora", help="freeze the model, and train peft's adapters of this rank"
+    )
+    lr: float = redeclared(TransformerTraining, "lr", default=1e-4)
+    seed: int = redeclared(
+        TransformerTraining, "seed", help="seed of the initial weights, the order of the text and the dropout"
+    )
+
+    @property
+    def shape(self) -> GPTShape:
+        """The shape of the model, as far as the planner knows its family. UserError: it does not, or cannot be read."""
+        return huggingface.load(self.model or self.config, "--model" if self.model else "--config")
+
+    @property
+    def wraps_embeddings(self) -> bool:
+        return not self.shape.tie_word_embeddings
+
+    def plan(self, ranks: int, *, at_least: bool = False, **how) -> Plan:
+        """at_least: plan the course's adapters in the place of peft's, which are on more layers, and need more."""
+        if self.lora and not at_least:
+            raise UserError("peft's adapters, on every linear layer, are not planned: train a few steps with --record")
+        return super().plan(ranks, **how)
