@@ -27,9 +27,11 @@ import torch.nn.functional as F
 from labkit import UserError
 from labkit.measuring import limits, meters, records
 from labkit.measuring.trace import local
-from labkit.running import options, progress, ranks, stopping
+from labkit.running import options, ranks
 from labkit.running.options import RESHARD, SHARDED, option
 from labkit.training import checkpoints, models, recompute, saving, text
+from labkit.training.loop import Loop
+from labkit.training.shards import part_of
 from labkit.training.tensor_parallel import tensor_parallel
 from planner import flops, networks
 from planner.mesh import FORM, Mesh, arrange
@@ -38,14 +40,13 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 # The model is in labkit/training/models.py; here it is built, sharded and trained. The options come last.
 # Everywhere, me is this rank: its rank, local_rank, world_size, device; me.say prints on rank 0 only.
-VALIDATION_SEQUENCES, LOG_EVERY = 32, 50  # the latter in steps
+VALIDATION_SEQUENCES = 32
 
 
 def build(config, me):
@@ -166,20 +167,6 @@ def initialise(model, seed):
         raise RuntimeError(f"no first value was given to {', '.join(forgotten)}")
 
 
-def part_of(parameter):
-    """Return this rank's part of a parameter and, for each dimension, its indices in the whole parameter."""
-    if not isinstance(parameter, DTensor):
-        return models.whole_parameter(parameter)
-    indices = []
-    for dimension, size in enumerate(parameter.shape):
-        # DTensor itself says which: shard the indices of a dimension as the parameter is sharded along it.
-        index = torch.arange(size).view([-1 if d == dimension else 1 for d in range(parameter.ndim)])
-        placements = [p if p.is_replicate() or p.dim == dimension else Replicate() for p in parameter.placements]
-        mine = distribute_tensor(index, parameter.device_mesh, placements, src_data_rank=None)  # nothing is sent
-        indices.append(local(mine).flatten().cpu())
-    return local(parameter), indices
-
-
 def make_optimizer(model, config):
     """foreach, fused or neither: named, as PyTorch's default differs between CPU and GPU, and their memory too."""
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -283,50 +270,30 @@ def train(config, me, prepare=prepare, compute_loss=compute_loss):
     model, optimizer, train_one = prepare(config, me)
     global_batch = config.batch_size * config.accumulate * config.arranged(me.world_size).data
     saver = saving.Saver(config, model, optimizer, checkpoints.identity(config, global_batch, text.NAME))
-    step = first_step = saver.resume(config.max_steps)
-    for group in optimizer.param_groups:  # a checkpoint brings its own
-        group["lr"] = config.lr
-    me.say(
-        f"{records.place(me)}; data {text.NAME}\n{'resumed' if step else 'starting'} at step {step} of {config.max_steps}"
-    )
-
-    bar = progress.Progress(me, config.max_steps, step)
-    meter = meters.Meter(model, optimizer, me.device, progress=bar, profile=config.profile, compiled=config.compile)
-    stop = stopping.Stop(config)
-    losses, save_every = [], config.checkpoint_every or config.max_steps
-    while step < config.max_steps:
-        end = min(config.max_steps, *(step - step % every + every for every in (save_every, LOG_EVERY)))
-        batches = training_batches(data.train, config, me, range(step, end))
+    loop = Loop(config, me, saver, config.max_steps, global_batch, lambda step: config.lr, config.seq_len)
+    while loop.step < loop.last_step:
         local_losses = []
-        for inputs, targets in meter.watch(stop.unless_asked(batches)):
+        for inputs, targets in loop.watch(training_batches(data.train, config, me, loop.next_steps())):
             local_losses += train_one(inputs, targets)
-            step += 1
-        stop.leave_if_agreed(me, saver, step, config.max_steps)
 
         summed = torch.stack(local_losses).view(-1, config.accumulate).sum(1)
         dist.all_reduce(summed)  # once every LOG_EVERY steps: once a step, only to print, would slow the training
-        losses += (summed / me.world_size).tolist()
-        me.say(f"step {step}: loss {losses[-1]:.4f}")
-        if not all(map(math.isfinite, losses)):  # records.report says so, and ends the run; nothing more is saved
+        losses = (summed / me.world_size).tolist()
+        me.say(f"step {loop.step}: loss {losses[-1]:.4f}")
+        if not loop.log(losses):  # not finite: records.report raises Diverged, and nothing more is saved
             break
-        if step % save_every == 0 or step == config.max_steps:
-            saver.save(step)
-    saver.finish(step)
-    meter.finish()
+        if loop.save_is_due():
+            saver.save(loop.step)
+    measured = loop.finish()
     validation_loss = evaluate(model, data.validation, config, me, compute_loss)
-    me.say(f"loss {losses[0]:.4f} in step {first_step + 1}, validation loss {validation_loss:.4f} after step {step}")
-    measured = meter.summary(global_batch)
-    rate = measured["time"]["samples_per_second"]
+    first, last = measured["first_step"], loop.step
+    me.say(f"loss {loop.losses[0]:.4f} in step {first + 1}, validation loss {validation_loss:.4f} after step {last}")
     return {
         "data": {"name": text.NAME, "train": len(data.train), "test": len(data.validation)},
         "batch_size": config.batch_size,
         "units": count_units(model),
-        "first_step": first_step,
-        "losses": losses,
         "validation_loss": validation_loss,
-        "checkpoints": saver.summary(),
         **measured,
-        "tokens_per_second": rate and rate * config.seq_len,
         "flops_per_token": flops.per_token(config.shape, config.seq_len, config.lora),
     }
 

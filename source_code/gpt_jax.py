@@ -26,7 +26,7 @@ from labkit import UserError
 from labkit.measuring import records
 from labkit.running import options, progress
 from labkit.running.options import option
-from labkit.training import checkpoints, jax_world, models, text
+from labkit.training import checkpoints, jax_world, loop, models, text
 from planner import flops, jax_sharding
 from planner.shapes import GPT_SHAPES, GPTShape
 
@@ -292,7 +292,7 @@ def train(config, world) -> dict:
         losses.append(loss.item())  # waits for the devices
         ends.append(time.perf_counter())
         bar.advance()
-        if (step + 1) % gpt_fsdp.LOG_EVERY == 0 or step + 1 == config.max_steps:
+        if (step + 1) % loop.LOG_EVERY == 0 or step + 1 == config.max_steps:
             world.say(f"step {step + 1}: loss {losses[-1]:.4f}")
         if not math.isfinite(losses[-1]):  # records.report says so, and ends the run; nothing more is saved
             break

@@ -22,11 +22,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from labkit import UserError
-from labkit.measuring import limits, meters, records
+from labkit.measuring import limits, records
 from labkit.measuring.trace import local
-from labkit.running import options, progress, ranks, stopping
+from labkit.running import options, ranks
 from labkit.running.options import option
 from labkit.training import checkpoints, hf_models, hf_weights, saving, text
+from labkit.training.loop import Loop
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -34,7 +35,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 # Everywhere, me is this rank: its rank, local_rank, world_size, device; me.say prints on rank 0 only.
-LOG_EVERY = 50  # steps
 
 
 def build(config, architecture, me):
@@ -143,52 +143,34 @@ def train(config, me):
     model = build(config, architecture, me)
     optimizer = make_optimizer(model, config)
     global_batch = config.batch_size * config.accumulate * me.world_size
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    me.say(f"{sum(p.numel() for p in model.parameters()):,} parameters, {trained:,} trained; {len(tokens):,} tokens")
     saver = saving.Saver(config, model, optimizer, checkpoints.identity(config, global_batch, name))
-    step = first_step = saver.resume(config.max_steps)
-    me.say(
-        f"{records.place(me)}; {sum(p.numel() for p in model.parameters()):,} parameters, "
-        f"{sum(p.numel() for p in model.parameters() if p.requires_grad):,} trained; data {name}, {len(tokens):,} tokens"
-    )
-
-    bar = progress.Progress(me, config.max_steps, step)
-    meter = meters.Meter(model, optimizer, me.device, progress=bar, profile=config.profile)
-    stop = stopping.Stop(config)
-    losses, save_every = [], config.checkpoint_every or config.max_steps
-    while step < config.max_steps:
-        end = min(config.max_steps, *(step - step % every + every for every in (save_every, LOG_EVERY)))
-        batches = training_batches(tokens, config, me, range(step, end))
+    loop = Loop(config, me, saver, config.max_steps, global_batch, lambda step: config.lr, config.seq_len)
+    while loop.step < loop.last_step:
         local_losses = []
-        for inputs, targets in meter.watch(stop.unless_asked(batches)):
+        for inputs, targets in loop.watch(training_batches(tokens, config, me, loop.next_steps())):
             # Dropout as a function of step and rank: resumed on as many ranks, a run draws what it would have drawn.
-            torch.manual_seed(config.seed + 1000 * step + me.rank)
+            torch.manual_seed(config.seed + 1000 * loop.step + me.rank)
             local_losses += train_step(model, optimizer, inputs, targets, config)
-            step += 1
-        stop.leave_if_agreed(me, saver, step, config.max_steps)
 
         summed = torch.stack(local_losses).view(-1, config.accumulate).sum(1)
         dist.all_reduce(summed)  # once every LOG_EVERY steps: once a step, only to print, would slow the training
-        losses += (summed / me.world_size).tolist()
-        me.say(f"step {step}: loss {losses[-1]:.4f}")
-        if not all(map(math.isfinite, losses)):  # records.report says so, and ends the run; nothing more is saved
+        losses = (summed / me.world_size).tolist()
+        me.say(f"step {loop.step}: loss {losses[-1]:.4f}")
+        if not loop.log(losses):  # not finite: records.report raises Diverged, and nothing more is saved
             break
-        if step % save_every == 0 or step == config.max_steps:
-            saver.save(step)
-    saver.finish(step)
-    meter.finish()
-    if config.save and all(map(math.isfinite, losses)):
+        if loop.save_is_due():
+            saver.save(loop.step)
+    measured = loop.finish()
+    if config.save and all(map(math.isfinite, loop.losses)):
         hf_models.save(getattr(model, "module", model), architecture, config)
         me.say(f"saved to {config.save}")
-    measured = meter.summary(global_batch)
-    rate = measured["time"]["samples_per_second"]
     return {
         "data": {"name": name, "train": len(tokens), "test": 0},
         "batch_size": config.batch_size,
         "units": sum(isinstance(module, fsdp.FSDPModule) for module in model.modules()),
-        "first_step": first_step,
-        "losses": losses,
-        "checkpoints": saver.summary(),
         **measured,
-        "tokens_per_second": rate and rate * config.seq_len,
     }
 
 

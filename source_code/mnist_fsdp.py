@@ -22,10 +22,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from labkit import UserError
-from labkit.measuring import limits, meters, records
-from labkit.running import options, progress, ranks, stopping
+from labkit.measuring import limits, records
+from labkit.running import options, ranks
 from labkit.running.options import SHARDED, option
 from labkit.training import checkpoints, datasets, saving
+from labkit.training.loop import Loop
 from labkit.training.models import Net
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
@@ -130,7 +131,7 @@ def evaluate(model, digits, config, me, watched=iter):
 
     A sampler that pads would see 10,002 images on 3 ranks. Here the parts differ in size, by one image or so,
     but every rank takes part in the same number of forward passes: under FSDP each of them is a collective.
-    watched: goes through the batches, and may end before the last (``stop.unless_asked``).
+    watched: yields the batches, and ends the run if it is preempted meanwhile (``Loop.interruptible``).
     """
     model.eval()
     total = len(digits.test_images)
@@ -159,58 +160,45 @@ def train(config, me):
     torch.manual_seed(config.seed)  # the same weights on every rank
     model = parallelize(Net(config.dropout).to(config.dtype), config, me)
     optimizer = torch.optim.Adadelta(model.parameters(), lr=config.lr)  # after sharding, which replaces the parameters
-    run = checkpoints.identity(config, batch_size * me.world_size, digits.name)
+    me.say(model)
+    global_batch = batch_size * me.world_size
+    saver = saving.Saver(config, model, optimizer, checkpoints.identity(config, global_batch, digits.name))
     last_step = min(config.epochs * steps_per_epoch, config.max_steps or math.inf)
-    saver = saving.Saver(config, model, optimizer, run)
-    step = first_step = saver.resume(last_step)
-    me.say(
-        f"{records.place(me)}; data {digits.name}\n{model}\n{'resumed' if step else 'starting'} at step {step} of {last_step}"
-    )
 
-    bar = progress.Progress(me, last_step, step)
-    meter = meters.Meter(model, optimizer, me.device, progress=bar, profile=config.profile)
-    stop = stopping.Stop(config)
-    losses = []
-    while step < last_step:
-        epoch, done = divmod(step, steps_per_epoch)
-        for group in optimizer.param_groups:  # a function of the step: there is no scheduler to save and resume
-            group["lr"] = config.lr * config.gamma**epoch
+    def learning_rate(step):
+        return config.lr * config.gamma ** (step // steps_per_epoch)
+
+    loop = Loop(config, me, saver, last_step, global_batch, learning_rate)
+    while loop.step < last_step:
+        epoch, done = divmod(loop.step, steps_per_epoch)
         model.train()
         batches = training_batches(digits, config, me, epoch, batch_size, done)
         local_losses = []
-        for images, labels in meter.watch(stop.unless_asked(islice(batches, last_step - step))):
+        for images, labels in loop.watch(islice(batches, last_step - loop.step)):
             # Dropout as a function of step and rank: resumed on as many ranks, a run draws what it would have drawn.
-            torch.manual_seed(config.seed + 1000 * step + me.rank)
+            torch.manual_seed(config.seed + 1000 * loop.step + me.rank)
             local_losses.append(train_step(model, optimizer, images, labels, config))
-            step += 1
-        stop.leave_if_agreed(me, saver, step, last_step)
 
         summed = torch.stack(local_losses)
         dist.all_reduce(summed)  # once an epoch: once a step, only to print, would slow the training
-        losses += (summed / me.world_size).tolist()
-        diverged = not all(map(math.isfinite, losses))
-        if not diverged:  # otherwise the newest checkpoint stays the one before
-            saver.save(step)
-        correct, total, test_loss = evaluate(model, digits, config, me, stop.unless_asked if step < last_step else iter)
-        stop.leave_if_agreed(me, saver, step, last_step)
+        losses = (summed / me.world_size).tolist()
+        finite = loop.log(losses)
+        if finite:  # otherwise the newest checkpoint stays the one before
+            saver.save(loop.step)
+        correct, total, test_loss = evaluate(model, digits, config, me, loop.interruptible)
         me.say(
-            f"epoch {epoch + 1}: loss {statistics.mean(losses[-len(local_losses) :]):.4f}, "
+            f"epoch {epoch + 1}: loss {statistics.mean(losses):.4f}, "
             f"test loss {test_loss:.4f}, accuracy {correct}/{total} ({correct / total:.2%})"
         )
-        if diverged:  # records.report says so, and ends the run
+        if not finite:  # records.report raises Diverged
             break
-    saver.finish(step)
-    meter.finish()
     return {
         "data": {"name": digits.name, "train": len(digits.train_images), "test": len(digits.test_images)},
         "batch_size": batch_size,
         "units": len(units(model)),
-        "first_step": first_step,
-        "losses": losses,
         "accuracy": {"correct": correct, "total": total},
         "test_loss": test_loss,
-        "checkpoints": saver.summary(),
-        **meter.summary(batch_size * me.world_size),
+        **loop.finish(),
     }
 
 

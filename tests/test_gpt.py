@@ -20,7 +20,7 @@ from labkit.measuring.trace import local
 from labkit.running import cells, launch, options, ranks
 from labkit.running.lab import Lab
 from labkit.running.ranks import Rank
-from labkit.training import checkpoints, models, text
+from labkit.training import checkpoints, models, shards, text
 from planner import flops, predict
 from planner.shapes import GPT_SHAPES
 from torch import nn
@@ -197,7 +197,7 @@ def drawn_by_rank_0(ranks, preset):
     gpt_fsdp.fsdp2(model, config, Rank(0, 0, ranks, "here", torch.device("cpu"), "fake"))
     drawn = []
     with mock.patch.object(torch.Tensor, "normal_", lambda tensor, **_: drawn.append(tensor.numel()) or tensor):
-        models.init_weights(model, config.seed, gpt_fsdp.part_of)
+        models.init_weights(model, config.seed, shards.part_of)
     return drawn
 
 

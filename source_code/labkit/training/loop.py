@@ -1,0 +1,133 @@
+"""Run what surrounds the steps of a training loop: resume, learning rate, meter, progress, logs, preemption, record.
+
+  loop = Loop(config, me, saver, last_step=config.max_steps, global_batch=32, learning_rate=lambda step: config.lr)
+  while loop.step < loop.last_step:
+      for inputs, targets in loop.watch(batches):      # one batch per step
+          ...                                          # the lab's own: forward, backward, optimizer
+      ...                                              # the lab's own: average the losses over the ranks
+      if not loop.log(losses):
+          break                                        # a loss is not finite
+      saver.save(loop.step)
+  record = loop.finish()
+
+The lab keeps everything that a chapter teaches. Nothing in this file computes a gradient or updates a parameter.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+from labkit.measuring import meters, records
+from labkit.running import progress, stopping
+
+LOG_EVERY = 50  # steps between two reductions of the losses
+
+
+class Loop:
+    """Resume a run, then watch its steps and report them.
+
+    Every rank makes one and calls it at the same steps: most methods are collective.
+
+    Attributes:
+        step: Number of steps trained so far, including those of the run being resumed.
+        first_step: The value of ``step`` when this run started.
+        last_step: The value of ``step`` at which the run ends.
+        losses: Mean loss over the ranks of each step of this run.
+    """
+
+    def __init__(
+        self,
+        config,
+        me,
+        saver,
+        last_step: int,
+        global_batch: int,
+        learning_rate: Callable[[int], float],
+        seq_len: int | None = None,
+    ):
+        """Resume from the newest checkpoint if the options say so, and print where the run starts. Collective.
+
+        Args:
+            config: The lab's options.
+            me: This rank, a ``ranks.Rank``.
+            saver: The run's ``saving.Saver``, which holds the model and the optimizer.
+            last_step: Number of steps after which the run ends, including those of the run being resumed.
+            global_batch: Number of samples (images or sequences) per step, all ranks together.
+            learning_rate: Maps a step's index, counted from 0, to its learning rate. A resumed run needs no saved state.
+            seq_len: Number of tokens per sample; None if a sample is not a sequence.
+
+        Raises:
+            UserError: There is nothing to resume or to train (``Saver.resume``).
+        """
+        self.config, self.me, self.saver, self.optimizer = config, me, saver, saver.optimizer
+        self.last_step, self.global_batch, self.seq_len = last_step, global_batch, seq_len
+        self.learning_rate = learning_rate
+        self.step = self.first_step = saver.resume(last_step)
+        self.losses = []
+        begin = f"{'resumed' if self.step else 'starting'} at step {self.step} of {last_step}"
+        me.say(f"{records.place(me)}; data {saver.run['data']}\n{begin}")
+        self.meter = meters.Meter(
+            saver.model,
+            self.optimizer,
+            me.device,
+            progress=progress.Progress(me, last_step, self.step),
+            profile=config.profile,
+            compiled=getattr(config, "compile", False),
+        )
+        self.stop = stopping.Stop(config)
+
+    def next_steps(self) -> range:
+        """Return the indices of the steps up to the next reduction of the losses or the next checkpoint."""
+        end = min(self.last_step, *(self.step - self.step % every + every for every in (self._save_every, LOG_EVERY)))
+        return range(self.step, end)
+
+    @property
+    def _save_every(self) -> int:
+        return self.config.checkpoint_every or self.last_step
+
+    def save_is_due(self) -> bool:
+        """Return whether ``--checkpoint-every`` or the end of the run asks for a checkpoint after the current step."""
+        return self.step % self._save_every == 0 or self.step == self.last_step
+
+    def watch(self, batches: Iterable) -> Iterator:
+        """Yield each batch, set its step's learning rate first, and measure what the caller does with it. Collective.
+
+        Raises:
+            Stopped: The ranks were asked to end and have saved a checkpoint.
+        """
+        for batch in self.meter.watch(self.stop.unless_asked(batches)):
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.learning_rate(self.step)
+            yield batch
+            self.step += 1
+        self.stop.leave_if_agreed(self.me, self.saver, self.step, self.last_step)
+
+    def interruptible(self, batches: Iterable) -> Iterator:
+        """Yield the batches of an evaluation, which may take longer than a preemption warning leaves. Collective.
+
+        Raises:
+            Stopped: The ranks were asked to end and have saved a checkpoint; not after the last step, where the run ends
+                anyway.
+        """
+        yield from batches if self.step == self.last_step else self.stop.unless_asked(batches)
+        self.stop.leave_if_agreed(self.me, self.saver, self.step, self.last_step)
+
+    def log(self, losses: list[float]) -> bool:
+        """Keep the losses of the steps since the last call, averaged over the ranks.
+
+        Returns:
+            Whether every loss is finite. If not, ``records.report`` raises ``Diverged`` at the end of the run, and the
+            newest checkpoint remains the one before.
+        """
+        self.losses += losses
+        return all(map(math.isfinite, losses))
+
+    def finish(self) -> dict:
+        """Wait for the last checkpoint, close what is open, and return this run's part of a record. Collective."""
+        self.saver.finish(self.step)
+        self.meter.finish()
+        measured = self.meter.summary(self.global_batch)
+        if self.seq_len:
+            rate = measured["time"]["samples_per_second"]
+            measured["tokens_per_second"] = rate and rate * self.seq_len
+        own = {"first_step": self.first_step, "losses": self.losses, "checkpoints": self.saver.summary()}
+        return own | measured

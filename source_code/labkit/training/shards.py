@@ -1,0 +1,21 @@
+"""Find the part of a sharded parameter that lies on this rank."""
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from labkit.measuring.trace import local
+from labkit.training.models import whole_parameter
+
+
+def part_of(parameter):
+    """Return this rank's part of a parameter and, for each dimension, its indices in the whole parameter."""
+    if not isinstance(parameter, DTensor):
+        return whole_parameter(parameter)
+    indices = []
+    for dimension, size in enumerate(parameter.shape):
+        # DTensor itself says which: shard the indices of a dimension as the parameter is sharded along it.
+        index = torch.arange(size).view([-1 if d == dimension else 1 for d in range(parameter.ndim)])
+        placements = [p if p.is_replicate() or p.dim == dimension else Replicate() for p in parameter.placements]
+        mine = distribute_tensor(index, parameter.device_mesh, placements, src_data_rank=None)  # nothing is sent
+        indices.append(local(mine).flatten().cpu())
+    return local(parameter), indices
