@@ -28,11 +28,14 @@ from labkit import UserError
 from labkit.measuring import limits, meters, records
 from labkit.measuring.trace import local
 from labkit.running import options, ranks
+from labkit.running.optimizer_options import OptimizerOptions
 from labkit.running.options import RESHARD, SHARDED, option
 from labkit.training import checkpoints, models, recompute, saving, text
 from labkit.training.loop import Loop
+from labkit.training.lr_schedule import learning_rate
 from labkit.training.shards import part_of
 from labkit.training.tensor_parallel import tensor_parallel
+from labkit.training.weight_decay import parameter_groups
 from planner import flops, networks
 from planner.mesh import FORM, Mesh, arrange
 from planner.shapes import GPT_SHAPES, GPTShape
@@ -169,12 +172,12 @@ def initialise(model, seed):
 
 def make_optimizer(model, config):
     """foreach, fused or neither: named, as PyTorch's default differs between CPU and GPU, and their memory too."""
-    trained = [p for p in model.parameters() if p.requires_grad]
     if config.optimizer in ("momentum", "sgd"):
+        trained = [p for p in model.parameters() if p.requires_grad]
         momentum = 0.9 if config.optimizer == "momentum" else 0.0
         return torch.optim.SGD(trained, lr=config.lr, momentum=momentum, foreach=True)
     how = {"adamw": {"foreach": True}, "adamw-fused": {"fused": True}, "adamw-for-loop": {"foreach": False}}
-    return torch.optim.AdamW(trained, lr=config.lr, **how[config.optimizer])
+    return torch.optim.AdamW(parameter_groups(model, config), lr=config.lr, **how[config.optimizer])
 
 
 def compute_loss(model, inputs, targets, config):
@@ -200,11 +203,11 @@ def gradients_wait(model, config, last):
 
 
 def clip(model, config):
-    """Scale the gradient down to the norm allowed. The norm is of all shards together: a collective."""
+    """Scale the gradient down to the norm allowed, and return the norm it had: of all shards, which is a collective."""
+    most = config.clip or math.inf  # without --clip, --log only measures the norm
     if config.strategy == "fsdp1":
-        model.clip_grad_norm_(config.clip)
-    else:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        return model.clip_grad_norm_(most)
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), most)
 
 
 def train_step(model, optimizer, inputs, targets, config):
@@ -218,7 +221,9 @@ def train_step(model, optimizer, inputs, targets, config):
             loss = compute_loss(model, inputs[micro], targets[micro], config) / config.accumulate
             loss.backward()
         losses.append(loss.detach())
-    if config.clip:
+    if config.log:
+        optimizer.gradient_norm = clip(model, config)  # the loop logs it
+    elif config.clip:
         clip(model, config)
     optimizer.step()
     optimizer.zero_grad()
@@ -270,7 +275,9 @@ def train(config, me, prepare=prepare, compute_loss=compute_loss):
     model, optimizer, train_one = prepare(config, me)
     global_batch = config.batch_size * config.accumulate * config.arranged(me.world_size).data
     saver = saving.Saver(config, model, optimizer, checkpoints.identity(config, global_batch, text.NAME))
-    loop = Loop(config, me, saver, config.max_steps, global_batch, lambda step: config.lr, config.seq_len)
+    work = flops.per_token(config.shape, config.seq_len, config.lora)
+    rates = partial(learning_rate, config)
+    loop = Loop(config, me, saver, config.max_steps, global_batch, rates, config.seq_len, work)
     while loop.step < loop.last_step:
         local_losses = []
         for inputs, targets in loop.watch(training_batches(data.train, config, me, loop.next_steps())):
@@ -286,6 +293,7 @@ def train(config, me, prepare=prepare, compute_loss=compute_loss):
             saver.save(loop.step)
     measured = loop.finish()
     validation_loss = evaluate(model, data.validation, config, me, compute_loss)
+    loop.log_scalars(validation_loss=validation_loss)
     first, last = measured["first_step"], loop.step
     me.say(f"loss {loop.losses[0]:.4f} in step {first + 1}, validation loss {validation_loss:.4f} after step {last}")
     return {
@@ -294,7 +302,7 @@ def train(config, me, prepare=prepare, compute_loss=compute_loss):
         "units": count_units(model),
         "validation_loss": validation_loss,
         **measured,
-        "flops_per_token": flops.per_token(config.shape, config.seq_len, config.lora),
+        "flops_per_token": work,
     }
 
 
@@ -318,8 +326,8 @@ def main(config, me, prepare=prepare, compute_loss=compute_loss):
 
 
 @dataclass(frozen=True)
-class Config(options.Training):
-    """One run. options.Training adds --ranks, --device, --backend, --checkpoint, --resume, --record and --profile."""
+class Config(OptimizerOptions):
+    """One run. OptimizerOptions adds --lr-schedule, --weight-decay and the like, and --checkpoint, --record, --log …"""
 
     script: ClassVar[str] = "gpt_fsdp.py"  # the lab that runs, for the record and the planner
 

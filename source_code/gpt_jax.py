@@ -335,6 +335,7 @@ class Config(options.Training):
     ranks: ClassVar[None] = None
     backend: ClassVar[str] = "xla"
     profile: ClassVar[None] = None
+    log: ClassVar[None] = None
     async_checkpoint: ClassVar[bool] = False
     on_failed_save: ClassVar[str] = "stop"
     allow_narrowing: ClassVar[bool] = False  # --precision must be the same

@@ -9,6 +9,7 @@
 README.md has every way to start it.
 """
 
+import math
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from labkit.measuring import limits
 from labkit.running import options, ranks
+from labkit.running.optimizer_options import OptimizerOptions
 from labkit.running.options import option
 from labkit.training import models
 from planner import networks, pipeline
@@ -106,7 +108,9 @@ def train_step(model, schedule, optimizer, inputs, targets, config):
         losses=losses,
         return_outputs=False,  # otherwise the last stage keeps the logits of all micro-batches, and joins them
     )
-    if config.clip:
+    if config.log:
+        optimizer.gradient_norm = clip(model, config)  # the loop logs it
+    elif config.clip:
         clip(model, config)
     optimizer.step()
     optimizer.zero_grad()
@@ -116,10 +120,12 @@ def train_step(model, schedule, optimizer, inputs, targets, config):
 
 
 def clip(model, config):
-    """Scale the gradient down to the norm allowed: that of all stages together, whose squares add up."""
+    """Scale the gradient down to the norm allowed, and return the norm it had: of all stages, whose squares add up."""
     square = nn.utils.get_total_norm([p.grad for p in model.parameters()]) ** 2
     dist.all_reduce(square)
-    nn.utils.clip_grads_with_norm_(model.parameters(), config.clip, square.sqrt())
+    norm = square.sqrt()
+    nn.utils.clip_grads_with_norm_(model.parameters(), config.clip or math.inf, norm)
+    return norm
 
 
 def compute_loss(model, inputs, targets, config):
@@ -152,8 +158,8 @@ def main(config, me):
 
 
 @dataclass(frozen=True)
-class Config(options.Training):
-    """One run. options.Training adds --ranks, --device, --backend, --checkpoint, --resume, --record and --profile."""
+class Config(OptimizerOptions):
+    """One run. OptimizerOptions adds --lr-schedule, --weight-decay and the like, and --checkpoint, --record, --log …"""
 
     script: ClassVar[str] = "gpt_pipeline.py"  # for the record and the planner
     preset: Literal[tuple(GPT_SHAPES)] = option("tiny", "size of the model", resumed=True)

@@ -25,9 +25,12 @@ from labkit import UserError
 from labkit.measuring import limits, records
 from labkit.measuring.trace import local
 from labkit.running import options, ranks
+from labkit.running.optimizer_options import OptimizerOptions
 from labkit.running.options import option
 from labkit.training import checkpoints, hf_models, hf_weights, saving, text
 from labkit.training.loop import Loop
+from labkit.training.lr_schedule import learning_rate
+from labkit.training.weight_decay import parameter_groups
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -100,7 +103,7 @@ def fill(model, pattern, config, me):
 
 
 def make_optimizer(model, config):
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=config.lr, foreach=True)
+    return torch.optim.AdamW(parameter_groups(model, config), lr=config.lr, foreach=True)
 
 
 def compute_loss(model, inputs, targets, config):
@@ -121,7 +124,9 @@ def train_step(model, optimizer, inputs, targets, config):
         loss = compute_loss(model, inputs[micro], targets[micro], config) / config.accumulate
         loss.backward()
         losses.append(loss.detach())
-    if config.clip:
+    if config.log:  # the loop logs it; without --clip, only the norm is computed
+        optimizer.gradient_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
+    elif config.clip:
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
     optimizer.step()
     optimizer.zero_grad()
@@ -146,7 +151,8 @@ def train(config, me):
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     me.say(f"{sum(p.numel() for p in model.parameters()):,} parameters, {trained:,} trained; {len(tokens):,} tokens")
     saver = saving.Saver(config, model, optimizer, checkpoints.identity(config, global_batch, name))
-    loop = Loop(config, me, saver, config.max_steps, global_batch, lambda step: config.lr, config.seq_len)
+    rates, work = partial(learning_rate, config), hf_models.flops_per_token(config)
+    loop = Loop(config, me, saver, config.max_steps, global_batch, rates, config.seq_len, work)
     while loop.step < loop.last_step:
         local_losses = []
         for inputs, targets in loop.watch(training_batches(tokens, config, me, loop.next_steps())):
@@ -186,8 +192,8 @@ def main(config, me):
 
 
 @dataclass(frozen=True)
-class Config(options.Training):
-    """One run. options.Training adds --ranks, --device, --backend, --checkpoint, --resume, --record and --profile."""
+class Config(OptimizerOptions):
+    """One run. OptimizerOptions adds --lr-schedule, --weight-decay and the like, and --checkpoint, --record, --log …"""
 
     script: ClassVar[str] = "hf_fsdp.py"
     cpu_offload: ClassVar[bool] = False

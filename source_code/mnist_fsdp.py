@@ -186,6 +186,7 @@ def train(config, me):
         if finite:  # otherwise the newest checkpoint stays the one before
             saver.save(loop.step)
         correct, total, test_loss = evaluate(model, digits, config, me, loop.interruptible)
+        loop.log_scalars(test_loss=test_loss, accuracy=correct / total)
         me.say(
             f"epoch {epoch + 1}: loss {statistics.mean(losses):.4f}, "
             f"test loss {test_loss:.4f}, accuracy {correct}/{total} ({correct / total:.2%})"

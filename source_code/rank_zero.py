@@ -31,6 +31,7 @@ class Config(gpt_fsdp.Config):
     """gpt_fsdp.py's options, of which some need the other ranks."""
 
     launched: ClassVar[bool] = False
+    log: ClassVar[None] = None  # there is nothing worth logging: the losses are wrong
     ranks: int = option(8, "size of the world", least=2, at_most=16_384)
     max_steps: int = option(12, "steps to train: the first 7 watch memory, the others are timed", least=3)
 

@@ -18,7 +18,7 @@ from commands import refused
 from forked import forked
 from labkit.running import launch
 from labkit.running.lab import Lab
-from labkit.running.options import Training
+from labkit.running.optimizer_options import OptimizerOptions
 from planner import cost, networks, pipeline, predict
 from planner.plan import STEP_COUNTER
 from planner.shapes import GPT_SHAPES, GPTShape
@@ -104,7 +104,7 @@ NOT_DRAWN |= {"checkpoint_every", "cpu_offload", "compile"}
 @pytest.mark.parametrize("script", sorted(set(configurations.SCRIPTS)))
 def test_every_option_of_a_lab_is_drawn(script):
     named = {field.name for field in dataclasses.fields(configurations.lab_of({"script": script}).Config)}
-    named -= {field.name for field in dataclasses.fields(Training)}
+    named -= {field.name for field in dataclasses.fields(OptimizerOptions)}
     assert named - NOT_DRAWN <= {*configurations.CHOICES, "mesh"}
 
 

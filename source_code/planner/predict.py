@@ -69,7 +69,7 @@ def plan_of(record: dict, rank: int = 0, at_least: bool = False) -> Plan:
     if "versions" in record:
         common["torch"] = tuple(map(int, record["versions"]["torch"].split(".")[:2]))
     if script == "gpt_pipeline.py":
-        common["clip"] = config["clip"] is not None
+        common["clip"] = _computes_norm(config)
         sizes = (config[name] for name in ("batch_size", "seq_len", "recompute"))
         trained = {name: config[name] for name in ("precision", "optimizer")} | {"micro_batches": config["accumulate"]}
         shape, stage = GPT_SHAPES[config["preset"]], Stage(ranks, rank, config["schedule"])
@@ -91,7 +91,7 @@ def plan_of(record: dict, rank: int = 0, at_least: bool = False) -> Plan:
     choices = {name: config[name] for name in ("recompute_every", "loss_chunks")} | {
         "apart": config["units"] == "apart"
     }
-    common["clip"] = config["clip"] is not None
+    common["clip"] = _computes_norm(config)
     return Plan(
         networks.gpt(shape, *sizes, mesh.tensor, **choices),
         replicas=mesh.replicate,
@@ -106,6 +106,12 @@ def plan_of(record: dict, rank: int = 0, at_least: bool = False) -> Plan:
     )
 
 
+def _computes_norm(config: dict) -> bool:
+    """Whether each step computes the gradient's norm: to clip by it, or, but for DeepSpeed, for --log's event files."""
+    logged = config.get("log") is not None and config.get("engine") != "deepspeed"
+    return logged or config["clip"] is not None
+
+
 def of_hugging_face(config: dict, on_gpu: bool, at_least: bool = False, **common) -> Plan:
     """The plan of a run of hf_fsdp.py with these options, as far as the course's operators are the model's own.
 
@@ -117,7 +123,7 @@ def of_hugging_face(config: dict, on_gpu: bool, at_least: bool = False, **common
     shape = huggingface.load(config["model"] or config["config"])
     sizes = (config[name] for name in ("batch_size", "seq_len", "recompute", "lora"))
     common |= {name: config[name] for name in ("strategy", "precision")}
-    common |= {"micro_batches": config["accumulate"], "clip": config["clip"] is not None}
+    common |= {"micro_batches": config["accumulate"], "clip": _computes_norm(config)}
     return Plan(networks.gpt(shape, *sizes, apart=not shape.tied), optimizer="adamw", on_gpu=on_gpu, **common)
 
 

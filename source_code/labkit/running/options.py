@@ -106,6 +106,10 @@ class Training(Start):
     )
     record: str | None = option(None, "write what was measured to this JSON file")
     profile: str | None = option(None, "folder for a trace of a few steps, for Perfetto or TensorBoard")
+    log: str | None = option(
+        None,
+        "folder for TensorBoard event files: loss, learning rate, speed, memory; of transformers, gradient norm and MFU",
+    )
 
 
 def check_choices(chosen, tied: bool):

@@ -16,8 +16,9 @@ The lab keeps everything that a chapter teaches. Nothing in this file computes a
 import math
 from collections.abc import Callable, Iterable, Iterator
 
-from labkit.measuring import meters, records
+from labkit.measuring import event_files, meters, records
 from labkit.running import progress, stopping
+from labkit.training.shards import whole
 
 LOG_EVERY = 50  # steps between two reductions of the losses
 
@@ -43,6 +44,7 @@ class Loop:
         global_batch: int,
         learning_rate: Callable[[int], float],
         seq_len: int | None = None,
+        flops_per_token: float | None = None,
     ):
         """Resume from the newest checkpoint if the options say so, and print where the run starts. Collective.
 
@@ -54,13 +56,14 @@ class Loop:
             global_batch: Number of samples (images or sequences) per step, all ranks together.
             learning_rate: Maps a step's index, counted from 0, to its learning rate. A resumed run needs no saved state.
             seq_len: Number of tokens per sample; None if a sample is not a sequence.
+            flops_per_token: Floating-point operations that training on a token takes, for the MFU that --log writes.
 
         Raises:
             UserError: There is nothing to resume or to train (``Saver.resume``).
         """
         self.config, self.me, self.saver, self.optimizer = config, me, saver, saver.optimizer
         self.last_step, self.global_batch, self.seq_len = last_step, global_batch, seq_len
-        self.learning_rate = learning_rate
+        self.learning_rate, self.flops_per_token = learning_rate, flops_per_token
         self.step = self.first_step = saver.resume(last_step)
         self.losses = []
         begin = f"{'resumed' if self.step else 'starting'} at step {self.step} of {last_step}"
@@ -74,6 +77,8 @@ class Loop:
             compiled=getattr(config, "compile", False),
         )
         self.stop = stopping.Stop(config)
+        self.events = event_files.EventFiles(config.log, self.step) if config.log and me.rank == 0 else None
+        self.norms, self.timed, self.peaks = [], 0, None  # since the last log; steps whose time has been logged
 
     def next_steps(self) -> range:
         """Return the indices of the steps up to the next reduction of the losses or the next checkpoint."""
@@ -99,6 +104,7 @@ class Loop:
                 group["lr"] = self.learning_rate(self.step)
             yield batch
             self.step += 1
+            self.norms.append(getattr(self.optimizer, "gradient_norm", None))
         self.stop.leave_if_agreed(self.me, self.saver, self.step, self.last_step)
 
     def interruptible(self, batches: Iterable) -> Iterator:
@@ -112,14 +118,46 @@ class Loop:
         self.stop.leave_if_agreed(self.me, self.saver, self.step, self.last_step)
 
     def log(self, losses: list[float]) -> bool:
-        """Keep the losses of the steps since the last call, averaged over the ranks.
+        """Keep the losses of the steps since the last call, averaged over the ranks, and write --log's scalars. Collective.
 
         Returns:
             Whether every loss is finite. If not, ``records.report`` raises ``Diverged`` at the end of the run, and the
             newest checkpoint remains the one before.
         """
         self.losses += losses
+        if self.config.log:
+            steps = range(self.step - len(losses) + 1, self.step + 1)
+            norms = [norm if norm is None else float(whole(norm)) for norm in self.norms]
+            by_step = {"loss": losses, "learning_rate": [self.learning_rate(step - 1) for step in steps]}
+            by_step["gradient_norm"] = norms
+            scalars = {name: list(zip(steps, values, strict=True)) for name, values in by_step.items()}
+            self._write(scalars | {name: [(self.step, value)] for name, value in self._speed_and_memory().items()})
+        self.norms.clear()
         return all(map(math.isfinite, losses))
+
+    def log_scalars(self, **scalars: float):
+        """Write more scalars of the current step to the event files, such as a validation loss."""
+        self._write({name: [(self.step, value)] for name, value in scalars.items()})
+
+    def _write(self, scalars: dict):
+        if self.events:
+            self.events.write(scalars)
+
+    def _speed_and_memory(self) -> dict[str, float | None]:
+        """Return the scalars of the steps since the last log together. Collective: the matmul ceiling is measured once."""
+        memory = self.meter.peak_memory()
+        seconds = self.meter.step_times(self.timed)
+        self.timed += len(seconds)
+        rate = self.global_batch * len(seconds) / sum(seconds) if seconds else None
+        found = {"peak_memory_gib": memory and memory / 2**30}
+        if not self.seq_len:
+            return found | {"samples_per_second": rate}
+        tokens = rate and rate * self.seq_len
+        if tokens and self.flops_per_token:
+            self.peaks = self.peaks or meters.measured_peaks(self.config.precision, self.me)
+            shares = meters.utilisation(tokens, self.flops_per_token, self.config.precision, self.me, self.peaks)
+            found |= {name: share and share["value"] for name, share in shares.items()}
+        return found | {"tokens_per_second": tokens}
 
     def finish(self) -> dict:
         """Wait for the last checkpoint, close what is open, and return this run's part of a record. Collective."""

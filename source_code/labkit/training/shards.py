@@ -1,4 +1,4 @@
-"""Find the part of a sharded parameter that lies on this rank."""
+"""Find the part of a sharded parameter that lies on this rank, and the whole of a tensor from its parts."""
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
@@ -19,3 +19,8 @@ def part_of(parameter):
         mine = distribute_tensor(index, parameter.device_mesh, placements, src_data_rank=None)  # nothing is sent
         indices.append(local(mine).flatten().cpu())
     return local(parameter), indices
+
+
+def whole(tensor):
+    """Return a tensor with all its elements on every rank, such as a norm of shards. Collective if it is a DTensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
