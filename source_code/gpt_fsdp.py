@@ -4,6 +4,7 @@
   python gpt_fsdp.py --ranks 4 --mesh 2x2                   # two replicas, each sharded over two ranks
   python gpt_fsdp.py --ranks 4 --mesh shard=2,tensor=2      # two ranks share each matrix product: tensor parallelism
   python gpt_fsdp.py --lora 4 --accumulate 4 --clip 1.0     # a frozen base, four micro-batches a step
+  python gpt_fsdp.py --lr-schedule cosine --warmup-steps 4 --no-decay-1d --log logs     # tensorboard --logdir logs
   python gpt_fsdp.py --checkpoint ckpt && python gpt_fsdp.py --checkpoint ckpt --resume --max-steps 40
   srun -p gpu -N 1 --gres=gpu:4 --cpus-per-task=16 python gpt_fsdp.py          # one task, which starts its own ranks
   torchrun --nproc-per-node 8 gpt_fsdp.py --preset llama3-8b --precision bf16 --recompute selective --compile \\
