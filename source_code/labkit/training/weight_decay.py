@@ -6,6 +6,8 @@ def parameter_groups(model, config) -> list[dict]:
 
     With ``--no-decay-1d`` norms and biases, which have one dimension, are not decayed; matrices are, embeddings included
     (as in nanoGPT). A sharded parameter (DTensor) has as many dimensions as the whole one. FSDP1's flat parameters do not.
+    The planner knows one group: of two, AdamW's intermediate results exist for one at a time, so that the optimizer's
+    step needs at most the smaller group's bytes less than it plans.
 
     Args:
         model: The model, after sharding.
