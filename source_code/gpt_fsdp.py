@@ -32,9 +32,8 @@ from labkit.running import options, ranks
 from labkit.running.optimizer_options import OptimizerOptions
 from labkit.running.options import RESHARD, SHARDED, option
 from labkit.training import checkpoints, models, recompute, saving, text
-from labkit.training.loop import Loop
-from labkit.training.lr_schedule import learning_rate
-from labkit.training.shards import part_of
+from labkit.training.loop import Loop, keep_norm
+from labkit.training.shards import count_units, part_of
 from labkit.training.tensor_parallel import tensor_parallel
 from labkit.training.weight_decay import parameter_groups
 from planner import flops, networks
@@ -222,10 +221,8 @@ def train_step(model, optimizer, inputs, targets, config):
             loss = compute_loss(model, inputs[micro], targets[micro], config) / config.accumulate
             loss.backward()
         losses.append(loss.detach())
-    if config.log:
-        optimizer.gradient_norm = clip(model, config)  # the loop logs it
-    elif config.clip:
-        clip(model, config)
+    if config.clip or config.log:
+        keep_norm(optimizer, clip(model, config), config)
     optimizer.step()
     optimizer.zero_grad()
     return losses
@@ -270,15 +267,12 @@ def train(config, me, prepare=prepare, compute_loss=compute_loss):
 
     prepare, compute_loss: what another lab does in the place of the functions of these names.
     """
-    data = text.load(me.device)
-    if config.seq_len >= len(data.validation):
-        raise UserError(f"--seq-len must be less than the {len(data.validation)} tokens of the validation text")
+    data = text.load(me.device, config.seq_len)
     model, optimizer, train_one = prepare(config, me)
     global_batch = config.batch_size * config.accumulate * config.arranged(me.world_size).data
     saver = saving.Saver(config, model, optimizer, checkpoints.identity(config, global_batch, text.NAME))
     work = flops.per_token(config.shape, config.seq_len, config.lora)
-    rates = partial(learning_rate, config)
-    loop = Loop(config, me, saver, config.max_steps, global_batch, rates, config.seq_len, work)
+    loop = Loop(config, me, saver, config.max_steps, global_batch, flops_per_token=work)
     while loop.step < loop.last_step:
         local_losses = []
         for inputs, targets in loop.watch(training_batches(data.train, config, me, loop.next_steps())):
@@ -305,12 +299,6 @@ def train(config, me, prepare=prepare, compute_loss=compute_loss):
         **measured,
         "flops_per_token": work,
     }
-
-
-def count_units(model) -> int:
-    """How many units FSDP gathers: of FSDP2's modules, the last norm and the head are one if they are apart."""
-    units = sum(isinstance(m, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)) for m in model.modules())
-    return units - isinstance(getattr(model, "norm", None), fsdp.FSDPModule)
 
 
 def main(config, me, prepare=prepare, compute_loss=compute_loss):

@@ -273,9 +273,7 @@ def evaluate(training, tokens, config):
 
 def train(config, world) -> dict:
     """Train as ``config`` says; returns this run's part of a record."""
-    data = text.load(torch.device("cpu"))
-    if config.seq_len >= len(data.validation):
-        raise UserError(f"--seq-len must be less than the {len(data.validation)} tokens of the validation text")
+    data = text.load(torch.device("cpu"), config.seq_len)
     accumulate, batch, _ = config.batch_shape(world.world_size)
     saver = jax_checkpoints.Saver(config, checkpoints.identity(config, accumulate * batch, text.NAME))
     first_step = saver.find(config.max_steps)  # before anything is compiled

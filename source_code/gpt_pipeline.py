@@ -23,6 +23,7 @@ from labkit.running import options, ranks
 from labkit.running.optimizer_options import OptimizerOptions
 from labkit.running.options import option
 from labkit.training import models
+from labkit.training.loop import keep_norm
 from planner import networks, pipeline
 from planner.mesh import FORM, Mesh, arrange
 from planner.shapes import GPT_SHAPES, GPTShape
@@ -108,10 +109,8 @@ def train_step(model, schedule, optimizer, inputs, targets, config):
         losses=losses,
         return_outputs=False,  # otherwise the last stage keeps the logits of all micro-batches, and joins them
     )
-    if config.log:
-        optimizer.gradient_norm = clip(model, config)  # the loop logs it
-    elif config.clip:
-        clip(model, config)
+    if config.clip or config.log:
+        keep_norm(optimizer, clip(model, config), config)
     optimizer.step()
     optimizer.zero_grad()
     if model.last:

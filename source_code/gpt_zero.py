@@ -23,6 +23,7 @@ from labkit.measuring import limits
 from labkit.running import options, ranks
 from labkit.running.options import option
 from labkit.training import deepspeed_zero, models
+from labkit.training.loop import keep_norm
 from labkit.training.weight_decay import parameter_groups
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -98,8 +99,7 @@ def deepspeed_step(engine, optimizer, inputs, targets, config):
         loss = gpt_fsdp.compute_loss(engine, inputs[micro], targets[micro], config)
         losses.append(engine.backward(loss).detach())
         optimizer.step()  # for each micro-batch; what is to happen after the last one, happens after the last one
-    if config.log:
-        optimizer.gradient_norm = engine.get_global_grad_norm()  # None where DeepSpeed computes none
+    keep_norm(optimizer, engine.get_global_grad_norm(), config)  # None where DeepSpeed computes none
     return losses
 
 

@@ -28,13 +28,14 @@ from labkit.running import options, ranks
 from labkit.running.optimizer_options import OptimizerOptions
 from labkit.running.options import option
 from labkit.training import checkpoints, hf_models, hf_weights, saving, text
-from labkit.training.loop import Loop
-from labkit.training.lr_schedule import learning_rate
+from labkit.training.loop import Loop, keep_norm
+from labkit.training.shards import count_units
 from labkit.training.weight_decay import parameter_groups
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 # Everywhere, me is this rank: its rank, local_rank, world_size, device; me.say prints on rank 0 only.
@@ -124,10 +125,8 @@ def train_step(model, optimizer, inputs, targets, config):
         loss = compute_loss(model, inputs[micro], targets[micro], config) / config.accumulate
         loss.backward()
         losses.append(loss.detach())
-    if config.log:  # the loop logs it; without --clip, only the norm is computed
-        optimizer.gradient_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
-    elif config.clip:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+    if config.clip or config.log:  # without --clip, --log only measures the norm
+        keep_norm(optimizer, clip_grad_norm_(model.parameters(), config.clip or math.inf), config)
     optimizer.step()
     optimizer.zero_grad()
     return losses
@@ -151,8 +150,8 @@ def train(config, me):
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     me.say(f"{sum(p.numel() for p in model.parameters()):,} parameters, {trained:,} trained; {len(tokens):,} tokens")
     saver = saving.Saver(config, model, optimizer, checkpoints.identity(config, global_batch, name))
-    rates, work = partial(learning_rate, config), hf_models.flops_per_token(config)
-    loop = Loop(config, me, saver, config.max_steps, global_batch, rates, config.seq_len, work)
+    work = hf_models.flops_per_token(config)
+    loop = Loop(config, me, saver, config.max_steps, global_batch, flops_per_token=work)
     while loop.step < loop.last_step:
         local_losses = []
         for inputs, targets in loop.watch(training_batches(tokens, config, me, loop.next_steps())):
@@ -175,7 +174,7 @@ def train(config, me):
     return {
         "data": {"name": name, "train": len(tokens), "test": 0},
         "batch_size": config.batch_size,
-        "units": sum(isinstance(module, fsdp.FSDPModule) for module in model.modules()),
+        "units": count_units(model),
         **measured,
     }
 

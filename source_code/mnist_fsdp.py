@@ -168,7 +168,7 @@ def train(config, me):
     def learning_rate(step):
         return config.lr * config.gamma ** (step // steps_per_epoch)
 
-    loop = Loop(config, me, saver, last_step, global_batch, learning_rate)
+    loop = Loop(config, me, saver, last_step, global_batch, learning_rate=learning_rate)
     while loop.step < last_step:
         epoch, done = divmod(loop.step, steps_per_epoch)
         model.train()

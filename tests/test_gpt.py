@@ -355,7 +355,7 @@ def record():
 
 @pytest.mark.parametrize(("options", "units"), [({}, 5), ({"units": "apart"}, 7)])
 def test_units_are_counted(options, units, world_of_one):
-    assert gpt_fsdp.count_units(gpt_fsdp.build(gpt_fsdp.Config(**options), world_of_one)[0]) == units
+    assert shards.count_units(gpt_fsdp.build(gpt_fsdp.Config(**options), world_of_one)[0]) == units
 
 
 @pytest.mark.long

@@ -1,6 +1,6 @@
 """Run what surrounds the steps of a training loop: resume, learning rate, meter, progress, logs, preemption, record.
 
-  loop = Loop(config, me, saver, last_step=config.max_steps, global_batch=32, learning_rate=lambda step: config.lr)
+  loop = Loop(config, me, saver, last_step=config.max_steps, global_batch=32)
   while loop.step < loop.last_step:
       for inputs, targets in loop.watch(batches):      # one batch per step
           ...                                          # the lab's own: forward, backward, optimizer
@@ -15,12 +15,20 @@ The lab keeps everything that a chapter teaches. Nothing in this file computes a
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from labkit.measuring import event_files, meters, records
 from labkit.running import progress, stopping
+from labkit.training import lr_schedule
 from labkit.training.shards import whole
 
 LOG_EVERY = 50  # steps between two reductions of the losses
+
+
+def keep_norm(optimizer, norm, config):
+    """Keep the gradient's norm for --log, where the loop finds it; without --log, let it be freed."""
+    if config.log:
+        optimizer.gradient_norm = norm
 
 
 class Loop:
@@ -42,28 +50,29 @@ class Loop:
         saver,
         last_step: int,
         global_batch: int,
-        learning_rate: Callable[[int], float],
-        seq_len: int | None = None,
+        *,
+        learning_rate: Callable[[int], float] | None = None,
         flops_per_token: float | None = None,
     ):
         """Resume from the newest checkpoint if the options say so, and print where the run starts. Collective.
 
         Args:
-            config: The lab's options.
+            config: The lab's options. A lab whose samples are sequences has ``seq_len``, their number of tokens.
             me: This rank, a ``ranks.Rank``.
             saver: The run's ``saving.Saver``, which holds the model and the optimizer.
             last_step: Number of steps after which the run ends, including those of the run being resumed.
             global_batch: Number of samples (images or sequences) per step, all ranks together.
-            learning_rate: Maps a step's index, counted from 0, to its learning rate. A resumed run needs no saved state.
-            seq_len: Number of tokens per sample; None if a sample is not a sequence.
+            learning_rate: Maps a step's index, counted from 0, to its learning rate; by default ``--lr-schedule``'s. As it
+                is a function of the step, a resumed run needs no saved state.
             flops_per_token: Floating-point operations that training on a token takes, for the MFU that --log writes.
 
         Raises:
             UserError: There is nothing to resume or to train (``Saver.resume``).
         """
         self.config, self.me, self.saver, self.optimizer = config, me, saver, saver.optimizer
-        self.last_step, self.global_batch, self.seq_len = last_step, global_batch, seq_len
-        self.learning_rate, self.flops_per_token = learning_rate, flops_per_token
+        self.last_step, self.global_batch, self.seq_len = last_step, global_batch, getattr(config, "seq_len", None)
+        self.learning_rate = learning_rate or partial(lr_schedule.learning_rate, config)
+        self.flops_per_token = flops_per_token
         self.step = self.first_step = saver.resume(last_step)
         self.losses = []
         begin = f"{'resumed' if self.step else 'starting'} at step {self.step} of {last_step}"

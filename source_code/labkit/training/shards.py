@@ -1,6 +1,7 @@
-"""Find the part of a sharded parameter that lies on this rank, and the whole of a tensor from its parts."""
+"""Describe what is sharded: a rank's part of a parameter, the whole of a tensor, the number of FSDP units."""
 
 import torch
+from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from labkit.measuring.trace import local
@@ -24,3 +25,9 @@ def part_of(parameter):
 def whole(tensor):
     """Return a tensor with all its elements on every rank, such as a norm of shards. Collective if it is a DTensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def count_units(model) -> int:
+    """Return the number of FSDP units; FSDP2 makes one of the last norm and the head if the embedding is another."""
+    units = sum(isinstance(m, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)) for m in model.modules())
+    return units - isinstance(getattr(model, "norm", None), fsdp.FSDPModule)
