@@ -53,7 +53,7 @@ VALIDATION_SEQUENCES = 32
 
 
 def build(config, me):
-    """(model ready to train, floating-point operations per token)."""
+    """Return (model ready to train, floating-point operations per token)."""
     with torch.device("meta"):  # shapes and no storage: nothing is allocated, however large the model
         model = models.GPT(config.shape).to(config.dtype)
         if config.lora:
@@ -145,14 +145,14 @@ def fsdp2(model, config, me):
     if apart:  # gathered once, for both; and it stays gathered, as backward begins with it
         fsdp.fully_shard([model.norm, model.head], reshard_after_forward=False, **settings)
         units.append(model.head)
-    # The root takes the rest: embedding, last norm and head, unless they are apart. It stays gathered likewise.
+    # The root takes the rest: embedding, last norm and head, unless they are apart. It stays gathered, too.
     fsdp.fully_shard(model, **settings)
     if config.prefetch:
         prefetch(model, units, config.prefetch)
 
 
 def prefetch(model, units, ahead):
-    """Say which units to gather while another computes, instead of leaving it to FSDP2."""
+    """Choose which units to gather while another computes, instead of leaving it to FSDP2."""
     model.set_modules_to_forward_prefetch(units[:ahead])
     for i, unit in enumerate(units):
         unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + ahead])
@@ -171,7 +171,7 @@ def initialise(model, seed):
 
 
 def make_optimizer(model, config):
-    """foreach, fused or neither: named, as PyTorch's default differs between CPU and GPU, and their memory too."""
+    """Return the optimizer. foreach or fused is explicit, as PyTorch's default and its memory differ by device."""
     if config.optimizer in ("momentum", "sgd"):
         trained = [p for p in model.parameters() if p.requires_grad]
         momentum = 0.9 if config.optimizer == "momentum" else 0.0
@@ -181,7 +181,7 @@ def make_optimizer(model, config):
 
 
 def compute_loss(model, inputs, targets, config):
-    """Mean cross-entropy of a micro-batch on this rank, in nats per token."""
+    """Return the mean cross-entropy of a micro-batch on this rank, in nats per token."""
     # FSDP casts by its own policy, as DeepSpeed does; for the others, autocast does.
     by_autocast = config.mixed and config.strategy in ("single", "ddp")
     with torch.autocast(inputs.device.type, torch.bfloat16) if by_autocast else nullcontext():
@@ -193,7 +193,7 @@ def compute_loss(model, inputs, targets, config):
 
 
 def gradients_wait(model, config, last):
-    """The context of a micro-batch: with --sync last the ranks average gradients after a step's last one only."""
+    """Return the context of a micro-batch: with --sync last, the ranks average gradients after a step's last one only."""
     wait = config.sync == "last" and not last
     if config.strategy == "fsdp2":
         model.set_requires_gradient_sync(not wait)
@@ -211,9 +211,9 @@ def clip(model, config):
 
 
 def train_step(model, optimizer, inputs, targets, config):
-    """One step on this rank's (inputs, targets), each of shape (accumulate, batch_size, seq_len).
+    """Train one step on this rank's (inputs, targets), each of shape (accumulate, batch_size, seq_len).
 
-    Returns the micro-batches' parts of the loss, whose sum it is.
+    Returns one term per micro-batch; their sum is the step's loss.
     """
     losses = []
     for micro in range(config.accumulate):
@@ -229,7 +229,7 @@ def train_step(model, optimizer, inputs, targets, config):
 
 
 def training_batches(tokens, config, me, steps):
-    """A step's micro-batches on this rank: (inputs, targets), each of shape (accumulate, batch_size, seq_len)."""
+    """Yield this rank's micro-batches of each step: (inputs, targets), each of shape (accumulate, batch_size, seq_len)."""
     mesh = config.arranged(me.world_size)
     count = config.accumulate * mesh.data * config.batch_size
     for step in steps:
@@ -240,7 +240,7 @@ def training_batches(tokens, config, me, steps):
 
 @torch.no_grad()
 def evaluate(model, tokens, config, me, compute_loss=compute_loss):
-    """Mean loss on the validation text: the same sequences for any number of ranks up to VALIDATION_SEQUENCES."""
+    """Return the mean loss on the validation text: on the same sequences for up to VALIDATION_SEQUENCES ranks."""
     mesh = config.arranged(me.world_size)
     total = max(VALIDATION_SEQUENCES, mesh.data)
     starts = torch.linspace(0, len(tokens) - config.seq_len - 1, total).long()
@@ -256,16 +256,16 @@ def evaluate(model, tokens, config, me, compute_loss=compute_loss):
 
 
 def prepare(config, me):
-    """(model, optimizer, step), ready to train: step(inputs, targets) → losses, as ``train_step`` has them."""
+    """Return (model, optimizer, step), ready to train: step(inputs, targets) returns losses as ``train_step`` does."""
     model, _ = build(config, me)
     optimizer = make_optimizer(model, config)
     return model, optimizer, lambda inputs, targets: train_step(model, optimizer, inputs, targets, config)
 
 
 def train(config, me, prepare=prepare, compute_loss=compute_loss):
-    """Train as ``config`` says in the process group there is; returns this run's part of a record.
+    """Train in the current process group and return this run's part of a record.
 
-    prepare, compute_loss: what another lab does in the place of the functions of these names.
+    prepare, compute_loss: another lab's functions of these names.
     """
     data = text.load(me.device, config.seq_len)
     model, optimizer, train_one = prepare(config, me)
@@ -302,7 +302,7 @@ def train(config, me, prepare=prepare, compute_loss=compute_loss):
 
 
 def main(config, me, prepare=prepare, compute_loss=compute_loss):
-    """What every rank runs. me: which rank this is (labkit/running/ranks.py). The rest is another lab's: see ``train``."""
+    """Run the lab on one rank. me: this rank (labkit/running/ranks.py). prepare, compute_loss: see ``train``."""
     begin = time.perf_counter()
     config.arranged(me.world_size)  # refuses, before anything is allocated, what the ranks cannot share
     limits.check(config, me)
@@ -385,7 +385,7 @@ class Config(OptimizerOptions):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights. The loss is in it, too, but in fp32 at least."""
+        """Data type of the weights. The loss is in it, too, but in fp32 at least."""
         if self.weights == "bf16":
             return torch.bfloat16
         return torch.float64 if self.precision == "fp64" else torch.float32

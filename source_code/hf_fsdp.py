@@ -108,7 +108,7 @@ def make_optimizer(model, config):
 
 
 def compute_loss(model, inputs, targets, config):
-    """Mean cross-entropy of a micro-batch on this rank, in nats per token."""
+    """Return the mean cross-entropy of a micro-batch on this rank, in nats per token."""
     by_autocast = config.precision == "bf16" and config.strategy != "fsdp2"  # FSDP casts by its own policy
     with torch.autocast(inputs.device.type, torch.bfloat16) if by_autocast else nullcontext():
         logits = model(input_ids=inputs, use_cache=False).logits
@@ -116,9 +116,9 @@ def compute_loss(model, inputs, targets, config):
 
 
 def train_step(model, optimizer, inputs, targets, config):
-    """One step on this rank's (inputs, targets), each of shape (accumulate, batch_size, seq_len).
+    """Train one step on this rank's (inputs, targets), each of shape (accumulate, batch_size, seq_len).
 
-    Returns the micro-batches' parts of the loss, whose sum it is.
+    Returns one term per micro-batch; their sum is the step's loss.
     """
     losses = []
     for micro in range(config.accumulate):
@@ -133,7 +133,7 @@ def train_step(model, optimizer, inputs, targets, config):
 
 
 def training_batches(tokens, config, me, steps):
-    """A step's micro-batches on this rank: (inputs, targets), each of shape (accumulate, batch_size, seq_len)."""
+    """Yield this rank's micro-batches of each step: (inputs, targets), each of shape (accumulate, batch_size, seq_len)."""
     shape = config.accumulate, me.world_size, config.batch_size
     for step in steps:
         starts = text.starts(tokens, config.seq_len, math.prod(shape), config.seed, step)
@@ -141,7 +141,7 @@ def training_batches(tokens, config, me, steps):
 
 
 def train(config, me):
-    """Train as ``config`` says in the process group there is; returns this run's part of a record."""
+    """Train in the current process group and return this run's part of a record."""
     architecture = hf_models.configuration(config.model or config.config, "--model" if config.model else "--config")
     name, tokens = hf_models.tokens_for(config, architecture, me.device)
     model = build(config, architecture, me)
@@ -180,7 +180,7 @@ def train(config, me):
 
 
 def main(config, me):
-    """What every rank runs. me: which rank this is (labkit/running/ranks.py)."""
+    """Run the lab on one rank. me: this rank (labkit/running/ranks.py)."""
     begin = time.perf_counter()
     limits.check(config, me)
     if config.save and me.rank == 0:
@@ -228,7 +228,7 @@ class Config(OptimizerOptions):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights, and of the loss."""
+        """Data type of the weights and of the loss."""
         return torch.float64 if self.precision == "fp64" else torch.float32
 
 

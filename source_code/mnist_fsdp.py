@@ -90,7 +90,7 @@ def units(model):
 
 
 def compute_loss(model, images, labels, config, reduction="mean"):
-    """(loss of a batch on this rank, log-probabilities)."""
+    """Return (loss of this rank's batch, log-probabilities of shape (batch, 10))."""
     # FSDP casts by its own policy; for the others, autocast does.
     by_autocast = config.precision == "bf16" and config.strategy not in SHARDED
     with torch.autocast(images.device.type, torch.bfloat16) if by_autocast else nullcontext():
@@ -99,7 +99,7 @@ def compute_loss(model, images, labels, config, reduction="mean"):
 
 
 def train_step(model, optimizer, images, labels, config):
-    """One step on this rank's batch: its loss. Hooks in the model average the gradients over the ranks in backward."""
+    """Train one step on this rank's batch and return its loss. In backward, hooks average the gradients over the ranks."""
     loss, _ = compute_loss(model, images, labels, config)
     loss.backward()
     optimizer.step()
@@ -127,7 +127,7 @@ def training_batches(digits, config, me, epoch, batch_size, done=0):
 
 @torch.no_grad()
 def evaluate(model, digits, config, me, watched=iter):
-    """(correct, total, mean loss) on the test set, each image seen exactly once.
+    """Return (correct, total, mean loss) on the test set, with each image seen exactly once.
 
     A sampler that pads would see 10,002 images on 3 ranks. Here the parts differ in size, by one image or so,
     but every rank takes part in the same number of forward passes: under FSDP each of them is a collective.
@@ -147,7 +147,7 @@ def evaluate(model, digits, config, me, watched=iter):
 
 
 def train(config, me):
-    """Train as ``config`` says in the process group there is; returns this run's part of a record."""
+    """Train in the current process group and return this run's part of a record."""
     name = [datasets.prepare(config.data) if me.local_rank == 0 else None]  # one rank a node fetches
     dist.broadcast_object_list(name, device=me.device)  # all learn what rank 0 has
     digits = datasets.load(name[0]).to(me.device)
@@ -204,7 +204,7 @@ def train(config, me):
 
 
 def main(config, me):
-    """What every rank runs. me: which rank this is (labkit/running/ranks.py)."""
+    """Run the lab on one rank. me: this rank (labkit/running/ranks.py)."""
     begin = time.perf_counter()
     limits.check(config, me)
     dist.init_process_group(me.backend, device_id=me.device if me.device.type == "cuda" else None)
@@ -256,7 +256,7 @@ class Config(options.Training):
 
     @property
     def dtype(self):
-        """Of the weights, the input and the loss; bf16 is a format of the computation between them."""
+        """Data type of the weights, the input, and the loss; bf16 is a format of the computation between them."""
         return torch.float64 if self.precision == "fp64" else torch.float32
 
     def batch_size_of(self, world_size: int) -> int:
