@@ -4,6 +4,7 @@
   python gpt_fsdp.py --ranks 4 --mesh 2x2                   # two replicas, each sharded over two ranks
   python gpt_fsdp.py --ranks 4 --mesh shard=2,tensor=2      # two ranks share each matrix product: tensor parallelism
   python gpt_fsdp.py --lora 4 --accumulate 4 --clip 1.0     # a frozen base, four micro-batches a step
+  python gpt_fsdp.py --lr-schedule cosine --warmup-steps 4 --no-decay-1d --log logs     # tensorboard --logdir logs
   python gpt_fsdp.py --checkpoint ckpt && python gpt_fsdp.py --checkpoint ckpt --resume --max-steps 40
   srun -p gpu -N 1 --gres=gpu:4 --cpus-per-task=16 python gpt_fsdp.py          # one task, which starts its own ranks
   torchrun --nproc-per-node 8 gpt_fsdp.py --preset llama3-8b --precision bf16 --recompute selective --compile \\
@@ -22,31 +23,32 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from labkit import UserError
 from labkit.measuring import meters, records
 from labkit.measuring.trace import local
-from labkit.running import options, preemption, preflight, progress, ranks
+from labkit.running import options, preflight, ranks
 from labkit.running.lab_options import TransformerTraining
 from labkit.running.options import Conflict, several
 from labkit.training import checkpoints, models, recompute, saving, text
+from labkit.training.loop import Loop, keep_norm
+from labkit.training.shards import count_units, part_of
 from labkit.training.tensor_parallel import tensor_parallel
+from labkit.training.weight_decay import parameter_groups
 from planner.models import flops
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 # The model is in labkit/training/models.py; here it is built, sharded and trained.
 # Everywhere, me is this rank: its rank, local_rank, world_size, device; me.say prints on rank 0 only.
-VALIDATION_SEQUENCES, LOG_EVERY = 32, 50  # the latter in steps
+VALIDATION_SEQUENCES = 32
 
 
 def build(config, me):
-    """(model ready to train, floating-point operations per token)."""
+    """Return (model ready to train, floating-point operations per token)."""
     with torch.device("meta"):  # shapes and no storage: nothing is allocated, however large the model
         model = unsharded(config).to(config.dtype)
     preflight.refuse_if_too_big(config, me)
@@ -143,14 +145,14 @@ def fsdp2(model, config, me):
     if config.wraps_embeddings:  # gathered once, for both; and it stays gathered, as backward begins with it
         fsdp.fully_shard([model.norm, model.head], reshard_after_forward=False, **settings)
         units.append(model.head)
-    # The root takes the rest: embedding, last norm and head, unless they are units. It stays gathered likewise.
+    # The root takes the rest: embedding, last norm and head, unless they are units. It stays gathered, too.
     fsdp.fully_shard(model, **settings)
     if config.prefetch:
         prefetch(model, units, config.prefetch)
 
 
 def prefetch(model, units, ahead):
-    """Say which units to gather while another computes, instead of leaving it to FSDP2."""
+    """Choose which units to gather while another computes, instead of leaving it to FSDP2."""
     model.set_modules_to_forward_prefetch(units[:ahead])
     for i, unit in enumerate(units):
         unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + ahead])
@@ -168,32 +170,18 @@ def initialise(model, seed):
         raise RuntimeError(f"no first value was given to {', '.join(forgotten)}")
 
 
-def part_of(parameter):
-    """Return this rank's part of a parameter and, for each dimension, its indices in the whole parameter."""
-    if not isinstance(parameter, DTensor):
-        return models.whole_parameter(parameter)
-    indices = []
-    for dimension, size in enumerate(parameter.shape):
-        # DTensor itself says which: shard the indices of a dimension as the parameter is sharded along it.
-        index = torch.arange(size).view([-1 if d == dimension else 1 for d in range(parameter.ndim)])
-        placements = [p if p.is_replicate() or p.dim == dimension else Replicate() for p in parameter.placements]
-        mine = distribute_tensor(index, parameter.device_mesh, placements, src_data_rank=None)  # nothing is sent
-        indices.append(local(mine).flatten().cpu())
-    return local(parameter), indices
-
-
 def make_optimizer(model, config):
-    """foreach, fused or neither: named, as PyTorch's default differs between CPU and GPU, and their memory too."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    """Return the optimizer. foreach or fused is explicit, as PyTorch's default and its memory differ by device."""
     if config.optimizer in ("momentum", "sgd"):
+        trained = [p for p in model.parameters() if p.requires_grad]
         momentum = 0.9 if config.optimizer == "momentum" else 0.0
         return torch.optim.SGD(trained, lr=config.lr, momentum=momentum, foreach=True)
     how = {"adamw": {"foreach": True}, "adamw-fused": {"fused": True}, "adamw-for-loop": {"foreach": False}}
-    return torch.optim.AdamW(trained, lr=config.lr, **how[config.optimizer])
+    return torch.optim.AdamW(parameter_groups(model, config), lr=config.lr, **how[config.optimizer])
 
 
 def compute_loss(model, inputs, targets, config):
-    """Mean cross-entropy of a micro-batch on this rank, in nats per token."""
+    """Return the mean cross-entropy of a micro-batch on this rank, in nats per token."""
     # FSDP casts by its own policy, as DeepSpeed does; for the others, autocast does.
     by_autocast = config.mixed and config.strategy in ("single", "ddp")
     with torch.autocast(inputs.device.type, torch.bfloat16) if by_autocast else nullcontext():
@@ -205,7 +193,7 @@ def compute_loss(model, inputs, targets, config):
 
 
 def gradients_wait(model, config, last):
-    """The context of a micro-batch: with --sync last the ranks average gradients after a step's last one only."""
+    """Return the context of a micro-batch: with --sync last, the ranks average gradients after a step's last one only."""
     wait = config.sync == "last" and not last
     if config.strategy == "fsdp2":
         model.set_requires_gradient_sync(not wait)
@@ -215,17 +203,17 @@ def gradients_wait(model, config, last):
 
 
 def clip(model, config):
-    """Scale the gradient down to the norm allowed. The norm is of all shards together: a collective."""
+    """Scale the gradient down to the norm allowed, and return the norm it had: of all shards, which is a collective."""
+    most = config.clip or math.inf  # without --clip, --log only measures the norm
     if config.strategy == "fsdp1":
-        model.clip_grad_norm_(config.clip)
-    else:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        return model.clip_grad_norm_(most)
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), most)
 
 
 def train_step(model, optimizer, inputs, targets, config):
-    """One step on this rank's (inputs, targets), each of shape (accumulate, batch_size, seq_len).
+    """Train one step on this rank's (inputs, targets), each of shape (accumulate, batch_size, seq_len).
 
-    Returns the micro-batches' parts of the loss, whose sum it is.
+    Returns one term per micro-batch; their sum is the step's loss.
     """
     losses = []
     for micro in range(config.accumulate):
@@ -233,15 +221,15 @@ def train_step(model, optimizer, inputs, targets, config):
             loss = compute_loss(model, inputs[micro], targets[micro], config) / config.accumulate
             loss.backward()
         losses.append(loss.detach())
-    if config.clip:
-        clip(model, config)
+    if config.clip or config.log:
+        keep_norm(optimizer, clip(model, config), config)
     optimizer.step()
     optimizer.zero_grad()
     return losses
 
 
 def training_batches(tokens, config, me, steps):
-    """A step's micro-batches on this rank: (inputs, targets), each of shape (accumulate, batch_size, seq_len)."""
+    """Yield this rank's micro-batches of each step: (inputs, targets), each of shape (accumulate, batch_size, seq_len)."""
     mesh = config.arranged(me.world_size)
     count = config.accumulate * mesh.data * config.batch_size
     for step in steps:
@@ -252,7 +240,7 @@ def training_batches(tokens, config, me, steps):
 
 @torch.no_grad()
 def evaluate(model, tokens, config, me, compute_loss=compute_loss):
-    """Mean loss on the validation text: the same sequences for any number of ranks up to VALIDATION_SEQUENCES."""
+    """Return the mean loss on the validation text: on the same sequences for up to VALIDATION_SEQUENCES ranks."""
     mesh = config.arranged(me.world_size)
     total = max(VALIDATION_SEQUENCES, mesh.data)
     starts = torch.linspace(0, len(tokens) - config.seq_len - 1, total).long()
@@ -268,7 +256,7 @@ def evaluate(model, tokens, config, me, compute_loss=compute_loss):
 
 
 def prepare(config, me):
-    """(model, optimizer, step), ready to train: step(inputs, targets) → losses, as ``train_step`` has them."""
+    """Return (model, optimizer, step), ready to train: step(inputs, targets) returns losses as ``train_step`` does."""
     model, _ = build(config, me)
     optimizer = make_optimizer(model, config)
     return model, optimizer, lambda inputs, targets: train_step(model, optimizer, inputs, targets, config)
@@ -289,72 +277,46 @@ def untrained(config, me):
 
 
 def train(config, me, prepare=prepare, compute_loss=compute_loss):
-    """Train as ``config`` says in the process group there is; returns this run's part of a record.
+    """Train in the current process group and return this run's part of a record.
 
-    prepare, compute_loss: what another lab does in the place of the functions of these names.
+    prepare, compute_loss: another lab's functions of these names.
     """
-    data = text.load(me.device)
-    if config.seq_len >= len(data.validation):
-        raise UserError(f"--seq-len must be less than the {len(data.validation)} tokens of the validation text")
+    data = text.load(me.device, config.seq_len)
     model, optimizer, train_one = prepare(config, me)
     global_batch = config.batch_size * config.accumulate * config.arranged(me.world_size).data
     saver = saving.Saver(config, model, optimizer, checkpoints.identity(config, global_batch, text.NAME))
-    step = first_step = saver.resume(config.max_steps)
-    for group in optimizer.param_groups:  # a checkpoint brings its own
-        group["lr"] = config.lr
-    me.say(
-        f"{records.place(me)}; data {text.NAME}\n{'resumed' if step else 'starting'} at step {step} of {config.max_steps}"
-    )
-
-    bar = progress.Progress(me, config.max_steps, step)
-    meter = meters.Meter(model, optimizer, me.device, progress=bar, profile=config.profile, compiled=config.compile)
-    stop = preemption.Stop(config)
-    losses, save_every = [], config.checkpoint_every or config.max_steps
-    while step < config.max_steps:
-        end = min(config.max_steps, *(step - step % every + every for every in (save_every, LOG_EVERY)))
-        batches = training_batches(data.train, config, me, range(step, end))
+    work = flops.per_token(config.shape, config.seq_len, config.lora)
+    loop = Loop(config, me, saver, config.max_steps, global_batch, flops_per_token=work)
+    while loop.step < loop.last_step:
         local_losses = []
-        for inputs, targets in meter.watch(stop.until_preempted(batches)):
+        for inputs, targets in loop.watch(training_batches(data.train, config, me, loop.next_steps())):
             local_losses += train_one(inputs, targets)
-            step += 1
-        stop.raise_if_preempted(me, saver, step, config.max_steps)
 
         summed = torch.stack(local_losses).view(-1, config.accumulate).sum(1)
         dist.all_reduce(summed)  # once every LOG_EVERY steps: once a step, only to print, would slow the training
-        losses += (summed / me.world_size).tolist()
-        me.say(f"step {step}: loss {losses[-1]:.4f}")
-        if not all(map(math.isfinite, losses)):  # records.report says so, and ends the run; nothing more is saved
+        losses = (summed / me.world_size).tolist()
+        me.say(f"step {loop.step}: loss {losses[-1]:.4f}")
+        if not loop.log(losses):  # not finite: records.report raises Diverged, and nothing more is saved
             break
-        if step % save_every == 0 or step == config.max_steps:
-            saver.save(step)
-    saver.finish(step)
-    meter.finish()
+        if loop.save_is_due():
+            saver.save(loop.step)
+    measured = loop.finish()
     validation_loss = evaluate(model, data.validation, config, me, compute_loss)
-    me.say(f"loss {losses[0]:.4f} in step {first_step + 1}, validation loss {validation_loss:.4f} after step {step}")
-    measured = meter.summary(global_batch)
-    rate = measured["time"]["samples_per_second"]
+    loop.log_scalars(validation_loss=validation_loss)
+    first, last = measured["first_step"], loop.step
+    me.say(f"loss {loop.losses[0]:.4f} in step {first + 1}, validation loss {validation_loss:.4f} after step {last}")
     return {
         "data": {"name": text.NAME, "train": len(data.train), "test": len(data.validation)},
         "batch_size": config.batch_size,
         "units": count_units(model),
-        "first_step": first_step,
-        "losses": losses,
         "validation_loss": validation_loss,
-        "checkpoints": saver.summary(),
         **measured,
-        "tokens_per_second": rate and rate * config.seq_len,
-        "flops_per_token": flops.per_token(config.shape, config.seq_len, config.lora),
+        "flops_per_token": work,
     }
 
 
-def count_units(model) -> int:
-    """How many units FSDP gathers: of FSDP2's modules, the last norm and the head are one, if they are units at all."""
-    units = sum(isinstance(m, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)) for m in model.modules())
-    return units - isinstance(getattr(model, "norm", None), fsdp.FSDPModule)
-
-
 def main(config, me, prepare=prepare, compute_loss=compute_loss):
-    """What every rank runs. me: which rank this is (labkit/running/ranks.py). The rest is another lab's: see ``train``."""
+    """Run the lab on one rank. me: this rank (labkit/running/ranks.py). prepare, compute_loss: see ``train``."""
     begin = time.perf_counter()
     config.arranged(me.world_size)  # refuses, before anything is allocated, what the ranks cannot share
     preflight.check(config, me)
@@ -380,7 +342,7 @@ class Config(TransformerTraining):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights. The loss is in it, too, but in fp32 at least."""
+        """Data type of the weights. The loss is in it, too, but in fp32 at least."""
         if self.weights == "bf16":
             return torch.bfloat16
         return torch.float64 if self.precision == "fp64" else torch.float32

@@ -26,7 +26,7 @@ from labkit import UserError
 from labkit.measuring import records
 from labkit.running import options, progress
 from labkit.running.options import option
-from labkit.training import checkpoints, jax_world, models, text
+from labkit.training import checkpoints, jax_world, loop, models, text
 from planner.models import flops
 from planner.models.shapes import GPT_SHAPES, GPTShape
 from planner.parallel import jax_sharding
@@ -276,9 +276,7 @@ def evaluate(training, tokens, config):
 
 def train(config, world) -> dict:
     """Train as ``config`` says; returns this run's part of a record."""
-    data = text.load(torch.device("cpu"))
-    if config.seq_len >= len(data.validation):
-        raise UserError(f"--seq-len must be less than the {len(data.validation)} tokens of the validation text")
+    data = text.load(torch.device("cpu"), config.seq_len)
     accumulate, batch, _ = config.batch_shape(world.world_size)
     saver = jax_checkpoints.Saver(config, checkpoints.identity(config, accumulate * batch, text.NAME))
     first_step = saver.find(config.max_steps)  # before anything is compiled
@@ -295,7 +293,7 @@ def train(config, world) -> dict:
         losses.append(loss.item())  # waits for the devices
         ends.append(time.perf_counter())
         bar.advance()
-        if (step + 1) % gpt_fsdp.LOG_EVERY == 0 or step + 1 == config.max_steps:
+        if (step + 1) % loop.LOG_EVERY == 0 or step + 1 == config.max_steps:
             world.say(f"step {step + 1}: loss {losses[-1]:.4f}")
         if not math.isfinite(losses[-1]):  # records.report says so, and ends the run; nothing more is saved
             break
@@ -338,6 +336,7 @@ class Config(options.Training):
     ranks: ClassVar[None] = None
     backend: ClassVar[str] = "xla"
     profile: ClassVar[None] = None
+    log: ClassVar[None] = None
     async_checkpoint: ClassVar[bool] = False
     on_save_error: ClassVar[str] = "stop"
     allow_narrowing: ClassVar[bool] = False  # --precision must be the same

@@ -9,6 +9,7 @@
 README.md has every way to start it.
 """
 
+import math
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from labkit.running import options, preflight, ranks
 from labkit.running.lab_options import PipelineTraining
 from labkit.training import models
+from labkit.training.loop import keep_norm
 from planner.parallel import pipeline
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -102,8 +104,8 @@ def train_step(model, schedule, optimizer, inputs, targets, config):
         losses=losses,
         return_outputs=False,  # otherwise the last stage keeps the logits of all micro-batches, and joins them
     )
-    if config.clip:
-        clip(model, config)
+    if config.clip or config.log:
+        keep_norm(optimizer, clip(model, config), config)
     optimizer.step()
     optimizer.zero_grad()
     if model.last:
@@ -112,10 +114,12 @@ def train_step(model, schedule, optimizer, inputs, targets, config):
 
 
 def clip(model, config):
-    """Scale the gradient down to the norm allowed: that of all stages together, whose squares add up."""
+    """Scale the gradient down to the norm allowed, and return the norm it had: of all stages, whose squares add up."""
     square = nn.utils.get_total_norm([p.grad for p in model.parameters()]) ** 2
     dist.all_reduce(square)
-    nn.utils.clip_grads_with_norm_(model.parameters(), config.clip, square.sqrt())
+    norm = square.sqrt()
+    nn.utils.clip_grads_with_norm_(model.parameters(), config.clip or math.inf, norm)
+    return norm
 
 
 def compute_loss(model, inputs, targets, config):

@@ -20,6 +20,8 @@ import torch
 from labkit.running import options, preflight, ranks
 from labkit.running.lab_options import ZeroTraining
 from labkit.training import deepspeed_zero, models
+from labkit.training.loop import keep_norm
+from labkit.training.weight_decay import parameter_groups
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 compute_loss = gpt_fsdp.compute_loss  # a lab has a Config, prepare and compute_loss: proofs/memory.py, proofs/parity.py
@@ -36,7 +38,7 @@ def prepare(config, me):
 
 def zero_1(model, config):
     """AdamW for whole parameters, each kept and stepped by one rank, which then broadcasts it to the others."""
-    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=config.lr, foreach=True)
+    return ZeroRedundancyOptimizer(parameter_groups(model, config), torch.optim.AdamW, lr=config.lr, foreach=True)
 
 
 def prepare_deepspeed(config, me):
@@ -94,6 +96,7 @@ def deepspeed_step(engine, optimizer, inputs, targets, config):
         loss = gpt_fsdp.compute_loss(engine, inputs[micro], targets[micro], config)
         losses.append(engine.backward(loss).detach())
         optimizer.step()  # for each micro-batch; what is to happen after the last one, happens after the last one
+    keep_norm(optimizer, engine.get_global_grad_norm(), config)  # None where DeepSpeed computes none
     return losses
 
 

@@ -21,19 +21,22 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from labkit import UserError
-from labkit.measuring import meters, records
+from labkit.measuring import records
 from labkit.measuring.trace import local
-from labkit.running import options, preemption, preflight, progress, ranks
+from labkit.running import options, preflight, ranks
 from labkit.running.lab_options import HuggingFaceTraining
 from labkit.training import checkpoints, hf_models, hf_weights, saving, text
+from labkit.training.loop import Loop, keep_norm
+from labkit.training.shards import count_units
+from labkit.training.weight_decay import parameter_groups
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 # Everywhere, me is this rank: its rank, local_rank, world_size, device; me.say prints on rank 0 only.
-LOG_EVERY = 50  # steps
 
 
 def build(config, architecture, me):
@@ -99,11 +102,11 @@ def fill(model, pattern, config, me):
 
 
 def make_optimizer(model, config):
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=config.lr, foreach=True)
+    return torch.optim.AdamW(parameter_groups(model, config), lr=config.lr, foreach=True)
 
 
 def compute_loss(model, inputs, targets, config):
-    """Mean cross-entropy of a micro-batch on this rank, in nats per token."""
+    """Return the mean cross-entropy of a micro-batch on this rank, in nats per token."""
     by_autocast = config.precision == "bf16" and config.strategy != "fsdp2"  # FSDP casts by its own policy
     with torch.autocast(inputs.device.type, torch.bfloat16) if by_autocast else nullcontext():
         logits = model(input_ids=inputs, use_cache=False).logits
@@ -111,17 +114,17 @@ def compute_loss(model, inputs, targets, config):
 
 
 def train_step(model, optimizer, inputs, targets, config):
-    """One step on this rank's (inputs, targets), each of shape (accumulate, batch_size, seq_len).
+    """Train one step on this rank's (inputs, targets), each of shape (accumulate, batch_size, seq_len).
 
-    Returns the micro-batches' parts of the loss, whose sum it is.
+    Returns one term per micro-batch; their sum is the step's loss.
     """
     losses = []
     for micro in range(config.accumulate):
         loss = compute_loss(model, inputs[micro], targets[micro], config) / config.accumulate
         loss.backward()
         losses.append(loss.detach())
-    if config.clip:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+    if config.clip or config.log:  # without --clip, --log only measures the norm
+        keep_norm(optimizer, clip_grad_norm_(model.parameters(), config.clip or math.inf), config)
     optimizer.step()
     optimizer.zero_grad()
     return losses
@@ -141,7 +144,7 @@ def untrained(config, me):
 
 
 def training_batches(tokens, config, me, steps):
-    """A step's micro-batches on this rank: (inputs, targets), each of shape (accumulate, batch_size, seq_len)."""
+    """Yield this rank's micro-batches of each step: (inputs, targets), each of shape (accumulate, batch_size, seq_len)."""
     shape = config.accumulate, me.world_size, config.batch_size
     for step in steps:
         starts = text.starts(tokens, config.seq_len, math.prod(shape), config.seed, step)
@@ -149,63 +152,46 @@ def training_batches(tokens, config, me, steps):
 
 
 def train(config, me):
-    """Train as ``config`` says in the process group there is; returns this run's part of a record."""
+    """Train in the current process group and return this run's part of a record."""
     architecture = hf_models.configuration(config.model or config.config, "--model" if config.model else "--config")
     name, tokens = hf_models.tokens_for(config, architecture, me.device)
     model = build(config, architecture, me)
     optimizer = make_optimizer(model, config)
     global_batch = config.batch_size * config.accumulate * me.world_size
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    me.say(f"{sum(p.numel() for p in model.parameters()):,} parameters, {trained:,} trained; {len(tokens):,} tokens")
     saver = saving.Saver(config, model, optimizer, checkpoints.identity(config, global_batch, name))
-    step = first_step = saver.resume(config.max_steps)
-    me.say(
-        f"{records.place(me)}; {sum(p.numel() for p in model.parameters()):,} parameters, "
-        f"{sum(p.numel() for p in model.parameters() if p.requires_grad):,} trained; data {name}, {len(tokens):,} tokens"
-    )
-
-    bar = progress.Progress(me, config.max_steps, step)
-    meter = meters.Meter(model, optimizer, me.device, progress=bar, profile=config.profile)
-    stop = preemption.Stop(config)
-    losses, save_every = [], config.checkpoint_every or config.max_steps
-    while step < config.max_steps:
-        end = min(config.max_steps, *(step - step % every + every for every in (save_every, LOG_EVERY)))
-        batches = training_batches(tokens, config, me, range(step, end))
+    work = hf_models.flops_per_token(config)
+    loop = Loop(config, me, saver, config.max_steps, global_batch, flops_per_token=work)
+    while loop.step < loop.last_step:
         local_losses = []
-        for inputs, targets in meter.watch(stop.until_preempted(batches)):
+        for inputs, targets in loop.watch(training_batches(tokens, config, me, loop.next_steps())):
             # Dropout as a function of step and rank: resumed on as many ranks, a run draws what it would have drawn.
-            torch.manual_seed(config.seed + 1000 * step + me.rank)
+            torch.manual_seed(config.seed + 1000 * loop.step + me.rank)
             local_losses += train_step(model, optimizer, inputs, targets, config)
-            step += 1
-        stop.raise_if_preempted(me, saver, step, config.max_steps)
 
         summed = torch.stack(local_losses).view(-1, config.accumulate).sum(1)
         dist.all_reduce(summed)  # once every LOG_EVERY steps: once a step, only to print, would slow the training
-        losses += (summed / me.world_size).tolist()
-        me.say(f"step {step}: loss {losses[-1]:.4f}")
-        if not all(map(math.isfinite, losses)):  # records.report says so, and ends the run; nothing more is saved
+        losses = (summed / me.world_size).tolist()
+        me.say(f"step {loop.step}: loss {losses[-1]:.4f}")
+        if not loop.log(losses):  # not finite: records.report raises Diverged, and nothing more is saved
             break
-        if step % save_every == 0 or step == config.max_steps:
-            saver.save(step)
-    saver.finish(step)
-    meter.finish()
-    if config.save and all(map(math.isfinite, losses)):
+        if loop.save_is_due():
+            saver.save(loop.step)
+    measured = loop.finish()
+    if config.save and all(map(math.isfinite, loop.losses)):
         hf_models.save(getattr(model, "module", model), architecture, config)
         me.say(f"saved to {config.save}")
-    measured = meter.summary(global_batch)
-    rate = measured["time"]["samples_per_second"]
     return {
         "data": {"name": name, "train": len(tokens), "test": 0},
         "batch_size": config.batch_size,
-        "units": sum(isinstance(module, fsdp.FSDPModule) for module in model.modules()),
-        "first_step": first_step,
-        "losses": losses,
-        "checkpoints": saver.summary(),
+        "units": count_units(model),
         **measured,
-        "tokens_per_second": rate and rate * config.seq_len,
     }
 
 
 def main(config, me):
-    """What every rank runs. me: which rank this is (labkit/running/ranks.py)."""
+    """Run the lab on one rank. me: this rank (labkit/running/ranks.py)."""
     begin = time.perf_counter()
     preflight.check(config, me)
     if config.save and me.rank == 0:
@@ -221,7 +207,7 @@ class Config(HuggingFaceTraining):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights, and of the loss."""
+        """Data type of the weights and of the loss."""
         return torch.float64 if self.precision == "fp64" else torch.float32
 
 

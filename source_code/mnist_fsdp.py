@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from labkit import UserError
-from labkit.measuring import meters, records
-from labkit.running import options, preemption, preflight, progress, ranks
+from labkit.measuring import records
+from labkit.running import options, preflight, ranks
 from labkit.running.lab_options import MNISTTraining
 from labkit.running.options import SHARDED
 from labkit.training import checkpoints, datasets, saving
+from labkit.training.loop import Loop
 from labkit.training.models import Net
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
@@ -89,7 +90,7 @@ def units(model):
 
 
 def compute_loss(model, images, labels, config, reduction="mean"):
-    """(loss of a batch on this rank, log-probabilities)."""
+    """Return (loss of this rank's batch, log-probabilities of shape (batch, 10))."""
     # FSDP casts by its own policy; for the others, autocast does.
     by_autocast = config.precision == "bf16" and config.strategy not in SHARDED
     with torch.autocast(images.device.type, torch.bfloat16) if by_autocast else nullcontext():
@@ -98,7 +99,7 @@ def compute_loss(model, images, labels, config, reduction="mean"):
 
 
 def train_step(model, optimizer, images, labels, config):
-    """One step on this rank's batch: its loss. Hooks in the model average the gradients over the ranks in backward."""
+    """Train one step on this rank's batch and return its loss. In backward, hooks average the gradients over the ranks."""
     loss, _ = compute_loss(model, images, labels, config)
     loss.backward()
     optimizer.step()
@@ -138,11 +139,11 @@ def training_batches(digits, config, me, epoch, batch_size, done=0):
 
 @torch.no_grad()
 def evaluate(model, digits, config, me, watched=iter):
-    """(correct, total, mean loss) on the test set, each image seen exactly once.
+    """Return (correct, total, mean loss) on the test set, with each image seen exactly once.
 
     A sampler that pads would see 10,002 images on 3 ranks. Here the parts differ in size, by one image or so,
     but every rank takes part in the same number of forward passes: under FSDP each of them is a collective.
-    watched: goes through the batches, and may end before the last (``stop.until_preempted``).
+    watched: yields the batches, and ends the run if it is preempted meanwhile (``Loop.interruptible``).
     """
     model.eval()
     total = len(digits.test_images)
@@ -158,7 +159,7 @@ def evaluate(model, digits, config, me, watched=iter):
 
 
 def train(config, me):
-    """Train as ``config`` says in the process group there is; returns this run's part of a record."""
+    """Train in the current process group and return this run's part of a record."""
     name = [datasets.prepare(config.data) if me.local_rank == 0 else None]  # one rank a node fetches
     dist.broadcast_object_list(name, device=me.device)  # all learn what rank 0 has
     digits = datasets.load(name[0]).to(me.device)
@@ -171,65 +172,51 @@ def train(config, me):
     torch.manual_seed(config.seed)  # the same weights on every rank
     model = parallelize(Net(config.dropout).to(config.dtype), config, me)
     optimizer = torch.optim.Adadelta(model.parameters(), lr=config.lr)  # after sharding, which replaces the parameters
-    run = checkpoints.identity(config, batch_size * me.world_size, digits.name)
+    me.say(model)
+    global_batch = batch_size * me.world_size
+    saver = saving.Saver(config, model, optimizer, checkpoints.identity(config, global_batch, digits.name))
     last_step = min(config.epochs * steps_per_epoch, config.max_steps or math.inf)
-    saver = saving.Saver(config, model, optimizer, run)
-    step = first_step = saver.resume(last_step)
-    me.say(
-        f"{records.place(me)}; data {digits.name}\n{model}\n{'resumed' if step else 'starting'} at step {step} of {last_step}"
-    )
 
-    bar = progress.Progress(me, last_step, step)
-    meter = meters.Meter(model, optimizer, me.device, progress=bar, profile=config.profile)
-    stop = preemption.Stop(config)
-    losses = []
-    while step < last_step:
-        epoch, done = divmod(step, steps_per_epoch)
-        for group in optimizer.param_groups:  # a function of the step: there is no scheduler to save and resume
-            group["lr"] = config.lr * config.gamma**epoch
+    def learning_rate(step):
+        return config.lr * config.gamma ** (step // steps_per_epoch)
+
+    loop = Loop(config, me, saver, last_step, global_batch, learning_rate=learning_rate)
+    while loop.step < last_step:
+        epoch, done = divmod(loop.step, steps_per_epoch)
         model.train()
         batches = training_batches(digits, config, me, epoch, batch_size, done)
         local_losses = []
-        for images, labels in meter.watch(stop.until_preempted(islice(batches, last_step - step))):
+        for images, labels in loop.watch(islice(batches, last_step - loop.step)):
             # Dropout as a function of step and rank: resumed on as many ranks, a run draws what it would have drawn.
-            torch.manual_seed(config.seed + 1000 * step + me.rank)
+            torch.manual_seed(config.seed + 1000 * loop.step + me.rank)
             local_losses.append(train_step(model, optimizer, images, labels, config))
-            step += 1
-        stop.raise_if_preempted(me, saver, step, last_step)
 
         summed = torch.stack(local_losses)
         dist.all_reduce(summed)  # once an epoch: once a step, only to print, would slow the training
-        losses += (summed / me.world_size).tolist()
-        diverged = not all(map(math.isfinite, losses))
-        if not diverged:  # otherwise the newest checkpoint stays the one before
-            saver.save(step)
-        correct, total, test_loss = evaluate(
-            model, digits, config, me, stop.until_preempted if step < last_step else iter
-        )
-        stop.raise_if_preempted(me, saver, step, last_step)
+        losses = (summed / me.world_size).tolist()
+        finite = loop.log(losses)
+        if finite:  # otherwise the newest checkpoint stays the one before
+            saver.save(loop.step)
+        correct, total, test_loss = evaluate(model, digits, config, me, loop.interruptible)
+        loop.log_scalars(test_loss=test_loss, accuracy=correct / total)
         me.say(
-            f"epoch {epoch + 1}: loss {statistics.mean(losses[-len(local_losses) :]):.4f}, "
+            f"epoch {epoch + 1}: loss {statistics.mean(losses):.4f}, "
             f"test loss {test_loss:.4f}, accuracy {correct}/{total} ({correct / total:.2%})"
         )
-        if diverged:  # records.report says so, and ends the run
+        if not finite:  # records.report raises Diverged
             break
-    saver.finish(step)
-    meter.finish()
     return {
         "data": {"name": digits.name, "train": len(digits.train_images), "test": len(digits.test_images)},
         "batch_size": batch_size,
         "units": len(units(model)),
-        "first_step": first_step,
-        "losses": losses,
         "accuracy": {"correct": correct, "total": total},
         "test_loss": test_loss,
-        "checkpoints": saver.summary(),
-        **meter.summary(batch_size * me.world_size),
+        **loop.finish(),
     }
 
 
 def main(config, me):
-    """What every rank runs. me: which rank this is (labkit/running/ranks.py)."""
+    """Run the lab on one rank. me: this rank (labkit/running/ranks.py)."""
     begin = time.perf_counter()
     preflight.check(config, me)
     dist.init_process_group(me.backend, device_id=me.device if me.device.type == "cuda" else None)
@@ -243,7 +230,7 @@ class Config(MNISTTraining):
 
     @property
     def dtype(self):
-        """Of the weights, the input and the loss; bf16 is a format of the computation between them."""
+        """Data type of the weights, the input, and the loss; bf16 is a format of the computation between them."""
         return torch.float64 if self.precision == "fp64" else torch.float32
 
 

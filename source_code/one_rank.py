@@ -42,6 +42,7 @@ class Config(gpt_fsdp.Config):
         ),
     )
     launched: ClassVar[bool] = False
+    log: ClassVar[None] = None  # there is nothing worth logging: the losses are wrong
 
     ranks: int = option(8, "size of the simulated world", least=2, at_most=16_384)
     max_steps: int = redeclared(

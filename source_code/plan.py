@@ -385,7 +385,8 @@ class Config(TransformerTraining):
     @property
     def decided_by_module(self) -> list[str]:
         """The options given of those that the function of one's own model decides, or that it cannot have."""
-        free = ("strategy", "precision", "reshard_after_forward", "max_steps", "lr", "seed", "checkpoint_every")
+        free = ("strategy", "precision", "reshard_after_forward", "max_steps", "lr", "warmup_steps", "lr_schedule")
+        free += ("decay_steps", "min_lr", "weight_decay", "decay_1d", "seed", "checkpoint_every")
         return [flag(name) for name in self._changed() if name not in free]
 
     @property
@@ -531,7 +532,7 @@ def simulated(options: Config) -> dict:
     from labkit.running import simulated_lab
 
     unseen = {"compile": False, "checkpoint_every": None}  # by a simulation
-    given = {name: getattr(options, name) for name in declared(TransformerTraining)} | unseen
+    given = {name: getattr(options, name) for name in (*declared(TransformerTraining), "log")} | unseen
     if options.third_party:
         import hf_fsdp  # and with it transformers, which takes seconds
 

@@ -20,9 +20,9 @@ from labkit.measuring.trace import local
 from labkit.running import launch, notebook_ranks, options, preflight, ranks
 from labkit.running.lab import Lab
 from labkit.running.ranks import Rank
-from labkit.training import checkpoints, models, text
+from labkit.training import checkpoints, models, shards, text
 from planner import predict
-from planner.models import flops
+from planner.models import flops, shapes
 from planner.models.shapes import GPT_SHAPES
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -198,7 +198,7 @@ def drawn_by_rank_0(ranks, preset):
     gpt_fsdp.fsdp2(model, config, Rank(0, 0, ranks, "here", torch.device("cpu"), "fake"))
     drawn = []
     with mock.patch.object(torch.Tensor, "normal_", lambda tensor, **_: drawn.append(tensor.numel()) or tensor):
-        models.init_weights(model, config.seed, gpt_fsdp.part_of)
+        models.init_weights(model, config.seed, shards.part_of)
     return drawn
 
 
@@ -356,7 +356,7 @@ def record():
 
 @pytest.mark.parametrize(("options", "units"), [({}, 5), ({"wrap": "blocks+embeddings"}, 7)])
 def test_units_are_counted(options, units, world_of_one):
-    assert gpt_fsdp.count_units(gpt_fsdp.build(gpt_fsdp.Config(**options), world_of_one)[0]) == units
+    assert shards.count_units(gpt_fsdp.build(gpt_fsdp.Config(**options), world_of_one)[0]) == units
 
 
 @pytest.mark.long
@@ -452,7 +452,7 @@ def test_an_earlier_records_share_of_the_ceiling_is_read_by_its_new_name(value, 
 
 def compiled_and_eager(me):
     """Two blocks, as a third one is compiled like the second; on one rank, as what is compiled sends nothing."""
-    gpt_fsdp.GPT_SHAPES["tiny"] = dataclasses.replace(gpt_fsdp.GPT_SHAPES["tiny"], num_hidden_layers=2)
+    shapes.GPT_SHAPES["tiny"] = dataclasses.replace(shapes.GPT_SHAPES["tiny"], num_hidden_layers=2)
     return [gpt_fsdp.train(gpt_fsdp.Config(max_steps=12, recompute="selective", compile=c), me) for c in (True, False)]
 
 
@@ -485,8 +485,8 @@ WHOLE, SAVED_AT = 6, 4
 def quick():
     """Here the losses are asked for, which a small model has, too."""
     meters.TRACED_STEPS = range(0)
-    gpt_fsdp.GPT_SHAPES["tiny"] = dataclasses.replace(
-        gpt_fsdp.GPT_SHAPES["tiny"], hidden_size=32, intermediate_size=96, num_hidden_layers=2
+    shapes.GPT_SHAPES["tiny"] = dataclasses.replace(
+        shapes.GPT_SHAPES["tiny"], hidden_size=32, intermediate_size=96, num_hidden_layers=2
     )
 
 

@@ -226,6 +226,13 @@ VALUES = configurations.CHOICES | {
     "cpu_offload": (False, False, True),
     "compile": (False, True),
     "lr": (1e-3, 3e-4),
+    "warmup_steps": (0, 2),
+    "lr_schedule": ("constant", "cosine", "wsd"),
+    "decay_steps": (None, 1, 3),
+    "min_lr": (0.0, 1e-4),
+    "weight_decay": (0.01, 0.1),
+    "decay_1d": (True, False),
+    "log": (None, "results/runs/a folder of logs"),
     "seed": (1, 2),
     "checkpoint_every": (None, 2),
     "resume": (False, True),
@@ -238,7 +245,7 @@ def drawn(chance: random.Random, values: dict) -> list[str]:
     """A command line of gpt_fsdp.py, whose options may not go together. One in three is given."""
     ranks = chance.choice((2, 3, 4))
     given = {"ranks": ranks, "device": "cpu"}
-    for name in (*options.declared(TransformerTraining), "checkpoint", "resume", "keep_last"):
+    for name in (*options.declared(TransformerTraining), "checkpoint", "resume", "keep_last", "log"):
         known = configurations.MESHES[ranks] if name == "mesh" else values.get(name, ())
         if known and chance.random() < 1 / 3:
             given[name] = chance.choice(known)
@@ -290,7 +297,8 @@ def test_a_plans_command_measures_what_was_planned(seed, tmp_path):
     chance, compared, wanted = random.Random(seed), 0, 20 if "FSDP_LABS_SEED" in os.environ else 5
     steps = str(meters.TRACED_STEPS[-1] + 1)
     small = VALUES | dict.fromkeys(("preset", "max_steps", "compile", "checkpoint", "checkpoint_every", "resume"), ())
-    small |= {"cpu_offload": (False,), "keep_last": (), "accumulate": (1, 2)}
+    small |= {"cpu_offload": (False,), "keep_last": (), "accumulate": (1, 2), "log": ()}
+    small["decay_1d"] = ()  # the planner knows one group of parameters: see weight_decay.parameter_groups
     while compared < wanted:
         words = drawn(chance, small)
         if not accepted(words):

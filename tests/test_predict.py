@@ -109,6 +109,7 @@ def test_a_seed_always_draws_the_same():
 # Of what a lab can be told, what changes neither what is alive nor what is sent; and what cannot be measured on a CPU.
 NOT_DRAWN = {"preset", "max_steps", "epochs", "global_batch_size", "lr", "gamma", "seed", "data", "loader"}
 NOT_DRAWN |= {"checkpoint_every", "cpu_offload", "compile"}
+NOT_DRAWN |= {"warmup_steps", "lr_schedule", "decay_steps", "min_lr", "weight_decay", "decay_1d"}
 
 
 @pytest.mark.parametrize("script", sorted(set(configurations.SCRIPTS)))

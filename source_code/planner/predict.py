@@ -119,7 +119,7 @@ def transformer_plan(options, ranks: int, network: networks.Blueprint | None = N
         optimizer=options.optimizer,
         micro_batches=options.accumulate,
         sync=options.sync,
-        clip=options.clip is not None,
+        clip=_computes_norm(options),
         prefetch=options.prefetch,
         weights=options.weights,
         # On the CPU there is only one memory, and what is offloaded is in it.
@@ -127,6 +127,12 @@ def transformer_plan(options, ranks: int, network: networks.Blueprint | None = N
         on_gpu=on_gpu,
         **fields,
     )
+
+
+def _computes_norm(options) -> bool:
+    """Return whether each step computes the gradient's norm: to clip by it, or, except under DeepSpeed, for --log."""
+    logged = options.log is not None and not options.planned_strategy.startswith("deepspeed")
+    return logged or options.clip is not None
 
 
 def stage_plan(options, stage: Stage, **fields) -> Plan:
@@ -148,7 +154,7 @@ def stage_plan(options, stage: Stage, **fields) -> Plan:
         precision=options.precision,
         optimizer=options.optimizer,
         micro_batches=options.accumulate,
-        clip=options.clip is not None,
+        clip=_computes_norm(options),
         pipeline=stage,
         **fields,
     )

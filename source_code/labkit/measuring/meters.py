@@ -80,12 +80,25 @@ class Meter:
         event.record()
         return event
 
-    def _step_times(self) -> list[float]:
-        """Seconds of each timed step."""
+    def step_times(self, skipped: int = 0) -> list[float]:
+        """Return the seconds of each step timed so far, without the first ``skipped`` of them."""
         if self.device.type != "cuda":
-            return [end - start for start, end in self.timed]
+            return [end - start for start, end in self.timed[skipped:]]
         torch.cuda.synchronize(self.device)
-        return [start.elapsed_time(end) / 1e3 for start, end in self.timed]
+        return [start.elapsed_time(end) / 1e3 for start, end in self.timed[skipped:]]
+
+    def peak_memory(self) -> int | None:
+        """Return the peak memory of this rank in bytes, between two steps: for a log while the run goes on.
+
+        Returns:
+            On a GPU the allocator's peak of allocated bytes since the last call; on the CPU the peak of the traced
+            steps; None before there is one.
+        """
+        if self.device.type == "cuda":
+            allocated = torch.cuda.max_memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)  # the step that measures it resets it, too
+            return allocated
+        return peak(self.timeline)[1] if self.timeline and not self.compiled else None
 
     def _keep_trace(self):
         self.trace.batch = ()
@@ -129,7 +142,7 @@ class Meter:
             }
         if self.timeline:
             traffic = listed(self.collectives)
-        return {"memory": memory, "time": times(self._step_times(), global_batch), "traffic": traffic}
+        return {"memory": memory, "time": times(self.step_times(), global_batch), "traffic": traffic}
 
 
 def _bytes(moment: dict) -> dict:
@@ -180,14 +193,17 @@ def free_memory_of_a_rank(me, device) -> float:
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
-def utilisation(tokens_per_second: float | None, flops_per_token: float, precision: str, me) -> dict:
-    """Compare the rate at which a rank computes for the model with two peaks. Collective.
+def utilisation(
+    tokens_per_second: float | None, flops_per_token: float, precision: str, me, peaks: dict | None = None
+) -> dict:
+    """Compare the rate at which a rank computes for the model with two peaks. Collective, unless peaks are given.
 
     Args:
         tokens_per_second: of all ranks together; None of a run too short to be timed.
         flops_per_token: operations of the model, without what is computed a second time.
         precision: a key of ``DTYPES``, the number format of matmuls.
         me: a ``ranks.Rank``.
+        peaks: what ``measured_peaks`` has returned before; None: measure now.
 
     Returns:
         {"matmul_ceiling_fraction", "mfu"}, each {"peak_flops", "peak_of", "value"}: operations per second and rank, how
@@ -197,8 +213,13 @@ def utilisation(tokens_per_second: float | None, flops_per_token: float, precisi
     if not tokens_per_second:
         return {"matmul_ceiling_fraction": None, "mfu": None}
     rate = tokens_per_second * flops_per_token / me.world_size
-    peaks = {"matmul_ceiling_fraction": ceiling(DTYPES[precision], me), "mfu": data_sheet(precision, me.device)}
-    return {name: peak and peak | {"value": rate / peak["peak_flops"]} for name, peak in peaks.items()}
+    known = peaks or measured_peaks(precision, me)
+    return {name: peak and peak | {"value": rate / peak["peak_flops"]} for name, peak in known.items()}
+
+
+def measured_peaks(precision: str, me) -> dict:
+    """Return the two peaks that ``utilisation`` compares with, each {"peak_flops", "peak_of"} or None. Collective."""
+    return {"matmul_ceiling_fraction": ceiling(DTYPES[precision], me), "mfu": data_sheet(precision, me.device)}
 
 
 def data_sheet(precision: str, device) -> dict | None:

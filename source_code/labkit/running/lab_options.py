@@ -8,6 +8,7 @@ An option is added by declaring it in its class. Labs that do not take it see it
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -228,6 +229,35 @@ class TransformerTraining(Training):
             {"mesh": GIVEN, "shards": 1},
             "FSDP1 on --mesh {c.mesh} has nothing to shard: use --strategy ddp",
         ),
+        Conflict(
+            {"lr_schedule": "constant"},
+            {"min_lr": GIVEN},
+            "--min-lr is where a decay ends: give --lr-schedule cosine or wsd, too",
+        ),
+        Conflict(
+            {"lr_schedule": ("constant", "cosine")},
+            {"decay_steps": GIVEN},
+            "--decay-steps goes with --lr-schedule wsd: leave it out",
+        ),
+        Conflict({}, {"decays_upwards": True}, "--min-lr {c.min_lr:g} is above --lr {c.lr:g}: give a lower one"),
+        Conflict(
+            {},
+            {"decay_fits": False},
+            "warm-up and decay do not fit into --max-steps {c.max_steps}: give a smaller --warmup-steps or --decay-steps",
+        ),
+        *(
+            Conflict(
+                {"uses_adamw": False},
+                changed,
+                "--weight-decay and --no-decay-1d are AdamW's: leave them out with other optimizers",
+            )
+            for changed in ({"weight_decay": GIVEN}, {"decay_1d": False})
+        ),
+        Conflict(
+            {"strategy": "fsdp1"},
+            {"decay_1d": False},
+            "--no-decay-1d tells norms and biases by their shape, which FSDP1 flattens: use --strategy fsdp2 or ddp",
+        ),
     )
     frozen: ClassVar[str] = "fp32"  # of LoRA's frozen matrices: only planned otherwise
 
@@ -275,6 +305,25 @@ class TransformerTraining(Training):
         None, "freeze the model, and train LoRA adapters of this rank on queries and values", least=1, resumed=True
     )
     lr: float = option(1e-3, "learning rate", above=0, resumed="print")
+    warmup_steps: int = option(
+        0, "raise the learning rate linearly to --lr over the first N steps", least=0, resumed="print"
+    )
+    lr_schedule: Literal["constant", "cosine", "wsd"] = option(
+        "constant",
+        "learning rate after the warm-up: constant, cosine decay, or warmup-stable-decay (constant, then linear decay)",
+        resumed="print",
+    )
+    decay_steps: int | None = option(
+        None,
+        "--lr-schedule wsd: decay over the last N steps (default: a tenth of --max-steps)",
+        least=1,
+        resumed="print",
+    )
+    min_lr: float = option(0.0, "learning rate at which the decay ends", least=0, resumed="print")
+    weight_decay: float = option(0.01, "AdamW's weight decay; the default is PyTorch's", least=0, resumed="print")
+    decay_1d: bool = option(
+        True, "AdamW: apply weight decay to norms and biases, too; --no-decay-1d: to matrices only", resumed="print"
+    )
     seed: int = option(1, "seed of the weights and the order of the text", resumed=True)
     checkpoint_every: int | None = option(None, "also save every N steps", least=1, needs="checkpoint")
 
@@ -325,6 +374,28 @@ class TransformerTraining(Training):
         return int(value) if value.isdecimal() else value == "true"
 
     @property
+    def decay_begin(self) -> int:
+        """Index of the step at which the learning rate begins to fall; ``max_steps`` if it never does."""
+        decay_steps = self.decay_steps or math.ceil(self.max_steps / 10)
+        begin = {"cosine": self.warmup_steps, "wsd": self.max_steps - decay_steps}
+        return begin.get(self.lr_schedule, self.max_steps)
+
+    @property
+    def decay_fits(self) -> bool:
+        """Whether the decay begins after the warm-up and before the end, or there is none."""
+        return self.lr_schedule == "constant" or self.warmup_steps <= self.decay_begin < self.max_steps
+
+    @property
+    def decays_upwards(self) -> bool:
+        """Whether the decay would end at a higher learning rate than it begins with."""
+        return self.min_lr > self.lr
+
+    @property
+    def uses_adamw(self) -> bool:
+        """Whether the optimizer is AdamW, in whatever implementation."""
+        return self.optimizer.startswith("adamw")
+
+    @property
     def planned_strategy(self) -> str:
         """The strategy in the planner's words (``Plan.strategy``)."""
         return self.strategy
@@ -353,7 +424,7 @@ class TransformerTraining(Training):
 
 # What all transformer labs take of the options above
 COMMON = ("max_steps", "batch_size", "seq_len", "precision", "recompute", "accumulate", "clip", "lr", "seed")
-COMMON += ("checkpoint_every",)
+COMMON += ("checkpoint_every", "warmup_steps", "lr_schedule", "decay_steps", "min_lr", "weight_decay", "decay_1d")
 
 
 @of_lab("gpt_zero.py")

@@ -195,6 +195,10 @@ class Training(Start):
     )
     record: str | None = option(None, "write what was measured to this JSON file")
     profile: str | None = option(None, "folder for a trace of a few steps, for Perfetto or TensorBoard")
+    log: str | None = option(
+        None,
+        "folder for TensorBoard event files: loss, learning rate, speed, memory; of transformers, gradient norm and MFU",
+    )
     dry_run: bool = option(False, "print the plan of this run and exit: no rank is started")
 
 

@@ -9,7 +9,7 @@ import torch
 from planner import predict
 
 from labkit import UserError
-from labkit.measuring import meters, records
+from labkit.measuring import event_files, meters, records
 
 
 def check(config, me):
@@ -25,6 +25,8 @@ def check(config, me):
         _check_compiler(on_cpu)
     if config.record and me.rank == 0:
         records.check_writable(config.record)
+    if config.log:
+        event_files.check(config.log, me.rank)
 
 
 def _check_compiler(on_cpu: bool):

@@ -30,7 +30,10 @@ def identity(config, global_batch: int, data: str) -> dict:
 
 def changeable(config) -> dict:
     """The options that a run may change when it resumes, and is told that it did: {flag: value}."""
-    return _options(config, "print")
+    found = _options(config, "print")
+    if getattr(config, "lr_schedule", "constant") != "constant":  # a decay ends with the run
+        found["--max-steps"] = config.max_steps
+    return found
 
 
 def _options(config, resumed: bool | str) -> dict:
@@ -124,10 +127,9 @@ def load(path: Path, model, optimizer, run: dict | None = None, narrow: bool = T
     check_shapes(path, found, tensors)
     if not narrow:
         check_formats(path, found, {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()})
+    # Learning rate, weight decay and the like are this run's own options: of the optimizer, only the state is read.
+    groups = optimizer_state.pop("param_groups")
     state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
-    # The stages of a pipeline all save the options of their parameters under one name, and DCP keeps one stage's: its
-    # options are everyone's, its list of parameters is not, and PyTorch gives options only to those that are listed.
-    listed = [group["params"] for group in optimizer_state["param_groups"]]
     reader = dcp_reading.Reader(path)
     try:
         reader.read_metadata()  # DCP does it too, but PyTorch 2.11's keeps to itself why it could not
@@ -137,9 +139,8 @@ def load(path: Path, model, optimizer, run: dict | None = None, narrow: bool = T
         raise
     except (Exception, dcp.CheckpointException) as error:  # DCP's own is no Exception; it wraps what went wrong
         raise unreadable(path, error) from None
-    for group, parameters in zip(state["optimizer"]["param_groups"], listed, strict=True):
-        group["params"] = parameters
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    optimizer_state = state["optimizer"] | {"param_groups": groups}
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state)
     return state["step"]
 
 

@@ -13,7 +13,7 @@ import zlib
 from pathlib import Path
 
 import torch
-from planner.models.huggingface import EXPERTS
+from planner.models import flops, huggingface
 from torch import nn
 
 from labkit import UserError
@@ -62,7 +62,7 @@ def configuration(path: str, option: str):
         raise UserError(
             f"{option} {path}: {kind} is several models in one ({', '.join(parts)}): take a text-only model"
         )
-    if experts := next((name for name in EXPERTS if given.get(name)), None):
+    if experts := next((name for name in huggingface.EXPERTS if given.get(name)), None):
         raise UserError(f"{option} {path}: {kind} is a mixture of experts ({experts}): take a dense model")
     if quantized := given.get("quantization_config") or given.get("compression_config"):
         method = quantized.get("quant_method", "of an unknown kind") if isinstance(quantized, dict) else quantized
@@ -86,6 +86,21 @@ def without_weights(config, dtype: torch.dtype, lora: int | None = None):
     if lora:
         add_lora(model, lora)
     return model
+
+
+def flops_per_token(config) -> float | None:
+    """Return the floating-point operations that training on a token takes (``planner.flops.per_token``).
+
+    Args:
+        config: hf_fsdp.py's options.
+
+    Returns:
+        None for a family that the planner does not know, and for peft's adapters, whose layers differ from the course's.
+    """
+    try:
+        return None if config.lora else flops.per_token(huggingface.load(config.model or config.config), config.seq_len)
+    except UserError:
+        return None
 
 
 def lora_settings(width: int):

@@ -38,10 +38,20 @@ def read(file: str | None = None) -> tuple[str, bytes]:
     return NAME, "".join(topics[name] for name in sorted(topics)).encode()
 
 
-def load(device: torch.device) -> Text:
-    """The whole text on the device: it is half a megabyte. UserError: this Python came without it."""
+def load(device: torch.device, seq_len: int = 1) -> Text:
+    """Load the whole text onto the device: it is half a megabyte.
+
+    Args:
+        device: Where the tokens go.
+        seq_len: Number of tokens in a sequence.
+
+    Raises:
+        UserError: This Python came without the text, or its validation part is too short for a sequence.
+    """
     tokens = torch.frombuffer(bytearray(read()[1]), dtype=torch.uint8).to(device)
     cut = len(tokens) * 9 // 10
+    if seq_len >= len(tokens) - cut:
+        raise UserError(f"--seq-len must be less than the {len(tokens) - cut} tokens of the validation text")
     return Text(tokens[:cut], tokens[cut:])
 
 

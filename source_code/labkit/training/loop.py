@@ -1,0 +1,180 @@
+"""Run what surrounds the steps of a training loop: resume, learning rate, meter, progress, logs, preemption, record.
+
+  loop = Loop(config, me, saver, last_step=config.max_steps, global_batch=32)
+  while loop.step < loop.last_step:
+      for inputs, targets in loop.watch(batches):      # one batch per step
+          ...                                          # the lab's own: forward, backward, optimizer
+      ...                                              # the lab's own: average the losses over the ranks
+      if not loop.log(losses):
+          break                                        # a loss is not finite
+      saver.save(loop.step)
+  record = loop.finish()
+
+The lab keeps everything that a chapter teaches. Nothing in this file computes a gradient or updates a parameter.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+from labkit.measuring import event_files, meters, records
+from labkit.running import preemption, progress
+from labkit.training import lr_schedule
+from labkit.training.shards import whole
+
+LOG_EVERY = 50  # steps between two reductions of the losses
+
+
+def keep_norm(optimizer, norm, config):
+    """Keep the gradient's norm for --log, where the loop finds it; without --log, let it be freed."""
+    if config.log:
+        optimizer.gradient_norm = norm
+
+
+class Loop:
+    """Resume a run, then watch its steps and report them.
+
+    Every rank makes one and calls it at the same steps: most methods are collective.
+
+    Attributes:
+        step: Number of steps trained so far, including those of the run being resumed.
+        first_step: The value of ``step`` when this run started.
+        last_step: The value of ``step`` at which the run ends.
+        losses: Mean loss over the ranks of each step of this run.
+    """
+
+    def __init__(
+        self,
+        config,
+        me,
+        saver,
+        last_step: int,
+        global_batch: int,
+        *,
+        learning_rate: Callable[[int], float] | None = None,
+        flops_per_token: float | None = None,
+    ):
+        """Resume from the newest checkpoint if the options say so, and print where the run starts. Collective.
+
+        Args:
+            config: The lab's options. A lab whose samples are sequences has ``seq_len``, their number of tokens.
+            me: This rank, a ``ranks.Rank``.
+            saver: The run's ``saving.Saver``, which holds the model and the optimizer.
+            last_step: Number of steps after which the run ends, including those of the run being resumed.
+            global_batch: Number of samples (images or sequences) per step, all ranks together.
+            learning_rate: Maps a step's index, counted from 0, to its learning rate; by default ``--lr-schedule``'s. As it
+                is a function of the step, a resumed run needs no saved state.
+            flops_per_token: Floating-point operations that training on a token takes, for the MFU that --log writes.
+
+        Raises:
+            UserError: There is nothing to resume or to train (``Saver.resume``).
+        """
+        self.config, self.me, self.saver, self.optimizer = config, me, saver, saver.optimizer
+        self.last_step, self.global_batch, self.seq_len = last_step, global_batch, getattr(config, "seq_len", None)
+        self.learning_rate = learning_rate or partial(lr_schedule.learning_rate, config)
+        self.flops_per_token = flops_per_token
+        self.step = self.first_step = saver.resume(last_step)
+        self.losses = []
+        begin = f"{'resumed' if self.step else 'starting'} at step {self.step} of {last_step}"
+        me.say(f"{records.place(me)}; data {saver.run['data']}\n{begin}")
+        self.meter = meters.Meter(
+            saver.model,
+            self.optimizer,
+            me.device,
+            progress=progress.Progress(me, last_step, self.step),
+            profile=config.profile,
+            compiled=getattr(config, "compile", False),
+        )
+        self.stop = preemption.Stop(config)
+        self.events = event_files.EventFiles(config.log, self.step) if config.log and me.rank == 0 else None
+        self.norms, self.timed, self.peaks = [], 0, None  # since the last log; steps whose time has been logged
+
+    def next_steps(self) -> range:
+        """Return the indices of the steps up to the next reduction of the losses or the next checkpoint."""
+        end = min(self.last_step, *(self.step - self.step % every + every for every in (self._save_every, LOG_EVERY)))
+        return range(self.step, end)
+
+    @property
+    def _save_every(self) -> int:
+        return self.config.checkpoint_every or self.last_step
+
+    def save_is_due(self) -> bool:
+        """Return whether ``--checkpoint-every`` or the end of the run asks for a checkpoint after the current step."""
+        return self.step % self._save_every == 0 or self.step == self.last_step
+
+    def watch(self, batches: Iterable) -> Iterator:
+        """Yield each batch, set its step's learning rate first, and measure what the caller does with it. Collective.
+
+        Raises:
+            Preempted: The ranks were asked to end and have saved a checkpoint.
+        """
+        for batch in self.meter.watch(self.stop.until_preempted(batches)):
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.learning_rate(self.step)
+            yield batch
+            self.step += 1
+            self.norms.append(getattr(self.optimizer, "gradient_norm", None))
+        self.stop.raise_if_preempted(self.me, self.saver, self.step, self.last_step)
+
+    def interruptible(self, batches: Iterable) -> Iterator:
+        """Yield the batches of an evaluation, which may take longer than a preemption warning leaves. Collective.
+
+        Raises:
+            Preempted: The ranks were asked to end and have saved a checkpoint; not after the last step, where the run ends
+                anyway.
+        """
+        yield from batches if self.step == self.last_step else self.stop.until_preempted(batches)
+        self.stop.raise_if_preempted(self.me, self.saver, self.step, self.last_step)
+
+    def log(self, losses: list[float]) -> bool:
+        """Keep the losses of the steps since the last call, averaged over the ranks, and write --log's scalars. Collective.
+
+        Returns:
+            Whether every loss is finite. If not, ``records.report`` raises ``Diverged`` at the end of the run, and the
+            newest checkpoint remains the one before.
+        """
+        self.losses += losses
+        if self.config.log:
+            steps = range(self.step - len(losses) + 1, self.step + 1)
+            norms = [norm if norm is None else float(whole(norm)) for norm in self.norms]
+            by_step = {"loss": losses, "learning_rate": [self.learning_rate(step - 1) for step in steps]}
+            by_step["gradient_norm"] = norms
+            scalars = {name: list(zip(steps, values, strict=True)) for name, values in by_step.items()}
+            self._write(scalars | {name: [(self.step, value)] for name, value in self._speed_and_memory().items()})
+        self.norms.clear()
+        return all(map(math.isfinite, losses))
+
+    def log_scalars(self, **scalars: float):
+        """Write more scalars of the current step to the event files, such as a validation loss."""
+        self._write({name: [(self.step, value)] for name, value in scalars.items()})
+
+    def _write(self, scalars: dict):
+        if self.events:
+            self.events.write(scalars)
+
+    def _speed_and_memory(self) -> dict[str, float | None]:
+        """Return the scalars of the steps since the last log together. Collective: the matmul ceiling is measured once."""
+        memory = self.meter.peak_memory()
+        seconds = self.meter.step_times(self.timed)
+        self.timed += len(seconds)
+        rate = self.global_batch * len(seconds) / sum(seconds) if seconds else None
+        found = {"peak_memory_gib": memory and memory / 2**30}
+        if not self.seq_len:
+            return found | {"samples_per_second": rate}
+        tokens = rate and rate * self.seq_len
+        if tokens and self.flops_per_token:
+            self.peaks = self.peaks or meters.measured_peaks(self.config.precision, self.me)
+            shares = meters.utilisation(tokens, self.flops_per_token, self.config.precision, self.me, self.peaks)
+            found |= {name: share and share["value"] for name, share in shares.items()}
+        return found | {"tokens_per_second": tokens}
+
+    def finish(self) -> dict:
+        """Wait for the last checkpoint, close what is open, and return this run's part of a record. Collective."""
+        self.saver.finish(self.step)
+        self.meter.finish()
+        measured = self.meter.summary(self.global_batch)
+        if self.seq_len:
+            rate = measured["time"]["samples_per_second"]
+            measured["tokens_per_second"] = rate and rate * self.seq_len
+        own = {"first_step": self.first_step, "losses": self.losses, "checkpoints": self.saver.summary()}
+        return own | measured

@@ -1,0 +1,33 @@
+"""Describe what is sharded: a rank's part of a parameter, the whole of a tensor, the number of FSDP units."""
+
+import torch
+from torch.distributed import fsdp
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from labkit.measuring.trace import local
+from labkit.training.models import whole_parameter
+
+
+def part_of(parameter):
+    """Return this rank's part of a parameter and, for each dimension, its indices in the whole parameter."""
+    if not isinstance(parameter, DTensor):
+        return whole_parameter(parameter)
+    indices = []
+    for dimension, size in enumerate(parameter.shape):
+        # DTensor itself says which: shard the indices of a dimension as the parameter is sharded along it.
+        index = torch.arange(size).view([-1 if d == dimension else 1 for d in range(parameter.ndim)])
+        placements = [p if p.is_replicate() or p.dim == dimension else Replicate() for p in parameter.placements]
+        mine = distribute_tensor(index, parameter.device_mesh, placements, src_data_rank=None)  # nothing is sent
+        indices.append(local(mine).flatten().cpu())
+    return local(parameter), indices
+
+
+def whole(tensor):
+    """Return a tensor with all its elements on every rank, such as a norm of shards. Collective if it is a DTensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def count_units(model) -> int:
+    """Return the number of FSDP units; FSDP2 makes one of the last norm and the head if the embedding is another."""
+    units = sum(isinstance(m, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)) for m in model.modules())
+    return units - isinstance(getattr(model, "norm", None), fsdp.FSDPModule)

@@ -1,0 +1,20 @@
+"""Choose which parameters AdamW pulls towards zero."""
+
+
+def parameter_groups(model, config) -> list[dict]:
+    """Return the trained parameters as one or two parameter groups for AdamW, each with its weight decay.
+
+    With ``--no-decay-1d`` norms and biases, which have one dimension, are not decayed; matrices are, embeddings included
+    (as in nanoGPT). A sharded parameter (DTensor) has as many dimensions as the whole one. FSDP1's flat parameters do not.
+    The planner knows one group: of two, AdamW's intermediate results exist for one at a time, so that the optimizer's
+    step needs at most the smaller group's bytes less than it plans.
+
+    Args:
+        model: The model, after sharding.
+        config: Has ``weight_decay`` and ``decay_1d``.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    decayed = [parameter for parameter in trained if config.decay_1d or parameter.ndim > 1]
+    others = [parameter for parameter in trained if not (config.decay_1d or parameter.ndim > 1)]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
