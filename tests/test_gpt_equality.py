@@ -14,6 +14,7 @@ import pytest
 from forked import by_value
 from labkit.measuring import meters
 from labkit.running import launch, notebook_ranks
+from planner.models import shapes
 
 pytestmark = pytest.mark.long
 HERE = launch.Cluster(launcher="local")
@@ -112,8 +113,8 @@ def jobs(ranks: int) -> dict[str, dict]:
 
 def train_all(me):
     """{key: the losses of the steps, then the validation loss} of every job, one after the other."""
-    shapes = gpt_fsdp.GPT_SHAPES
-    shapes["tiny"] = dataclasses.replace(shapes["tiny"], **SMALL)
+    sizes = shapes.GPT_SHAPES
+    sizes["tiny"] = dataclasses.replace(sizes["tiny"], **SMALL)
     meters.TRACED_STEPS = range(0)  # tracing takes much of a short run's time, and here the losses are asked for
     losses = {}
     for key, options in jobs(me.world_size).items():

@@ -16,6 +16,7 @@ from labkit import UserError
 from labkit.measuring import meters, records
 from labkit.running import launch, notebook_ranks, options
 from labkit.training import deepspeed_zero
+from planner.models import shapes
 
 HERE = launch.Cluster(launcher="local")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks cannot import this file
@@ -43,7 +44,7 @@ def reference_of(options: dict) -> tuple:
 def train_all(me):
     """{case: the losses of the steps, then the validation loss}, one after the other."""
     meters.TRACED_STEPS = range(0)  # here the losses are asked for
-    gpt_fsdp.GPT_SHAPES["tiny"] = dataclasses.replace(gpt_fsdp.GPT_SHAPES["tiny"], hidden_size=32, intermediate_size=96)
+    shapes.GPT_SHAPES["tiny"] = dataclasses.replace(shapes.GPT_SHAPES["tiny"], hidden_size=32, intermediate_size=96)
     common = {"max_steps": STEPS, "seq_len": 16}
     if me.world_size == 1:
         keys = {reference_of(options) for options in CASES.values()}

@@ -153,7 +153,7 @@ def test_climb_on_two_ranks(monkeypatch, tmp_path, capsys):
     ],
 )
 def test_a_climb_is_on_gpus_where_each_rank_has_one(gpus, asked, ranks, device, monkeypatch, capsys):
-    monkeypatch.setattr(ladder.machine, "gpus_here", lambda: gpus)
+    monkeypatch.setattr(ladder.site, "gpus_here", lambda: gpus)
     common, _ = ladder.shared(ladder.Config(data="mnist-5k", ranks=asked))
     assert (common["ranks"], common["device"]) == (ranks, device)
     assert ("climbs on the CPU" in capsys.readouterr().out) == (0 < gpus < ranks)
@@ -161,7 +161,7 @@ def test_a_climb_is_on_gpus_where_each_rank_has_one(gpus, asked, ranks, device, 
 
 @pytest.fixture
 def no_gpus(monkeypatch):
-    monkeypatch.setattr(ladder.machine, "gpus_here", lambda: 0)
+    monkeypatch.setattr(ladder.site, "gpus_here", lambda: 0)
 
 
 @pytest.mark.parametrize(("epochs", "batch_size", "steps"), [(1, 500, 2), (1, 1000, 1), (9, 1001, 0), (6, 1000, 6)])

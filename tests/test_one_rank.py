@@ -9,6 +9,7 @@ from commands import script
 from forked import by_value, forked
 from labkit.measuring import records
 from labkit.running.lab import Lab
+from planner.models import shapes
 
 COMMON = {"device": "cpu", "batch_size": 2, "seq_len": 32, "max_steps": 4}
 CONFIGS = {
@@ -27,7 +28,7 @@ def made_small():
     import gpt_fsdp
     from labkit.measuring import meters
 
-    gpt_fsdp.GPT_SHAPES["tiny"] = dataclasses.replace(gpt_fsdp.GPT_SHAPES["tiny"], hidden_size=32, intermediate_size=96)
+    shapes.GPT_SHAPES["tiny"] = dataclasses.replace(shapes.GPT_SHAPES["tiny"], hidden_size=32, intermediate_size=96)
     gpt_fsdp.VALIDATION_SEQUENCES = 4
     meters.TRACED_STEPS = range(1, 4)
 

@@ -14,6 +14,7 @@ import pytest
 from forked import by_value
 from labkit.measuring.differences import largest_difference
 from labkit.running import launch, notebook_ranks, progress
+from planner.models import shapes
 
 pytestmark = pytest.mark.long
 HERE = launch.Cluster(launcher="local")
@@ -54,13 +55,12 @@ narrow = by_value(few_digits.narrow)
 
 def train_all(me, runs: list[tuple[str, dict]]) -> list[dict]:
     """On each rank: what the training of each (lab, options) returns, on few digits."""
-    import gpt_fsdp
     from labkit.measuring import meters
     from labkit.training import datasets
 
     os.environ.pop(progress.VARIABLE, None)  # a bar that starts again with each run would say nothing
     meters.TRACED_STEPS = range(0)  # tracing takes much of a short run's time, and here the losses are asked for
-    gpt_fsdp.GPT_SHAPES["tiny"] = replace(gpt_fsdp.GPT_SHAPES["tiny"], **SMALL)
+    shapes.GPT_SHAPES["tiny"] = replace(shapes.GPT_SHAPES["tiny"], **SMALL)
     narrow()
     few = [tensor[:DIGITS] for tensor in datasets.load("mnist-5k").tensors()]
     datasets.load = lambda name: datasets.Digits(name, *few)

@@ -67,7 +67,7 @@ def everything(me, folder):
     found = {"measured": memory_proof.measure(me, [MEASURED])[0]} if me.world_size == 4 else {}
     started = whole_and_local(me) if me.world_size == 4 else None
     meters.TRACED_STEPS = range(0)
-    gpt_fsdp.GPT_SHAPES["tiny"] = dataclasses.replace(gpt_fsdp.GPT_SHAPES["tiny"], **SMALL)
+    shapes.GPT_SHAPES["tiny"] = dataclasses.replace(shapes.GPT_SHAPES["tiny"], **SMALL)
     checkpoint = FP64 | {"checkpoint": f"{folder}/{me.world_size}"}
     if me.world_size == 4:
         found["started"] = started
