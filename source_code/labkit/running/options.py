@@ -31,7 +31,6 @@ from labkit import UserError
 SHARDED = ("fsdp1", "fsdp2")
 GIVEN = object()  # in a conflict: the option differs from its default
 LARGEST = {int: 10**9, float: 1e18}  # of any number: a larger one is a slip, whose products would fit no 64 bits
-RESHARD = (r"true|false|[2-9]|[1-9]\d{1,8}", "true, false or a number from 2 on")
 
 
 def option(default, help: str, *, least=None, above=None, at_most=None, form=None, only=(), needs=None, resumed=False):
