@@ -91,7 +91,7 @@ def parallelize(model, config, me):
     # FSDP1 moves a model that lies in the CPU's memory to the device unit by unit.
     model.to_empty(device="cpu" if config.strategy == "fsdp1" or config.cpu_offload else me.device)
     model.tie()  # again, if the shape says so: to_empty has given each name a tensor of its own
-    initialise(model, config.seed)
+    init_weights(model, config.seed)
     if config.strategy == "ddp":
         return DistributedDataParallel(model)
     return fsdp1(model, config, me) if config.strategy == "fsdp1" else model
@@ -160,7 +160,7 @@ def prefetch(model, units, ahead):
 
 
 @torch.no_grad()
-def initialise(model, seed):
+def init_weights(model, seed):
     """Fill the parameters, which ``to_empty`` left without values, and prove that none was forgotten."""
     for parameter in model.parameters():
         local(parameter).fill_(math.nan)
@@ -324,7 +324,7 @@ def main(config, me, prepare=prepare, compute_loss=compute_loss):
     backend = "cpu:gloo,cuda:nccl" if config.cpu_offload and me.backend == "nccl" else me.backend
     dist.init_process_group(backend, device_id=me.device if me.device.type == "cuda" else None)
     result = train(config, me, prepare, compute_loss)
-    result |= meters.utilisation(result["tokens_per_second"], result["flops_per_token"], config.precision, me)
+    result |= meters.utilization(result["tokens_per_second"], result["flops_per_token"], config.precision, me)
     records.report(config.script, config, me, result, elapsed=time.perf_counter() - begin)
 
 

@@ -217,7 +217,7 @@ def pytorch_model(config):
         model = models.GPT(config.shape)
     model.to_empty(device="cpu")
     model.tie()
-    gpt_fsdp.initialise(model, config.seed)
+    gpt_fsdp.init_weights(model, config.seed)
     return model
 
 

@@ -72,7 +72,7 @@ def build(config, me) -> PipelineStage:
     for block in model.blocks.values():
         gpt_fsdp.change_forward(block, config)
     model.to_empty(device=me.device)
-    gpt_fsdp.initialise(model, config.seed)
+    gpt_fsdp.init_weights(model, config.seed)
     return PipelineStage(model, me.rank, me.world_size, me.device)
 
 

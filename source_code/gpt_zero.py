@@ -50,7 +50,7 @@ def prepare_deepspeed(config, me):
         gpt_fsdp.change_forward(block, config, number)
     model.to_empty(device=me.device)
     model.tie()
-    gpt_fsdp.initialise(model, config.seed)
+    gpt_fsdp.init_weights(model, config.seed)
     optimizer = gpt_fsdp.make_optimizer(model, config)
     block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
     engine, optimizer = deepspeed_zero.initialize(model, optimizer, settings(config, block), me)

@@ -88,7 +88,7 @@ def fill(model, pattern, config, me):
         read, size = hf_models.read(model, config.model)
         me.say(f"read {size / 2**20:,.1f} MiB of {Path(config.model).name} per rank")
     filled = set(read)
-    for name, value in hf_models.first_values(pattern, config.seed, read):
+    for name, value in hf_models.initial_weights(pattern, config.seed, read):
         filled.add(name)
         tensor = tensors.get(name)
         if isinstance(tensor, DTensor):  # every rank draws the whole value and keeps its part: nothing is sent

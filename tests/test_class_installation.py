@@ -141,7 +141,11 @@ def test_every_command_runs_and_writes_into_the_home(words, ran):
 @pytest.mark.long
 def test_where_runs_go_is_a_setting(learner, tmp_path):
     """The folder that every command asks for; proofs/memory.py's record lies in it, see above."""
-    words = (sys.executable, "-c", "from labkit.measuring import records; print(records.made(records.RUNS))")
+    words = (
+        sys.executable,
+        "-c",
+        "from labkit.measuring import records; print(records.ensure_writable_dir(records.RUNS))",
+    )
     assert learner(*words) == (0, f"{learner.runs}\n")
     learner.runs.rmdir()
     asked = {"FSDP_LABS_RUNS": str(tmp_path / "scratch")}

@@ -383,8 +383,8 @@ def recorded(folder, environ: dict, of_group=None, group_is_first=True) -> list[
         ({"RANK": "0"}, 3, ["flight_3", "where_3"]),
         ({"RANK": "5"}, None, ["flight_5", "where_5"]),
         ({"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}, None, ["flight_2", "where_2"]),
-        ({"SLURM_PROCID": "0"}, None, ["the flight recorder cannot know its rank: "]),
-        ({"RANK": "two"}, None, ["the flight recorder cannot know its rank: "]),
+        ({"SLURM_PROCID": "0"}, None, ["the flight recorder does not know its rank: "]),
+        ({"RANK": "two"}, None, ["the flight recorder does not know its rank: "]),
     ],
 )
 def test_the_recorder_knows_its_rank_or_refuses(environ, of_group, left, tmp_path):
@@ -845,10 +845,10 @@ def spoilt(how: str, folder: Path):
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("cut", "flight_1 is no flight record, or damaged"),
-        ("empty", "flight_1 is no flight record, or damaged"),
-        ("hostile", "it names posix.system, and a flight record names nothing"),
-        ("another thing", "flight_1 is no flight record, or damaged"),
+        ("cut", "flight_1 is not a flight record, or is damaged"),
+        ("empty", "flight_1 is not a flight record, or is damaged"),
+        ("hostile", "it refers to posix.system, and a flight record contains only plain data"),
+        ("another thing", "flight_1 is not a flight record, or is damaged"),
         ("another run's", "flight_7 is of a run without a rank 7: remove the dumps of other runs"),
         ("no dump", "there is no dump (flight_<rank>, comm_lib_trace_rank_<rank>, nccl_trace_rank_<rank>) in"),
     ],

@@ -35,7 +35,7 @@ def test_a_record_that_cannot_be_written_is_refused_before_the_run(full):
 
 def test_a_folder_for_runs_that_is_full_is_refused_before_the_run(full):
     with refused("FSDP_LABS_RUNS", full, "No space left on device"):
-        records.made(full)
+        records.ensure_writable_dir(full)
 
 
 def test_a_record_for_which_there_is_no_room_any_more_is_printed(tmp_path, monkeypatch, capsys):

@@ -49,7 +49,7 @@ def plain(config):
     model = models.GPT(config.shape).to(config.dtype)
     if config.lora:
         models.add_lora(model, config.lora)
-    gpt_fsdp.initialise(model, config.seed)
+    gpt_fsdp.init_weights(model, config.seed)
     return model
 
 
@@ -158,10 +158,10 @@ def test_validation_needs_no_more_memory_than_training(world_of_one, monkeypatch
 def test_what_is_not_initialised_is_noticed(world_of_one):
     """A layer of a kind that ``init_weights`` does not know, or any other way of leaving one out."""
     model = models.GPT(gpt_fsdp.Config().shape)
-    gpt_fsdp.initialise(model, 1)
+    gpt_fsdp.init_weights(model, 1)
     model.blocks[2].scale = nn.Parameter(torch.ones(3))
     with pytest.raises(RuntimeError, match=r"no first value was given to blocks\.2\.scale"):
-        gpt_fsdp.initialise(model, 1)
+        gpt_fsdp.init_weights(model, 1)
 
 
 def test_initial_weights_are_what_they_should_be():
@@ -430,7 +430,7 @@ def test_mfu_is_a_share_of_the_data_sheets_peak(name, precision, peak, monkeypat
     me = dataclasses.replace(world_of_one, device=torch.device("cuda"), world_size=4)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(meters, "ceiling", lambda dtype, me: {"peak_flops": 1e14, "peak_of": str(dtype)})
-    found = meters.utilisation(8e3, 1e10, precision, me)  # 2e13 operations per second on each of 4 ranks
+    found = meters.utilization(8e3, 1e10, precision, me)  # 2e13 operations per second on each of 4 ranks
     assert found["matmul_ceiling_fraction"]["value"] == pytest.approx(0.2)
     assert found["matmul_ceiling_fraction"]["peak_of"] == str(meters.DTYPES[precision])
     if peak is None:

@@ -178,7 +178,7 @@ def test_first_values_are_the_librarys_kind(shapes, family):
     config = hf_models.configuration(str(shapes[family]), "--config")
     theirs = AutoModelForCausalLM.from_config(config)
     theirs = dict(theirs.named_parameters()) | dict(theirs.named_buffers())
-    ours = dict(hf_models.first_values(hf_models.on_meta(config, torch.float32), seed=1))
+    ours = dict(hf_models.initial_weights(hf_models.on_meta(config, torch.float32), seed=1))
     assert set(theirs) <= set(ours)
     for name, value in theirs.items():
         if value.numel() < 100 or value.std() == 0:

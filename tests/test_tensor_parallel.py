@@ -108,7 +108,7 @@ NORM = "(Shard(dim=0), Replicate())"
 def test_every_parameter_lies_where_the_plan_says(found):
     whole = models.GPT(shapes.GPT_SHAPES["tiny"])
     with mock.patch.object(models, "DRAWN_AT_ONCE", SMALL_BLOCKS):
-        gpt_fsdp.initialise(whole, gpt_fsdp.Config().seed)
+        gpt_fsdp.init_weights(whole, gpt_fsdp.Config().seed)
     for rank in range(4):
         started = found[4][rank]["started"]
         assert started.keys() == dict(whole.named_parameters()).keys()

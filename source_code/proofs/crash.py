@@ -291,7 +291,7 @@ def try_run(function, *arguments) -> tuple[list, str]:
 
 def temp_run_dir():
     """Make a temporary folder for a run, where runs write."""
-    return tempfile.TemporaryDirectory(dir=records.made(launch.RUNS), prefix=".crash-")
+    return tempfile.TemporaryDirectory(dir=records.ensure_writable_dir(launch.RUNS), prefix=".crash-")
 
 
 def reference_run(name: str, asynchronous: bool = False) -> ReferenceRun:

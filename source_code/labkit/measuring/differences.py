@@ -55,7 +55,7 @@ def smallest(values) -> float:
 
 
 def _elements(values) -> np.ndarray:
-    """All elements of a nested collection as one float64 vector."""
+    """Return all elements of a nested collection as one float64 vector."""
     if isinstance(values, torch.Tensor):
         return values.detach().to("cpu", torch.float64).numpy().ravel()
     if isinstance(values, (str, bytes, dict)):

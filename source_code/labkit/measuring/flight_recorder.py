@@ -1,22 +1,22 @@
-"""Record what every rank was doing when a run hung: its last collectives, and the line it is at.
+"""Record the last collectives and the current stack of every rank, to diagnose a run that hangs.
 
-  with flight_recorder.recorder(folder, quiet=60):       on every rank, around what may hang
+  with flight_recorder.recorder(folder, quiet=60):       on every rank, around code that may hang
       train()
 
-When a rank has called no collective for ``quiet`` seconds, and when its work ends or raises, it leaves two files:
+When a rank has called no collective for ``quiet`` seconds, and when its work ends or raises, it writes two files:
 
-  flight_3    what PyTorch's flight recorder has of rank 3: its last collectives, with the Python stack of each call, in
-              the form of the dumps that PyTorch writes when NCCL times out (``torchfrtrace`` reads both)
-  where_3     its process and node; the stacks of its threads; how it left. Where no Python can run, as a thread that
-              is stuck outside of it holds the interpreter, SIGTERM makes faulthandler's handler write where that is
+  flight_3    the dump of PyTorch's flight recorder on rank 3: its last collectives, with the Python stack of each call,
+              in the format of the dumps that PyTorch writes when NCCL times out (``torchfrtrace`` reads both)
+  where_3     its process and node, the stacks of its threads, and how it ended. If a thread that is stuck in native code
+              holds the interpreter lock, SIGTERM makes faulthandler's handler write the stack
 
-PyTorch keeps the last 2,000 calls of a rank (TORCH_FR_BUFFER_SIZE); a step of FSDP2 with 80 units makes 240. Measured on a
-CPU with stacks of 84 frames, 2,000 calls take 5 MiB of memory, 0.6 MB on disk, and 0.03 s more to write than one call. (The
-first stack of a process takes 1 s, with PyTorch 2.11 3 s.)
+PyTorch retains the last 2,000 calls of a rank (TORCH_FR_BUFFER_SIZE); a step of FSDP2 with 80 units makes 240. Measured on
+a CPU with stacks of 84 frames, 2,000 calls take 5 MiB of memory, 0.6 MB on disk, and 0.03 s more to write than one call.
+(The first stack of a process takes 1 s, with PyTorch 2.11 3 s.)
 
-When the rank calls collectives again, what it has left is removed: it was a pause. Four times in ``quiet`` seconds the
-date of where_3 is set, as a sign of life, and that of flight_3, as long as it holds. ``diagnose_hang.py`` compares the
-ranks. A process that was killed, or stopped (``kill -STOP``), writes nothing more: that tells it from the others.
+When the rank calls collectives again, it removes its dump: it was only a pause. Four times in ``quiet`` seconds the
+recorder touches where_3 as a heartbeat, and flight_3 as long as it is complete. ``diagnose_hang.py`` compares the ranks.
+A process that was killed or stopped (``kill -STOP``) has no heartbeat.
 
 Private PyTorch used here, and only here: ``_dump_fr_trace`` and ``_dump_nccl_trace``, and the names and ranks of process
 groups, which gloo's dumps lack.
@@ -47,12 +47,12 @@ import labkit
 from labkit import UserError
 
 FLIGHT, WHERE = "flight_", "where_"
-# How the names of dumps begin: the recorder's, PyTorch's since 2.11 at the latest, and those of older versions.
+# File name prefixes of dumps: the recorder's, PyTorch's since 2.11 at the latest, and those of older versions.
 PREFIXES = (FLIGHT, "comm_lib_trace_rank_", "nccl_trace_rank_")
-CLOCKS_DIFFER = 5  # seconds by which the clocks of two nodes may differ; a job takes longer to start again
-RAISED = "raised:"  # in where_<rank>: what follows is where
+MAX_CLOCK_SKEW = 5  # seconds between the clocks of two nodes; restarting a job takes longer
+RAISED = "raised:"  # in where_<rank>: the stack of the exception follows
 IS_QUIET = "quiet:"  # in where_<rank>: the stacks below are the watcher's
-SIGNAL = "Stack (most recent call first):"  # this one, of the main thread, SIGTERM's handler has written
+SIGNAL = "Stack (most recent call first):"  # of the main thread, written by SIGTERM's handler
 MAIN = re.compile(rf"(?m)^(?:(?:Current t|T)hread .*|{re.escape(SIGNAL)})$")
 P2P = re.compile(r"(?P<kind>send|recv) (?:\d+)(?:->|<-)(?P<peer>\d+|\?)$")  # in a profiling_name: "nccl:recv 1<-0"
 ROOTED = ("broadcast", "gather", "reduce", "scatter")  # gloo lets some ranks leave these before others arrive
@@ -66,19 +66,25 @@ STACK = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<functio
 
 @contextlib.contextmanager
 def recorder(folder: str | Path, quiet: float = 60):
-    """Record this rank's collectives while the work inside runs; write them after ``quiet`` seconds without one.
+    """Record this rank's collectives within this context, and write them after ``quiet`` seconds without a collective.
 
-    Enter it before the first collective, and choose ``quiet`` shorter than the process group's time-out, which ends a
-    run that hangs: this only writes, and the run goes on. Nothing that goes wrong in writing ends it. UserError if neither
-    the process group nor the environment says which rank this is, or the folder cannot be written to.
+    The recorder never ends a run, not even if it fails to write. The process group's timeout does.
+
+    Args:
+        folder: where to write. All nodes must see it, for ``diagnose_hang.py`` to compare the ranks.
+        quiet: seconds; choose it shorter than the process group's timeout.
+
+    Raises:
+        UserError: neither the process group nor the environment defines this process's rank, or the folder cannot be
+            written to.
     """
     folder, rank = Path(folder), _rank(os.environ)
     _, began = _state_and_start(os.getpid())
     about = {"pid": os.getpid(), "began": began, "on": _machine(), "beat": quiet / 4}
     with _opened(folder, rank, f"process {os.getpid()} on {socket.gethostname()}\n{json.dumps(about)}\n") as where:
         faulthandler.enable(where)  # a crash
-        # Ended by a launcher, it writes where it was: of its main thread only, since the others run on, and to read a stack
-        # that changes could crash the process.
+        # When a launcher ends the rank, it writes the stack of its main thread only: the other threads keep running, and
+        # reading a stack that changes could crash the process.
         faulthandler.register(signal.SIGTERM, file=where, chain=True, all_threads=False)
         over, removing = threading.Event(), threading.Lock()
         written = []  # the last call of each record that the watcher has written
@@ -94,7 +100,7 @@ def recorder(folder: str | Path, quiet: float = 60):
             left = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             raise
         finally:
-            with removing:  # what is written from here on stays
+            with removing:  # the watcher removes nothing that is written from here on
                 over.set()
             watcher.join()
             try:
@@ -102,21 +108,23 @@ def recorder(folder: str | Path, quiet: float = 60):
                     _dump(folder, rank, where)
                 if left != "finished":
                     _write_lines(where, RAISED, *stack)
-                _write_lines(
-                    where, f"left: {left}"
-                )  # last: of a rank that has left, all that it has called is in its record
-            finally:  # or they would write into whatever file comes after this one
+                _write_lines(where, f"left: {left}")  # last: from here on the record of this rank is complete
+            finally:  # or they would write to the next file that gets this descriptor
                 faulthandler.unregister(signal.SIGTERM)
                 faulthandler.disable()
 
 
 def _opened(folder: Path, rank: int, head: str):
-    """where_<rank>, new, with this in it; an earlier run's files are removed. UserError: the folder cannot be written to."""
+    """Create where_<rank> with ``head`` as its content, and remove the files of an earlier run.
+
+    Raises:
+        UserError: the folder cannot be written to.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in (f"{FLIGHT}{rank}", f"{WHERE}{rank}"):
             (folder / name).unlink(missing_ok=True)
-        where = open(folder / f"{WHERE}{rank}", "ab", buffering=0)  # to append: what is cut off leaves no hole
+        where = open(folder / f"{WHERE}{rank}", "ab", buffering=0)  # append: truncating it leaves no hole
         where.write(head.encode())
         return where
     except OSError as error:
@@ -126,13 +134,13 @@ def _opened(folder: Path, rank: int, head: str):
 
 
 def _rank(environ) -> int:
-    """This process's rank: the process group's; before there is one, torchrun's, or a Slurm step's of several tasks."""
+    """Return this process's rank: the process group's, else torchrun's, else that of a Slurm step with several tasks."""
     if dist.is_initialized():
         return dist.get_rank()
-    in_step = int(environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1  # elsewhere in a job, SLURM_PROCID is 0 for all
+    in_step = int(environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1  # outside of such steps SLURM_PROCID is always 0
     declared = environ.get("RANK") or (environ.get("SLURM_PROCID") if in_step else None)
     if declared is None or not declared.isdigit():
-        raise UserError("the flight recorder cannot know its rank: enter it after init_process_group, or set RANK")
+        raise UserError("the flight recorder does not know its rank: enter it after init_process_group, or set RANK")
     return int(declared)
 
 
@@ -142,13 +150,13 @@ def _watch(folder, rank, where, quiet, over, removing, written):
     This thread reads the stacks while it holds the interpreter, so they stand still. (faulthandler's own thread, of
     ``dump_traceback_later``, cannot hold it, and has crashed processes that ran on.)
     """
-    called, head = "nothing looked at yet", os.fstat(where.fileno()).st_size
+    called, head = "not read yet", os.fstat(where.fileno()).st_size
     while True:
-        looked = time.time()  # what is called while this goes on is in no record
+        looked = time.time()  # calls after this time may not be in the record
         if (now := _last_call()) != called:
             called, since = now, time.monotonic()
             with removing, contextlib.suppress(OSError):
-                if not over.is_set():  # what was written was of a pause, and would hide a death
+                if not over.is_set():  # the record was of a pause: if the rank died now, it would be misleading
                     (folder / f"{FLIGHT}{rank}").unlink(missing_ok=True)
                     os.ftruncate(where.fileno(), head)
         elif written[-1:] != [called] and time.monotonic() - since > quiet:
@@ -156,21 +164,24 @@ def _watch(folder, rank, where, quiet, over, removing, written):
             _dump(folder, rank, where)
             written.append(called)
         with contextlib.suppress(OSError):
-            os.utime(where.fileno())  # a sign of life
+            os.utime(where.fileno())  # the heartbeat
             if written[-1:] == [called]:
-                os.utime(folder / f"{FLIGHT}{rank}", (looked, looked))  # until then nothing had been called since
+                os.utime(folder / f"{FLIGHT}{rank}", (looked, looked))  # it is complete up to that time
         if over.wait(quiet / 4):
             return
 
 
 def _write_lines(where, *lines: str):
-    """Write lines to where_<rank>. No space, or a file system that is away, is no reason to end a training."""
+    """Write lines to where_<rank>. A full disk or an unavailable file system must not end training."""
     with contextlib.suppress(OSError):
         where.write("".join(f"{line}\n" for line in lines).encode(errors="replace"))
 
 
 def _stacks() -> str:
-    """Return the stacks of all threads, by way of a local file: faulthandler blocks the other threads, and folders can hang."""
+    """Return the stacks of all threads.
+
+    faulthandler blocks the other threads while it writes, so it writes to a local file: a network folder could hang.
+    """
     try:
         with tempfile.TemporaryFile("w+") as file:
             faulthandler.dump_traceback(file)
@@ -181,17 +192,20 @@ def _stacks() -> str:
 
 
 def _trace(stacks: bool) -> dict:
-    """The flight recorder of this process; of several, the first that has something.
+    """Return the dump of this process's flight recorder; if there are several recorders, the first that has entries.
 
-    PyTorch keeps one for each implementation of a backend, and what ``nccl`` is differs: from 2.15 on usually ``nccl2``.
+    PyTorch has one recorder for each implementation of a backend. Which one ``nccl`` is differs: from 2.15 on usually
+    ``nccl2``.
     """
     c10d = torch._C._distributed_c10d
     if not (dist.is_initialized() and "nccl" in dist.get_backend()):
-        return pickle.loads(c10d._dump_fr_trace(True, stacks, False))  # gloo's; this process's own, so it may be read
+        return pickle.loads(
+            c10d._dump_fr_trace(True, stacks, False)
+        )  # gloo's; unpickling this process's own data is safe
     trace = pickle.loads(c10d._dump_nccl_trace(True, stacks, False))
     for name in ("nccl2", "nccl-lazy"):
         if not trace.get("entries"):
-            with contextlib.suppress(TypeError):  # before 2.15 there is none, and no such argument
+            with contextlib.suppress(TypeError):  # before 2.15 there is no such argument
                 trace = pickle.loads(c10d._dump_fr_trace(True, stacks, False, name))
     return trace
 
@@ -201,9 +215,9 @@ def _last_call():
 
 
 def _dump(folder, rank, where):
-    """Write flight_<rank>, whole or not at all; what hinders it, into where_<rank>."""
+    """Write flight_<rank> atomically; if that fails, write the reason to where_<rank>."""
     try:
-        if dist.is_initialized() and dist.get_rank() != rank:  # do not put the blame on another rank
+        if dist.is_initialized() and dist.get_rank() != rank:  # or another rank would be blamed
             raise UserError(f"the environment's rank is {rank}, the process group {dist.get_rank()}: enter it later")
         trace, world = _trace(stacks=True), dist.distributed_c10d._world
         trace.setdefault("entries", [])
@@ -215,7 +229,7 @@ def _dump(folder, rank, where):
         unfinished = path.with_name(f".{path.name}")
         unfinished.write_bytes(pickle.dumps(trace))
         unfinished.replace(path)
-    except Exception as error:  # a full disk, another version of PyTorch: no reason to end a training
+    except Exception as error:  # a full disk, another version of PyTorch: must not end training
         _write_lines(where, f"no flight record: {type(error).__name__}: {error}")
 
 
@@ -231,9 +245,9 @@ def _machine() -> list | None:
 
 
 def _state_and_start(pid: int) -> tuple[str, str] | tuple[None, None]:
-    """(state, as ps shows it: "S"; when it began, in ticks since the machine's start) of a process here, if any."""
+    """Return (state as ps shows it, start time in ticks since boot) of a process; (None, None) if there is none."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # a name may hold what it likes
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # a process name may contain anything
     except OSError:
         return None, None
     return fields[0], fields[19]
@@ -255,9 +269,9 @@ def _state(known: dict) -> str | None:
 class Group(NamedTuple):
     """A process group."""
 
-    name: str  # the same on all of its ranks, and no other group's
-    label: str  # what it is called in a report: "mesh_tp", "default_pg"
-    ranks: tuple[int, ...]  # in the world, in the order of their ranks in the group
+    name: str  # unique, and the same on all of its ranks
+    label: str  # its name in a report: "mesh_tp", "default_pg"
+    ranks: tuple[int, ...]  # global ranks, in the order of their ranks in the group
 
 
 @dataclass(frozen=True)
@@ -266,13 +280,13 @@ class Call:
 
     kind: str  # "all_reduce"
     sizes: tuple  # (shapes of the inputs, shapes of the outputs), each a tuple of tuples
-    dtypes: tuple  # (of the inputs, of the outputs), as PyTorch's C++ calls them: "Float"
-    state: str  # "scheduled", "started" or "completed"; gloo's stay scheduled
-    ended: bool  # completed; or, of gloo's, over: completed, or timed out
+    dtypes: tuple  # (of the inputs, of the outputs), PyTorch's C++ names: "Float"
+    state: str  # "scheduled", "started" or "completed"; always "scheduled" with gloo
+    ended: bool  # completed; with gloo completed or timed out
     order: int  # among the calls of this rank
     created: int  # ns since 1970, by the clock of its node
-    path: "tuple[Line, ...]"  # the lines of the program that led to it, the innermost first
-    peer: int | None = None  # of a send or receive: the other rank, in the world; None if it may be any
+    path: "tuple[Line, ...]"  # the program's lines in the stack of the call, innermost first
+    peer: int | None = None  # of a send or receive: the other global rank; None if it may be any
 
     @property
     def line(self) -> "Line | None":
@@ -280,13 +294,13 @@ class Call:
 
     @property
     def waits(self) -> bool:
-        """Whether the rank waits in this call while another rank has not arrived at it."""
+        """Return whether the rank waits in this call for other ranks."""
         return self.state != "completed" and not (self.ended and self.kind in ROOTED)
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of somebody's program."""
+    """A line of a Python program."""
 
     file: str
     line: int
@@ -298,12 +312,12 @@ class RankState:
     """The state of a rank, from where_<rank>."""
 
     process: str  # "process 123 on node-1"
-    line: Line | None  # where it is, or was when it raised
-    left: str | None  # "finished", an error in words, or None: unknown, or still running
-    ended: bool = False  # a signal has asked it to end, and it has written where it was
-    state: str | None = None  # "there", "stopped" or "gone" now; None if that cannot be seen from this machine
-    seen: float = 0  # seconds since 1970: its last sign of life
-    beat: float = 15  # seconds between two signs of life
+    line: Line | None  # the current line, or the one that raised
+    left: str | None  # "finished", an error message, or None: unknown, or still running
+    ended: bool = False  # SIGTERM has ended it, and it has written its stack
+    state: str | None = None  # "there", "stopped" or "gone" now; None if it runs on another machine
+    seen: float = 0  # seconds since 1970: its last heartbeat
+    beat: float = 15  # seconds between two heartbeats
     inside: str | None = None  # the function of torch.distributed that it is in, "recv"
 
 
@@ -311,9 +325,9 @@ class RankState:
 class Dump:
     """The flight record of one rank."""
 
-    calls: dict[Group, dict[int, Call]]  # collectives by their number in the group, of every group that it is in
-    messages: list[tuple[Group, Call]]  # the sends and receives that have not completed
-    cut: bool  # it has called more than is kept
+    calls: dict[Group, dict[int, Call]]  # {group of the rank: {sequence number: collective}}
+    messages: list[tuple[Group, Call]]  # sends and receives that have not completed
+    cut: bool  # whether earlier calls were dropped from the recorder's buffer
     last: int  # Call.order of its last call
 
 
@@ -321,8 +335,8 @@ class Dump:
 class Run:
     """The flight records of a run.
 
-    valid_until: {rank with a record: until when it is complete, in seconds since 1970}. A rank that was ended may have made
-        calls after that; one that finished or hangs has not.
+    valid_until: {rank with a record: time up to which it is complete, in seconds since 1970}. A rank that was ended may
+        have made calls after that; one that finished or hangs has not.
     """
 
     folder: Path
@@ -330,26 +344,27 @@ class Run:
     dumps: dict[int, Dump]
     places: dict[int, RankState]
     valid_until: dict[int, float]
-    left_out: list[tuple[list[int], str]]  # what these ranks left is of an earlier run: why it seems so
+    left_out: list[tuple[list[int], str]]  # (ranks, reason) of files that belong to an earlier run
 
 
 class _Restricted(pickle.Unpickler):
     def find_class(self, module, name):
-        raise pickle.UnpicklingError(f"it names {module}.{name}, and a flight record names nothing")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, and a flight record contains only plain data")
 
 
 def located(folder: str | Path | None = None, prefix: str | None = None, environ=os.environ) -> tuple[Path, str]:
-    """Find the dumps of a run: (their folder, how their names begin).
+    """Find the dumps of a run, and return (their folder, the prefix of their names).
 
-    Without a folder they are where PyTorch writes them: TORCH_FR_DUMP_TEMP_FILE (or its older name) is their path up to
-    the rank; else they are in torch/ in XDG_CACHE_HOME, else in ~/.cache/torch (FlightRecorder.cpp, getWriter).
+    Without a folder, search where PyTorch writes them: TORCH_FR_DUMP_TEMP_FILE (or its older name) is their path up to
+    the rank; else they are in $XDG_CACHE_HOME/torch, else in ~/.cache/torch (FlightRecorder.cpp, getWriter).
 
     Args:
-        folder: where to look instead.
-        prefix: how their names begin; the rest is the rank. None: whichever of the known ones is there.
+        folder: where to search instead.
+        prefix: the part of their names before the rank. None: any known prefix.
+        environ: environment variables.
 
     Raises:
-        UserError: there is none, or there are two kinds.
+        UserError: there are no dumps, or dumps with two prefixes.
     """
     variables = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
     base = next((environ[name] for name in variables if name in environ), None)
@@ -382,9 +397,9 @@ def _by_rank(folder: Path, prefix: str) -> dict[int, Path]:
 
 
 def read(folder: str | Path | None = None, prefix: str | None = None) -> Run:
-    """Read what a run has left.
+    """Read the flight records of a run.
 
-    A dump is a pickle, which could run what it names: here it may name nothing.
+    A dump is a pickle, which could execute code: the unpickler accepts plain data only.
 
     Args:
         folder, prefix: as for ``located``.
@@ -403,7 +418,7 @@ def read(folder: str | Path | None = None, prefix: str | None = None) -> Run:
     for rank in raw:
         if any(rank not in group.ranks for group in groups[rank].values()):
             raise UserError(f"{paths[rank]} is of a run without a rank {rank}: remove the dumps of other runs")
-    # The recorder knows no group that its rank has destroyed; others may still have it.
+    # A recorder does not list groups that its rank has destroyed; other ranks may.
     known = {name: group for of_rank in groups.values() for name, group in of_rank.items()}
     dumps = {}
     for rank in raw:
@@ -417,14 +432,14 @@ def read(folder: str | Path | None = None, prefix: str | None = None) -> Run:
 
 @contextlib.contextmanager
 def _damage_of(path: Path):
-    """Turn whatever a damaged file leads to into a UserError."""
+    """Convert any error that a damaged file causes into a UserError."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
         reason = str(error) if isinstance(error, pickle.UnpicklingError) else f"{type(error).__name__}: {error}"
-        raise UserError(f"{path} is no flight record, or damaged ({reason}): remove it, or dump again") from None
+        raise UserError(f"{path} is not a flight record, or is damaged ({reason}): remove it, or dump again") from None
 
 
 def _unpickled(path: Path) -> dict:
@@ -433,7 +448,7 @@ def _unpickled(path: Path) -> dict:
 
 
 def _groups(raw: dict) -> dict[str, Group]:
-    """Read the process groups that a dump knows: {name: group}."""
+    """Return the process groups of a dump, {name: group}."""
     return {
         name: Group(
             name,
@@ -445,10 +460,10 @@ def _groups(raw: dict) -> dict[str, Group]:
 
 
 def _leave_out(raw: dict, groups: dict, places: dict, paths: dict) -> list[tuple[list[int], str]]:
-    """Remove what is of an earlier run than the newest dump; return [(ranks, why)].
+    """Remove the dumps of earlier runs than the newest dump, and return [(ranks, reason), …].
 
-    Such a dump knows another world, or was written before anything was called that the newest one holds. (The recorder
-    removes its own old files, and a rank of it that ended early may have left its dump long before the others.)
+    Such a dump has another world, or was written before the first call in the newest one. (The recorder removes its own
+    old files, and one of its ranks may have ended, and written its dump, long before the others.)
     """
     worlds = {rank: {member for group in known.values() for member in group.ranks} for rank, known in groups.items()}
     written = {rank: paths[rank].stat().st_mtime for rank in raw}
@@ -459,7 +474,7 @@ def _leave_out(raw: dict, groups: dict, places: dict, paths: dict) -> list[tuple
         began = min((int(entry["time_created_ns"]) for entry in raw[newest]["entries"]), default=0) / 1e9
     others = {rank for rank in raw if worlds[rank] and worlds[rank] != worlds[newest]}
     others |= set(places) - set(raw) - worlds[newest]
-    older = {rank for rank in set(raw) - others - set(places) if written[rank] < began - CLOCKS_DIFFER}
+    older = {rank for rank in set(raw) - others - set(places) if written[rank] < began - MAX_CLOCK_SKEW}
     for rank in others | older:
         for known in (raw, groups, places):
             known.pop(rank, None)
@@ -475,10 +490,10 @@ def _leave_out(raw: dict, groups: dict, places: dict, paths: dict) -> list[tuple
 
 
 def _dump_in(entries: list[dict], groups: dict[str, Group]) -> Dump:
-    """Sort the entries of a dump. groups: {name: a group that the rank is in}."""
+    """Convert the entries of a dump. groups: {name: a group of the rank}."""
     calls = {group: {} for group in groups.values()}
     messages = []
-    # Of NCCL's sends and receives that were called together only the entry at their end has a state.
+    # Of NCCL's coalesced sends and receives only the last entry has a state.
     ends = {_message(entry): entry["state"] for entry in entries if str(entry["profiling_name"]).endswith(":coalesced")}
     for entry in entries:
         name = entry["process_group"][0]
@@ -490,7 +505,7 @@ def _dump_in(entries: list[dict], groups: dict[str, Group]) -> Dump:
         if name == "" and groups:
             name = next(iter(groups))
         if name not in groups:
-            continue  # nobody knows its ranks any more
+            continue  # its ranks are unknown: all of them have destroyed the group
         group, call = groups[name], _call(entry)
         trace = P2P.search(str(entry["profiling_name"]))
         if not entry["is_p2p"]:
@@ -523,7 +538,7 @@ def _call(entry: dict) -> Call:
 
 @functools.cache
 def _path(stack: tuple) -> tuple[Line, ...]:
-    """Find the program's lines in a stack. Thousands of calls share a few stacks."""
+    """Return the program's lines of a stack. Cached: thousands of calls share a few stacks."""
     return own([Line(*frame) for frame in stack])
 
 
@@ -532,7 +547,7 @@ def _place(path: Path) -> RankState:
     process, known, *_ = [*text.split("\n", 2), ""]
     try:
         known = dict(json.loads(known))
-    except (ValueError, TypeError):  # cut off, or of something else
+    except (ValueError, TypeError):  # truncated, or another file
         known = {}
     raised = text.partition(f"\n{RAISED}\n")[2].partition("\nleft: ")[0]
     *_, stacks = re.split(rf"(?m)^{IS_QUIET}.*$", text)  # the last ones; the main thread's comes last
@@ -555,16 +570,20 @@ def _lines(stack: str) -> list[Line]:
 
 
 def _outside(lines: list[Line]) -> list[Line]:
-    """Return no lines if the rank is in the recorder itself: its caller is not where the program waits."""
+    """Return no lines if the recorder itself is in the stack: its caller is not where the program waits."""
     return [] if any(line.file.endswith("labkit/measuring/flight_recorder.py") for line in lines) else lines
 
 
 def own(lines: list[Line]) -> tuple[Line, ...]:
-    """Keep the lines that are neither Python's nor a library's nor labkit's; if there are none, the first, the innermost."""
+    """Return the lines outside of Python, libraries, and labkit; if there are none, the innermost line.
+
+    Args:
+        lines: of a stack, innermost first.
+    """
     return tuple(line for line in lines if not _of_a_library(line.file)) or tuple(lines[:1])
 
 
 @functools.cache
 def _of_a_library(file: str) -> bool:
-    """Check whether a file is Python's, installed, PyTorch's or labkit's. A program's own folder may have any name."""
+    """Return whether a file belongs to Python, an installed package, PyTorch, or labkit. Folder names do not count."""
     return bool(INSTALLED.search(file)) or os.path.realpath(file).startswith(LIBRARIES)

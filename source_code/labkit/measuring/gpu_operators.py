@@ -1,29 +1,31 @@
-"""A GPU's operators on tensors without memory: what a simulation on the CPU runs instead of the CPU's own.
+"""Select a GPU's operators for fake tensors, so that a simulation on the CPU traces the memory of a GPU.
 
   operators = GpuOperators()
-  with operators: …                          PyTorch chooses as it would for CUDA tensors
+  with operators: …                          PyTorch selects operators as it would for CUDA tensors
   GpuTrace(operators, model, optimizer, …)   counts what a GPU's memory would hold
 
-Tensors without memory that claim to lie on a GPU run forward only: autograd's engine asks the device. So they stay on
-the CPU, and where PyTorch's choice depends on the device, it is made here as on a GPU. All else is PyTorch's own code.
-What is chosen, and where PyTorch says so (C++ below aten/src/ATen and aten/src/ATen/native):
+Fake tensors on a "cuda" device can only run forward on a machine without a GPU: autograd's engine queries the device.
+They therefore stay on the CPU, and this module makes the choices that depend on the device as PyTorch makes them on a
+GPU. Everything else is PyTorch's own code. The choices and their sources (C++ below aten/src/ATen and
+aten/src/ATen/native):
 
   attention            transformers/cuda/sdp_utils.cpp: fp64 math; fp32 memory-efficient, with grouped heads only from
                        PyTorch 2.15 (pytorch#191085), math before; bf16 flash, or on Hopper cuDNN's, whose tensors have
-                       the same sizes. Not here: masks, dropout, heads of no multiple of 8 numbers (which it pads)
-  rms_norm             layer_norm.cpp: one operator where weight and input have one number format
-  dropout              Dropout.cpp: native_dropout, whose mask has a byte a number
-  autocast             autocast_mode.h: also rms_norm and log_softmax are computed in fp32
-  optimizers           torch/optim/optimizer.py: foreach is the default for CUDA tensors; for DTensors too, which
-                       torch/distributed/tensor/__init__.py adds to the types that have it
+                       the same sizes. Not covered: masks, dropout, a head_dim that is no multiple of 8 (PyTorch pads it)
+  rms_norm             layer_norm.cpp: one operator if weight and input have the same dtype
+  dropout              Dropout.cpp: native_dropout, whose mask takes one byte per element
+  autocast             autocast_mode.h: rms_norm and log_softmax are computed in fp32, too
+  optimizers           torch/optim/optimizer.py: foreach is the default for CUDA tensors, and for DTensors, which
+                       torch/distributed/tensor/__init__.py adds to the supported types
   their step counters  torch/optim/adam.py, adadelta.py: made without a device, so in the CPU's memory, unless fused
 
-What operators allocate inside them no tracer sees, on a GPU neither, but the allocator does: ``workspace`` knows it
-from reading their source. Not known without a GPU: cuDNN's workspaces (convolutions, attention), cuBLAS's (32 MiB on
-Hopper), what flash attention's forward splits where batch × heads is small, sorting in the embedding's backward,
-streams, and the allocator's rounding and reserve.
+No tracer sees what kernels allocate internally, but a GPU's allocator does: ``workspace`` computes it from their
+source. Unknown without a GPU: workspaces of cuDNN (convolutions, attention) and cuBLAS (32 MiB on Hopper), flash
+attention's split-KV buffers in forward if batch × heads is small, sorting in the embedding's backward, streams, and the
+allocator's rounding and reserve.
 
-Private PyTorch used here, and only here: the operators named above, and where optimizers look up which tensors foreach takes.
+Private PyTorch used here, and only here: the operators named above, and the optimizers' lists of types and devices that
+foreach supports.
 """
 
 import contextlib
@@ -44,9 +46,11 @@ VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 class GpuOperators(contextlib.ExitStack):
-    """A context in which PyTorch chooses as for CUDA tensors, and that knows which tensors lie in the CPU's memory.
+    """Make PyTorch select operators as for CUDA tensors within this context, and track which tensors are on the CPU.
 
-    version: the PyTorch whose choice of attention it is. cudnn: attention in bf16 by cuDNN, as on Hopper.
+    Args:
+        version: (major, minor) of the PyTorch whose choice of attention to follow.
+        cudnn: use cuDNN's attention in bf16, as on Hopper.
     """
 
     def __init__(self, version: tuple[int, int] = VERSION, cudnn: bool = False):
@@ -62,12 +66,12 @@ class GpuOperators(contextlib.ExitStack):
         makers = {name: self.track_device(getattr(torch, name)) for name in ("tensor", "zeros")}
         self.enter_context(replaced(torch, **makers))
         types = [*optimizers._foreach_supported_types, FakeTensor]
-        at_once = {"_foreach_supported_types": types, "_get_foreach_kernels_supported_devices": lambda: ["cpu"]}
-        self.enter_context(replaced(optimizers, **at_once))
+        foreach = {"_foreach_supported_types": types, "_get_foreach_kernels_supported_devices": lambda: ["cpu"]}
+        self.enter_context(replaced(optimizers, **foreach))
         return super().__enter__()
 
     def track_device(self, make):
-        """Wrap torch.tensor or torch.zeros: called without a device (or with "cpu", spelled out), they use the CPU's memory."""
+        """Wrap torch.tensor or torch.zeros so that tensors made without a device, or on "cpu", are marked as on the CPU."""
 
         def made(*args, **kwargs):
             if isinstance(kwargs.get("device"), torch.device):
@@ -81,37 +85,49 @@ class GpuOperators(contextlib.ExitStack):
         return made
 
     def mark_on_cpu(self, tensor):
+        """Mark a tensor's storage as in the CPU's memory, so that ``GpuTrace`` does not count it."""
         storage = tensor.untyped_storage()
         self.on_cpu[storage._cdata] = storage
 
     def is_on_cpu(self, storage) -> bool:
+        """Return whether a storage would be in the CPU's memory."""
         return self.making_on_cpu or self.on_cpu.get(storage._cdata) is storage
 
     def attention(self, query, key, value, *, is_causal=False, enable_gqa=False):
-        """Compute attention of query (batch, heads, length, head_dim), key and value (batch, kv heads, length, head_dim)."""
+        """Run the attention operator that a GPU would run.
+
+        Args:
+            query: (batch, heads, length, head_dim).
+            key, value: (batch, kv_heads, length, head_dim).
+            is_causal: mask later positions.
+            enable_gqa: allow kv_heads < heads (grouped-query attention).
+
+        Returns:
+            As query.
+        """
         query, key, value = (_autocast(tensor) for tensor in (query, key, value))
-        wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+        needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
         if query.dtype == torch.bfloat16 and self.cudnn:
-            return aten._scaled_dot_product_cudnn_attention(query, key, value, None, wanted, 0.0, is_causal)[0]
+            return aten._scaled_dot_product_cudnn_attention(query, key, value, None, needs_grad, 0.0, is_causal)[0]
         if query.dtype == torch.bfloat16:
             return aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal)[0]
         grouped = query.shape[1] != key.shape[1]
         if query.dtype == torch.float32 and (self.version >= GROUPED_EFFICIENT or not grouped):
-            return aten._scaled_dot_product_efficient_attention(query, key, value, None, wanted, 0.0, is_causal)[0]
+            return aten._scaled_dot_product_efficient_attention(query, key, value, None, needs_grad, 0.0, is_causal)[0]
         return aten._scaled_dot_product_attention_math(query, key, value, None, 0.0, is_causal, enable_gqa=enable_gqa)[
             0
         ]
 
 
 def _autocast(tensor, dtype: torch.dtype | None = None):
-    """The tensor as autocast gives it to an operator: in its own format, or in ``dtype``."""
+    """Cast a tensor as autocast would for an operator: to autocast's dtype, or to ``dtype``."""
     if not torch.is_autocast_enabled("cpu"):
         return tensor
     return tensor.to(dtype or torch.get_autocast_dtype("cpu"))
 
 
 def rms_norm(x, shape, weight=None, eps=None, composite=F.rms_norm):
-    """x (…, width) and weight (width,) → as x. Under autocast in fp32."""
+    """Normalize x (…, hidden_size) by its root mean square, with weight (hidden_size,); under autocast in fp32."""
     x, weight = (tensor if tensor is None else _autocast(tensor, torch.float32) for tensor in (x, weight))
     if weight is None or weight.dtype != x.dtype:
         return composite(x, shape, weight, eps)
@@ -119,9 +135,9 @@ def rms_norm(x, shape, weight=None, eps=None, composite=F.rms_norm):
 
 
 class FusedRMSNorm(torch.autograd.Function):
-    """aten::_fused_rms_norm as CUDA has it: out as the input, 1/rms in fp32 at least; keeps input, weight and 1/rms.
+    """Allocate as aten::_fused_rms_norm does on CUDA; input, weight, and 1/rms (in at least fp32) are saved for backward.
 
-    Called on CPU tensors, the operator would fall apart into those that it replaces.
+    On CPU tensors the operator itself would be decomposed into the operators that it fuses.
     """
 
     @staticmethod
@@ -134,31 +150,34 @@ class FusedRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         x, weight, scale = ctx.saved_tensors
-        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
-        of_x, of_weight = aten._fused_rms_norm_backward(gradient, x, ctx.shape, scale, weight, wanted)
-        return of_x, None, of_weight
+        mask = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        x_grad, weight_grad = aten._fused_rms_norm_backward(gradient, x, ctx.shape, scale, weight, mask)
+        return x_grad, None, weight_grad
 
 
 def dropout(x, p=0.5, training=True, inplace=False, on_cpu=F.dropout):
-    """Elementwise. Where nothing is dropped, no operator runs."""
+    """Apply dropout to x of any shape. No operator runs if nothing can be dropped."""
     if not training or not 0 < p < 1:
         return on_cpu(x, p, training, inplace)
     return aten.native_dropout(x, p, True)[0]
 
 
 def log_softmax(x, dim=None, _stacklevel=3, dtype=None, on_cpu=F.log_softmax):
-    """(rows, classes) → the same. Under autocast in fp32."""
+    """Return log-probabilities of x (rows, classes), in the same shape; under autocast in fp32."""
     return on_cpu(_autocast(x, torch.float32), dim, _stacklevel, dtype)
 
 
 class GpuTrace(StepTrace):
-    """A ``StepTrace`` of a GPU's memory: without what lies in the CPU's.
+    """Trace a step's GPU memory only: a ``StepTrace`` without the storages in the CPU's memory.
 
-    workspaces: count what operators allocate inside them, too, as the allocator does and a tracer cannot.
+    Args:
+        operators: the context in which the step runs.
+        workspaces: also count kernel workspaces, which an allocator sees and a tracer does not.
+        args: the arguments of ``StepTrace``.
     """
 
-    def __init__(self, operators: GpuOperators, workspaces: bool, *about):
-        super().__init__(*about)
+    def __init__(self, operators: GpuOperators, workspaces: bool, *args):
+        super().__init__(*args)
         self.operators, self.workspaces = operators, workspaces
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
@@ -168,7 +187,7 @@ class GpuTrace(StepTrace):
         return result
 
     def _see_workspace(self, size: int):
-        """For a moment it is there beside the operator's results."""
+        """Count a workspace of ``size`` bytes as allocated and freed, in addition to the operator's results."""
         self._category.append("temporary")
         self._size.append(0)
         for now in (size, 0):
@@ -185,41 +204,41 @@ class GpuTrace(StepTrace):
 
 
 def workspace(operator: str, args: tuple) -> int:
-    """Bytes that an operator's CUDA kernels allocate inside it, and free: at their most, beside its results."""
+    """Return the bytes of an operator's CUDA workspace: allocated and freed inside it, at the peak, without its results."""
     name = operator.removeprefix("aten::")
     return WORKSPACES[name](*args) if name in WORKSPACES else 0
 
 
 def _flash_backward(gradient, query, key, *_) -> int:
-    """flash_attn/flash_api.cpp, mha_bwd: the gradient of queries and a sum a row, both in fp32 and padded.
+    """Return the workspace of flash_attn/flash_api.cpp, mha_bwd: dq_accum and softmax_d, both in fp32 and padded.
 
-    With grouped heads also a gradient of key and value for each head of queries.
+    With grouped heads, key and value also get one gradient per query head.
     """
-    batch, heads, length, width = query.shape
-    padded_length, padded_width = 128 * math.ceil(length / 128), 32 * math.ceil(width / 32)
-    sums = 4 * batch * heads * padded_length * (padded_width + 1)
-    return sums + _a_head_each(query, key)
+    batch, heads, length, head_dim = query.shape
+    padded_length, padded_head_dim = 128 * math.ceil(length / 128), 32 * math.ceil(head_dim / 32)
+    sums = 4 * batch * heads * padded_length * (padded_head_dim + 1)
+    return sums + _expanded_kv_gradients(query, key)
 
 
 def _efficient_backward(gradient, query, key, value, bias, out, *_) -> int:
-    """transformers/cuda/attention_backward.cu, in fp32: gradient · result and its sums by row, in two layouts.
+    """Return the workspace of transformers/cuda/attention_backward.cu: gradient · output and its row sums (twice), in fp32.
 
-    Then, with grouped heads, the sums and a gradient of key and value for each head of queries, as pytorch#191085
-    describes it: its source could not be read.
+    With grouped heads, the row sums and one gradient of key and value per query head follow, as described in
+    pytorch#191085, whose source was not available.
     """
-    product, sums = 4 * out.numel(), 4 * out.numel() // out.shape[-1]
-    return sums + max(product + sums, _a_head_each(query, key))
+    elementwise, sums = 4 * out.numel(), 4 * out.numel() // out.shape[-1]
+    return sums + max(elementwise + sums, _expanded_kv_gradients(query, key))
 
 
-def _a_head_each(query, key) -> int:
-    """Bytes of keys' and values' gradients with as many heads as queries have, where they have fewer."""
+def _expanded_kv_gradients(query, key) -> int:
+    """Return the bytes of the gradients of key and value with one head per query head; 0 without grouped heads."""
     if query.shape[1] == key.shape[1]:
         return 0
     return 2 * query.element_size() * key.numel() // key.shape[1] * query.shape[1]
 
 
 def _safe_softmax(x, *_) -> int:
-    """transformers/attention.cpp: the softmax before rows without a key are made zero, and where they are."""
+    """Return the workspace of transformers/attention.cpp: the softmax, and masks of masked elements and rows."""
     return x.nbytes + x.numel() + x.numel() // x.shape[-1]
 
 

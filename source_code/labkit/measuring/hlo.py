@@ -1,9 +1,9 @@
-"""What a compiled JAX program sends and needs, read from XLA's text of it (HLO). Imports neither JAX nor torch.
+"""Read the collectives and the memory of a compiled JAX program from its HLO text. Imports neither JAX nor torch.
 
-``compiled.as_text()`` of ``jax.jit(step).lower(…).compile()`` is the program of one device: computations, each a list
-of instructions, one of them the entry. A collective names the devices that take part by their place in the mesh,
-counted row by row. A loop's body stands there once, and how often it runs stands beside the loop
-(``known_trip_count``). On GPUs a collective is two instructions, …-start and …-done, so that others run between them.
+``compiled.as_text()`` of ``jax.jit(step).lower(…).compile()`` is the program of one device: a list of computations, each
+a list of instructions. One computation is the entry. A collective names its devices by their row-major index in the
+mesh. The body of a loop is listed once, with its number of iterations (``known_trip_count``) next to the loop. On GPUs a
+collective is split into two instructions, …-start and …-done, so that others can run between them.
 """
 
 import re
@@ -23,33 +23,46 @@ _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 
 
 def collectives(text: str, axes: dict[str, int]) -> list[dict]:
-    """The collectives that a program runs: [{"kind", "bytes", "dimension", "count"}, …], as a record's ``traffic``.
+    """List the collectives that a program runs, as a record's ``traffic`` does.
 
-    text: of a compiled program. axes: its mesh, {axis: devices along it}, in the mesh's order. bytes: of the whole
-    tensor, as elsewhere in the course: what an all-gather makes, what a reduce-scatter takes. dimension: the axis
-    along which the devices of a group lie, "fsdp+tensor" for two, None where each is alone. ValueError: collectives
-    in a loop of unknown length or in one branch of several, or a group that no axes of this mesh make.
+    Args:
+        text: the HLO text of a compiled program.
+        axes: its mesh, {axis: number of devices along it}, in the mesh's order.
+
+    Returns:
+        [{"kind", "bytes", "dimension", "count"}, …]. bytes is the size of the whole tensor: the output of an all-gather,
+        the input of a reduce-scatter. dimension is the axis of a group's devices, "fsdp+tensor" for two axes, None for
+        groups of one device.
+
+    Raises:
+        ValueError: a collective is in a loop of unknown length or in a conditional branch, or a group does not lie along
+            axes of this mesh.
     """
     entry, computations = _split(text)
-    found = Counter()
+    counts = Counter()
     for kind, size, dimension, count in _executed(computations, entry, axes):
-        found[kind, size, dimension] += count
-    ordered = sorted(found.items(), key=lambda item: (*item[0][:2], item[0][2] or ""))
+        counts[kind, size, dimension] += count
+    ordered = sorted(counts.items(), key=lambda item: (*item[0][:2], item[0][2] or ""))
     return [{"kind": k, "bytes": b, "dimension": d, "count": n} for (k, b, d), n in ordered]
 
 
 def memory(compiled) -> dict[str, int]:
-    """What the compiler says that a program needs on each device, in bytes: it plans all memory before the first run.
+    """Return the bytes that a program needs on each device; XLA plans all memory at compile time.
 
-    aliased: of the outputs, what takes the place of a donated argument. temporary: everything in between.
+    Args:
+        compiled: the result of ``jax.jit(step).lower(…).compile()``.
+
+    Returns:
+        {"arguments", "outputs", "aliased", "temporary"}: aliased is the part of the outputs that reuses donated
+        arguments, temporary everything else that is allocated during the program.
     """
-    found = compiled.memory_analysis()
+    analysis = compiled.memory_analysis()
     names = {"arguments": "argument", "outputs": "output", "aliased": "alias", "temporary": "temp"}
-    return {name: getattr(found, f"{theirs}_size_in_bytes") for name, theirs in names.items()}
+    return {name: getattr(analysis, f"{theirs}_size_in_bytes") for name, theirs in names.items()}
 
 
 def _split(text: str) -> tuple[str, dict]:
-    """(the entry's name, {name of a computation: its lines})."""
+    """Split HLO text into (name of the entry computation, {name of a computation: its lines})."""
     entry, computations, lines = None, {}, []
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):
@@ -58,12 +71,12 @@ def _split(text: str) -> tuple[str, dict]:
         else:
             lines.append(line)
     if entry is None:
-        raise ValueError("this is no text of a compiled program: it has no ENTRY")
+        raise ValueError("this is not the text of a compiled program: it has no ENTRY")
     return entry, computations
 
 
 def _executed(computations: dict, name: str, axes: dict):
-    """Yield (kind, bytes, dimension, how often) of what a computation runs, itself and through others."""
+    """Yield (kind, bytes, dimension, count) of the collectives in a computation and in those that it calls."""
     for line in computations[name]:
         if not (instruction := _INSTRUCTION.match(line)):
             continue
@@ -72,24 +85,24 @@ def _executed(computations: dict, name: str, axes: dict):
         if kind in KINDS:
             members, dimension = _group(line, axes)
             yield kind, _whole(kind, _result(made, operator), members), dimension, 1
-        elif not operator.endswith(("-done", "-update")):  # they name what their start has called
+        elif not operator.endswith(("-done", "-update")):  # they repeat the computation that their start calls
             yield from _inside(computations, line, axes)
 
 
 def _inside(computations: dict, line: str, axes: dict):
-    """Yield likewise what an instruction calls: a loop's body as often as it runs."""
+    """Yield (kind, bytes, dimension, count) of the computations an instruction calls; a loop body counts once per trip."""
     inside = [each for name in _CALLED.findall(line) for each in _executed(computations, name, axes)]
     branches = [each for name in _BRANCHES.findall(line) for each in _executed(computations, name, axes)]
     trips = _TRIPS.search(line) if " while(" in line else ["", "1"]
     if branches or (inside and not trips):
-        raise ValueError(f"how often the collectives in this run cannot be read: {line.strip()[:120]}")
+        raise ValueError(f"the HLO does not specify how often these collectives run: {line.strip()[:120]}")
     for kind, size, dimension, count in inside:
         yield kind, size, dimension, count * int(trips[1])
 
 
 def _result(made: str, operator: str) -> str:
-    """The type of a collective's result. A start makes a tuple of its operands, its results and perhaps more."""
-    if not operator.endswith("-start") or operator == "all-reduce-start":  # which makes its results alone
+    """Return the type of a collective's result. The type of a …-start is a tuple: operands, results, perhaps contexts."""
+    if not operator.endswith("-start") or operator == "all-reduce-start":  # its type is that of its results
         return made
     depth, parts = 0, [""]
     for character in made[1:-1]:
@@ -102,22 +115,20 @@ def _result(made: str, operator: str) -> str:
 
 
 def _whole(kind: str, result: str, members: int) -> int:
-    """Bytes of the whole tensors of a collective, of its result's type and the number of devices in a group."""
-    size = sum(
-        _bits(number) * prod(map(int, dims.split(",") if dims else ())) for number, dims in _ARRAY.findall(result)
-    )
+    """Return the bytes of a collective's whole tensors. result: its type. members: number of devices in a group."""
+    size = sum(_bits(dtype) * prod(map(int, dims.split(",") if dims else ())) for dtype, dims in _ARRAY.findall(result))
     return ceil(size / 8) * (members if kind == "reduce-scatter" else 1)
 
 
-def _bits(number: str) -> int:
-    """Bits of an HLO number: f32, bf16, s64, f8e4m3fn; pred takes a byte."""
-    return 8 if number == "pred" else int(re.search(r"\d+", number)[0])
+def _bits(dtype: str) -> int:
+    """Return the bits per element of an HLO type: f32, bf16, s64, f8e4m3fn; pred takes a byte."""
+    return 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
 
 
 def _group(line: str, axes: dict) -> tuple[int, str | None]:
-    """(devices in a group, the axes along which they lie) of a collective's line."""
-    groups = _groups(line) or [list(range(prod(axes.values())))]  # none given: all devices
-    along = [axis for axis in axes if any(len({_place(d, axes)[axis] for d in group}) > 1 for group in groups)]
+    """Return (number of devices in a group, names of the axes along which they lie) of a collective's line."""
+    groups = _groups(line) or [list(range(prod(axes.values())))]  # no groups listed: all devices
+    along = [axis for axis in axes if any(len({_coordinates(d, axes)[axis] for d in group}) > 1 for group in groups)]
     members = len(groups[0])
     if "source_target_pairs" not in line and members != prod(axes[axis] for axis in along):
         raise ValueError(f"the groups of this collective are not along axes of {axes}: {line.strip()[:120]}")
@@ -125,25 +136,25 @@ def _group(line: str, axes: dict) -> tuple[int, str | None]:
 
 
 def _groups(line: str) -> list[list[int]]:
-    """The devices of each group, which XLA writes in one of three ways.
+    """Return the devices of each group. XLA has three notations for them.
 
-    ``{{0,1},{2,3}}``. ``[2,4]<=[4,2]T(1,0)``: 0 to 7 laid out as 4 × 2, turned, and read row by row into 2 groups of 4.
-    ``mesh['a'=4,'b'=2] {'b'}``: laid out as a mesh, of which a group lies along b; its axes have names of XLA's own. In
-    it ``device_ids=([4,2]T(1,0))`` are the devices that are laid out.
+    ``{{0,1},{2,3}}`` lists them. ``[2,4]<=[4,2]T(1,0)`` is 0 to 7 as a 4 × 2 array, transposed and reshaped into 2 groups
+    of 4. ``mesh['a'=4,'b'=2] {'b'}`` is a mesh whose groups lie along b, with XLA's own names of the axes; an optional
+    ``device_ids=([4,2]T(1,0))`` gives the order of its devices.
     """
     if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})?\}", line):
         return [_numbers(group) for group in re.findall(r"\{([\d,]+)\}", listed[1] or "")]
     if iota := re.search(rf"replica_groups=\[([\d,]+)\]<={_LAID_OUT}", line):
-        (_, members), devices = _numbers(iota[1]), _turned(_numbers(iota[2]), _numbers(iota[3]))
+        (_, members), devices = _numbers(iota[1]), _transposed_iota(_numbers(iota[2]), _numbers(iota[3]))
     elif mesh := re.search(rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({_LAID_OUT}\))? \{{([^}}:]*)\}}", line):
         sizes, chosen = dict(each.split("=") for each in mesh[1].split(",")), mesh[4].split(",")
         dims, names = [int(size) for size in sizes.values()], list(sizes)
         members = prod(dims[names.index(name)] for name in chosen)
-        ids = _turned(_numbers(mesh[2]), _numbers(mesh[3])) if mesh[2] else range(prod(dims))
-        ordered = sorted(range(len(dims)), key=lambda d: names[d] in chosen)  # theirs last, to be read row by row
-        devices = [ids[place] for place in _turned(dims, ordered)]
+        ids = _transposed_iota(_numbers(mesh[2]), _numbers(mesh[3])) if mesh[2] else range(prod(dims))
+        ordered = sorted(range(len(dims)), key=lambda d: names[d] in chosen)  # a group's axes last: it is contiguous
+        devices = [ids[index] for index in _transposed_iota(dims, ordered)]
     else:
-        raise ValueError(f"the devices of this collective cannot be read: {line.strip()[:120]}")
+        raise ValueError(f"unknown notation for the devices of this collective: {line.strip()[:120]}")
     return [devices[i : i + members] for i in range(0, len(devices), members)]
 
 
@@ -151,18 +162,18 @@ def _numbers(text: str | None) -> list[int]:
     return [int(number) for number in (text or "").split(",") if number]
 
 
-def _turned(dims: list[int], order: list[int]) -> list[int]:
-    """0, 1, … laid out row by row in these dimensions, and read with the dimensions in another order, if one is given."""
-    steps = [prod(dims[i + 1 :]) for i in range(len(dims))]
-    found = [0]
+def _transposed_iota(dims: list[int], order: list[int]) -> list[int]:
+    """Return iota(dims), transposed to ``order`` (unless it is empty), in row-major order."""
+    strides = [prod(dims[i + 1 :]) for i in range(len(dims))]
+    ids = [0]
     for dimension in order or range(len(dims)):
-        found = list(chain.from_iterable([d + i * steps[dimension] for i in range(dims[dimension])] for d in found))
-    return found
+        ids = list(chain.from_iterable([d + i * strides[dimension] for i in range(dims[dimension])] for d in ids))
+    return ids
 
 
-def _place(device: int, axes: dict) -> dict:
-    """{axis: where a device lies along it}."""
-    place = {}
+def _coordinates(device: int, axes: dict) -> dict:
+    """Return a device's coordinates in the mesh, {axis: index along it}."""
+    coordinates = {}
     for axis, size in reversed(axes.items()):
-        device, place[axis] = divmod(device, size)
-    return place
+        device, coordinates[axis] = divmod(device, size)
+    return coordinates

@@ -1,9 +1,9 @@
-"""Host memory, as the kernel counts it: how much this process may use, how much of that is free, how much it holds.
+"""Query host memory as the kernel counts it: this process's limit, what is free, and what is resident.
 
 total()                   the machine's memory, or less where a container or a job limits it
-free()                    what this process can still use
-resident()                what it holds now; resident(peak=True): the most it ever held
-reset_peak_resident()     count that peak anew from here on
+free()                    what this process can still allocate
+resident()                the resident set size now; resident(peak=True): its maximum so far
+reset_peak_resident()     reset that maximum
 """
 
 import contextlib
@@ -17,13 +17,13 @@ ROOT = Path("/")
 
 
 def total() -> int:
-    """Return the bytes of memory this process may use: the machine's, or less where a container or a job limits it."""
+    """Return the bytes of memory that this process may use: the machine's, or the limit of its container or job."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([physical, *(limit for limit, _ in _memory_limits())])
 
 
 def free() -> float:
-    """Return the bytes that this process can still use, if no other does; infinity where the kernel does not report it."""
+    """Return the bytes that this process can still allocate; infinity where the kernel does not report it."""
     left = [limit - used for limit, used in _memory_limits()]
     with contextlib.suppress(OSError):
         left.append(_numbers(ROOT / "proc/meminfo")["MemAvailable:"] * 1024)
@@ -33,7 +33,7 @@ def free() -> float:
 def _memory_limits() -> Iterator[tuple[int, int]]:
     """Yield (limit, bytes used) of each control group of this process: its job's (Slurm's --mem), its container's.
 
-    Only what the process sees of them: in a container, that is the container's group and those below.
+    In a container, a process sees only the container's group and those below it.
     """
     groups = ROOT / "sys/fs/cgroup"
     with contextlib.suppress(OSError):  # not on macOS
@@ -53,18 +53,18 @@ def _limits_above(top: Path, path: str, files: tuple[str, str, str]) -> Iterator
     for group in (inner, *inner.parents[: len(inner.parts) - len(top.parts)]):
         with contextlib.suppress(OSError, ValueError):  # no such group here, or "max": no limit
             limit, stat = int((group / maximum).read_text()), _numbers(group / "memory.stat")
-            # Files that were read are counted as used, and given up when the memory is wanted.
+            # The page cache counts as used, but the kernel reclaims it when memory is needed.
             cached = stat[f"{prefix}active_file"] + stat[f"{prefix}inactive_file"]
             yield limit, int((group / current).read_text()) - cached
 
 
 def _numbers(file: Path) -> dict[str, int]:
-    """Read {first word: second word} of a file's lines."""
+    """Return {first word: second word} of a file's lines."""
     return {words[0]: int(words[1]) for words in map(str.split, file.read_text().splitlines())}
 
 
 def reset_peak_resident() -> int:
-    """Reset the peak of ``resident``, and return the bytes resident now; where that is not Linux, the peak so far."""
+    """Reset the peak of ``resident`` and return the bytes resident now; on other systems than Linux, the peak so far."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
         return resident()

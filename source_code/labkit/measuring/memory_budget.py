@@ -6,10 +6,10 @@ from labkit.measuring import trace
 
 
 class Budget(trace.StepTrace):
-    """A step trace that limits a rank's tensors to ``size`` bytes. Simulated, on any device.
+    """Limit a rank's tensors to ``size`` bytes within this context, on any device.
 
-    Within the context, a larger allocation raises torch.OutOfMemoryError, as on a full GPU; ``timeline()`` then shows what
-    led to it. As in every trace, memory outside tensors and an allocator's rounding and reserve are not counted.
+    An allocation beyond the limit raises torch.OutOfMemoryError, as on a full GPU; ``timeline()`` then shows what led to
+    it. As in every trace, memory outside tensors and an allocator's rounding and reserve are not counted.
     """
 
     def __init__(self, model, optimizer, device: torch.device, size: int):

@@ -1,13 +1,13 @@
-"""Measure a training loop: peak memory, step time, collectives; on CPU and CUDA alike.
+"""Measure a training loop's peak memory, step time, and collectives, on CPU and CUDA.
 
-Memory and time are measured on different steps, because a tracer slows what it watches:
+Memory and time are measured in different steps, because tracing slows a step down:
 
-  step 0        nothing: the optimizer's state is made here, and caches fill
+  step 0        nothing: the optimizer creates its state, and caches fill
   step 1        CUDA only: the allocator's peaks
-  steps 2 to 4  every storage and collective traced (``labkit.measuring.trace``). The first of them only makes the tracer
-                acquainted; of the others the one with the lower peak is kept, because a backend's thread
-                can let go of a buffer a moment late, which adds to a peak but never takes from it
-  step 7 on     time: from the end of one step to the end of the next, fetching the batch included
+  steps 2 to 4  every storage and collective is traced (``labkit.measuring.trace``). The first of these steps warms up the
+                tracer. Of the other two, the one with the lower peak counts: a communication backend's thread may free a
+                buffer late, which can only raise a peak
+  step 7 on     time: from the end of one step to the end of the next, including fetching the batch
 """
 
 import contextlib
@@ -32,12 +32,15 @@ PROFILED = {"wait": 7, "warmup": 1, "active": 3}
 
 
 class Meter:
-    """Watches a loop: ``for batch in meter.watch(batches): train on it``. What it saw is in ``summary()``.
+    """Measure a loop ``for batch in meter.watch(batches): …``; ``summary()`` returns the results.
 
-    progress: is told of every step by ``advance()``, and closed by ``finish()`` (running/progress.py).
-    profile: a folder for a trace of a few steps that Perfetto and TensorBoard open, or None.
-    compiled: the step has compiled parts. PyTorch runs them uncompiled while it is watched: the collectives are
-    the same, the storages are not, so that memory is then the allocator's alone.
+    Args:
+        model, optimizer, device: what is trained, and where.
+        progress: an object whose ``advance()`` is called after every step, and ``close()`` by ``finish()``
+            (running/progress.py).
+        profile: a folder for a profiler trace of a few steps, for Perfetto or TensorBoard; None for no trace.
+        compiled: whether parts of the step are compiled. PyTorch runs them uncompiled while they are traced, with the
+            same collectives but other storages, so that memory is then reported by the allocator only.
     """
 
     def __init__(self, model, optimizer, device, *, progress, profile: str | None = None, compiled=False):
@@ -47,11 +50,11 @@ class Meter:
         self.trace = StepTrace(model, optimizer, device)
         self.timeline = self.collectives = self.allocator = None
         self.profiler = _profiler(profile, progress.total - progress.step) if profile else None
-        # A profiled step is no step to time.
+        # Profiled steps are slower, so they are not timed.
         self.first_timed = sum(PROFILED.values()) + 1 if profile else FIRST_TIMED_STEP
 
     def watch(self, batches: Iterable) -> Iterator:
-        """Yield the batches; what the caller does between one and the next is a step."""
+        """Yield the batches; everything that the caller does until it takes the next batch is one step."""
         end = self._now()
         for batch in batches:
             if self.step == ALLOCATOR_STEP and self.device.type == "cuda":
@@ -73,7 +76,7 @@ class Meter:
             self.progress.advance()
 
     def _now(self):
-        """This moment: seconds, or on a GPU an event in its stream, so that the CPU may run ahead as it does unwatched."""
+        """Return the current time in seconds; on a GPU a CUDA event, so that the CPU can still run ahead."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -88,7 +91,7 @@ class Meter:
         return [start.elapsed_time(end) / 1e3 for start, end in self.timed[skipped:]]
 
     def peak_memory(self) -> int | None:
-        """Return the peak memory of this rank in bytes, between two steps: for a log while the run goes on.
+        """Return this rank's peak memory in bytes, for a log entry between two steps.
 
         Returns:
             On a GPU the allocator's peak of allocated bytes since the last call; on the CPU the peak of the traced
@@ -96,7 +99,7 @@ class Meter:
         """
         if self.device.type == "cuda":
             allocated = torch.cuda.max_memory_allocated(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)  # the step that measures it resets it, too
+            torch.cuda.reset_peak_memory_stats(self.device)  # ALLOCATOR_STEP resets it itself
             return allocated
         return peak(self.timeline)[1] if self.timeline and not self.compiled else None
 
@@ -109,19 +112,27 @@ class Meter:
             self.timeline, self.collectives = timeline, dict(self.trace.collectives)
 
     def finish(self):
-        """Close what is open: the profiler's trace and the progress bar."""
+        """Stop the profiler, which writes its trace, and close the progress bar."""
         if self.profiler:
             self.profiler.stop()
         self.progress.close()
 
     def summary(self, global_batch: int) -> dict:
-        """{"memory", "time", "traffic"} for a record. Collective: every rank must call it.
+        """Return what was measured, for a record. Collective: every rank must call it.
 
-        memory is None if the run was too short; else its keys are as follows, of a compiled step on CUDA with None
-        for all but the allocator's, on the CPU None.
-          "peak": bytes by category at the peak, "peak_phase" and "peak_operator": where it is,
-          "start": bytes by category as a step begins, "timeline": [phase, bytes by category …] of one step,
-          all of rank 0; "peak_by_rank": total bytes per rank; "allocator": CUDA's figures of rank 0, or None.
+        Args:
+            global_batch: samples per step, of all ranks together.
+
+        Returns:
+            {"memory", "time", "traffic"}. ``time`` is as ``times`` returns it, ``traffic`` as ``trace.listed`` does, or
+            None if the run was too short. ``memory`` is None if the run was too short or the step is compiled and on the
+            CPU; else it has these keys, which are all None, except "allocator", if the step is compiled:
+
+            - "peak": {category: bytes} at rank 0's peak; "peak_phase" and "peak_operator": when it occurs
+            - "start": {category: bytes} of rank 0 at the start of a step
+            - "timeline": [[phase, bytes by category …], …] of one step of rank 0
+            - "peak_by_rank": [total bytes of each rank]
+            - "allocator": peaks of CUDA's allocator on rank 0, in bytes; None on the CPU
         """
         highest, size = peak(self.timeline) if self.timeline else (None, None)
         sizes = [None] * dist.get_world_size()
@@ -145,14 +156,20 @@ class Meter:
         return {"memory": memory, "time": times(self.step_times(), global_batch), "traffic": traffic}
 
 
-def _bytes(moment: dict) -> dict:
-    return {category: moment[category] for category in CATEGORIES}
+def _bytes(snapshot: dict) -> dict:
+    return {category: snapshot[category] for category in CATEGORIES}
 
 
 def times(seconds: list[float], global_batch: int) -> dict:
-    """Median and spread (the 10th and 90th percentile); None for what needs more steps than there were.
+    """Summarize step times by their median and their spread.
 
-    Samples/s is over the whole time, not the median: a loader that stalls now and then must show.
+    Args:
+        seconds: of each timed step.
+        global_batch: samples per step, of all ranks together.
+
+    Returns:
+        {"step": {"median", "p10", "p90", "steps"} in seconds, "samples_per_second"}; both None with fewer than two steps.
+        The rate is over the whole time, not from the median, so that occasional stalls of a loader show.
     """
     if len(seconds) < 2:
         return {"step": None, "samples_per_second": None}
@@ -173,10 +190,14 @@ def _allocator_peaks(device) -> dict:
 
 
 def free_memory_of_a_rank(me, device) -> float:
-    """Bytes that a rank can still allocate on ``device``: the least of any rank's, infinity if nobody says.
+    """Return the bytes that every rank can still allocate on ``device``: the minimum over all ranks. Collective.
 
-    Collective. The ranks of a node share the CPU's memory evenly; each has a GPU to itself. me: a ``ranks.Rank``.
-    In a simulated world (one_rank.py) nobody shares.
+    Args:
+        me: a ``ranks.Rank``.
+        device: where to allocate. The ranks of a node share the CPU's memory evenly; each has a GPU to itself.
+
+    Returns:
+        Bytes; infinity if the kernel does not report them. In a simulated world (one_rank.py), this process's own.
     """
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
@@ -193,22 +214,25 @@ def free_memory_of_a_rank(me, device) -> float:
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
-def utilisation(
+def utilization(
     tokens_per_second: float | None, flops_per_token: float, precision: str, me, peaks: dict | None = None
 ) -> dict:
-    """Compare the rate at which a rank computes for the model with two peaks. Collective, unless peaks are given.
+    """Compare a rank's model FLOP/s with two peaks: a measured matmul ceiling, and the data sheet (MFU).
+
+    Collective if ``peaks`` is None.
 
     Args:
-        tokens_per_second: of all ranks together; None of a run too short to be timed.
-        flops_per_token: operations of the model, without what is computed a second time.
-        precision: a key of ``DTYPES``, the number format of matmuls.
+        tokens_per_second: of all ranks together; None if the run was too short to be timed.
+        flops_per_token: model FLOPs per token, without recomputation.
+        precision: the dtype of matmuls, a key of ``DTYPES``.
         me: a ``ranks.Rank``.
-        peaks: what ``measured_peaks`` has returned before; None: measure now.
+        peaks: an earlier result of ``measured_peaks``; None: measure now.
 
     Returns:
-        {"matmul_ceiling_fraction", "mfu"}, each {"peak_flops", "peak_of", "value"}: operations per second and rank, how
-        they are known, and the share of them. The ceiling is what a large matmul reaches here and now. MFU (model FLOPs
-        utilization) is of the data sheet's peak, and None where that is not known. Without a rate, both are None.
+        {"matmul_ceiling_fraction", "mfu"}, each {"peak_flops", "peak_of", "value"} or None: the peak in FLOP/s per rank,
+        its source in words, and the fraction of it that the model reaches. The ceiling is the rate of a large matmul in
+        this run. MFU (model FLOPs utilization, Chowdhery et al. 2022) refers to the data sheet's peak and is None if that
+        is unknown. Both are None without a rate.
     """
     if not tokens_per_second:
         return {"matmul_ceiling_fraction": None, "mfu": None}
@@ -218,12 +242,12 @@ def utilisation(
 
 
 def measured_peaks(precision: str, me) -> dict:
-    """Return the two peaks that ``utilisation`` compares with, each {"peak_flops", "peak_of"} or None. Collective."""
+    """Return the two peaks for ``utilization``, each {"peak_flops", "peak_of"} or None. Collective."""
     return {"matmul_ceiling_fraction": ceiling(DTYPES[precision], me), "mfu": data_sheet(precision, me.device)}
 
 
 def data_sheet(precision: str, device) -> dict | None:
-    """Return {"peak_flops", "peak_of"} of a GPU's data sheet; None for a device or a number format that it lacks."""
+    """Return {"peak_flops", "peak_of"} from a GPU's data sheet; None if the device or the precision is not in it."""
     gpu = gpus.known(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if not gpu or not (peak := gpus.GPUS[gpu].flops.get(precision)):
         return None
@@ -231,9 +255,12 @@ def data_sheet(precision: str, device) -> dict | None:
 
 
 def ceiling(dtype: torch.dtype, me) -> dict:
-    """Operations per second and rank that multiplying matrices reaches here and now: {"peak_flops", "peak_of"}.
+    """Measure the FLOP/s per rank of a large matmul. Collective.
 
-    Collective: all ranks measure at once, as what they share (a CPU's cores, a node's power) they share in training too.
+    All ranks measure at the same time, because they also share a CPU's cores and a node's power during training.
+
+    Returns:
+        {"peak_flops": mean over the ranks, "peak_of": a description of it}.
     """
     size = 8192 if me.device.type == "cuda" else 512
     peaks = [None] * me.world_size
@@ -245,8 +272,8 @@ def ceiling(dtype: torch.dtype, me) -> dict:
 
 
 def _matmul_flops(size: int, device, dtype: torch.dtype) -> float:
-    """The most operations per second that multiplying two square matrices reaches, of all tries in a short time."""
-    seconds = 0.3 if device.type == "cuda" else 0.1  # a CPU tries some twenty times in it
+    """Return the FLOP/s of a square matmul: the best of all repetitions within a short time."""
+    seconds = 0.3 if device.type == "cuda" else 0.1  # about twenty repetitions on a CPU
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best, deadline = math.inf, time.perf_counter() + seconds
     while (start := time.perf_counter()) < deadline:
@@ -261,7 +288,9 @@ def _profiler(folder: str, steps: int):
     from torch.profiler import profile, schedule, tensorboard_trace_handler
 
     if steps < (needed := sum(PROFILED.values())):
-        raise UserError(f"--profile watches the last of {needed} steps, and this run has {steps}: train for more")
+        raise UserError(
+            f"--profile needs {needed} steps, of which it records the last, and this run has {steps}: train for more"
+        )
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:

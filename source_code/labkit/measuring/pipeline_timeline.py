@@ -1,7 +1,7 @@
-"""Record when each stage of a pipeline computes: one row per rank, and the share of the time in which it waits.
+"""Record when each stage of a pipeline computes, one row per rank, and the fraction of the time in which it is idle.
 
-``recording`` notes when one stage computes; ``record_steps`` collects the rows of all ranks. ``waiting_stage`` is a stage
-that waits instead of computing, as a host waits for its GPU: its rows show the schedule alone, on any number of cores.
+``recording`` records one stage; ``record_steps`` collects the rows of all ranks. ``waiting_stage`` makes a stage that
+sleeps instead of computing: its rows show the schedule alone, on any number of cores.
 """
 
 import contextlib
@@ -16,12 +16,12 @@ from torch.distributed.pipelining import PipelineStage
 
 @contextlib.contextmanager
 def recording(stage: PipelineStage) -> Iterator[list[dict]]:
-    """Note what a stage computes within the context, in order.
+    """Record each forward and backward that a stage runs within the context, in order.
 
-    The last stage's loss is in no note: PyTorch computes it between a forward and what follows.
+    The loss of the last stage is not included: PyTorch computes it after the forward.
 
     Yields:
-        The list that fills: {"action": "forward" or "backward", "micro_batch": its number, "begin", "end"}, in seconds of
+        A list that grows: {"action": "forward" or "backward", "micro_batch": its number, "begin", "end"}, in seconds of
         ``time.perf_counter``, which the processes of one machine share.
     """
     notes, originals = [], (stage.forward_one_chunk, stage.backward_one_chunk)
@@ -49,9 +49,9 @@ def _now(device: torch.device) -> float:
 
 
 def record_steps(stage: PipelineStage, step: Callable[[], object], steps: int) -> list[list[list[dict]]]:
-    """Run a step ``steps`` times and record when each rank computes. Collective; the ranks must be on one machine.
+    """Run a step ``steps`` times and record when each rank computes. Collective; all ranks must be on one machine.
 
-    One more step runs first and is not recorded: in it the stages exchange shapes.
+    An additional first step, in which the stages exchange shapes, is not recorded.
 
     Returns:
         [step][rank][note], with notes as ``recording`` yields them, in seconds since the step's first forward began.
@@ -72,12 +72,12 @@ def record_steps(stage: PipelineStage, step: Callable[[], object], steps: int) -
 
 
 def span(step: list[list[dict]]) -> float:
-    """Return the seconds from the first forward's begin to the last backward's end of one recorded step."""
+    """Return the seconds from the start of the first forward to the end of the last backward of one recorded step."""
     return max(note["end"] for row in step for note in row)
 
 
 def idle_share(step: list[list[dict]]) -> float:
-    """Return the share of one recorded step in which ranks wait: to be compared with ``planner.parallel.pipeline.bubble``."""
+    """Return the fraction of one recorded step in which ranks are idle: compare ``planner.parallel.pipeline.bubble``."""
     busy = sum(note["end"] - note["begin"] for row in step for note in row)
     return 1 - busy / (len(step) * span(step))
 
@@ -104,7 +104,7 @@ class _Wait(torch.autograd.Function):
 
 
 class Waiting(nn.Module):
-    """A stage's module that waits instead of computing: a backward twice as long as a forward. Shape in and out: any."""
+    """Sleep instead of computing; a backward takes twice as long as a forward. Input and output: one tensor of any shape."""
 
     def __init__(self, forward_seconds: float):
         super().__init__()
@@ -116,5 +116,10 @@ class Waiting(nn.Module):
 
 
 def waiting_stage(me, forward_seconds: float) -> PipelineStage:
-    """This rank's stage of a pipeline that only waits. me: a ``ranks.Rank``."""
+    """Make this rank's stage of a pipeline that sleeps instead of computing.
+
+    Args:
+        me: a ``ranks.Rank``.
+        forward_seconds: how long a forward takes; a backward takes twice as long.
+    """
     return PipelineStage(Waiting(forward_seconds).to(me.device), me.rank, me.world_size, me.device)

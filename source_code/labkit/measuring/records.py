@@ -1,35 +1,34 @@
-"""One JSON record a run: what was run, on what, and what was measured. Figures are made from records only.
+"""Write and read one JSON record per run: its configuration, environment, and measurements. All figures use records.
 
 A record is a dict with these keys (sizes in bytes, times in seconds):
 
-  schema       this file's version of the layout
-  script, config, command      what was run, and how
-  ranks, nodes, device, backend, hardware, versions, date      where and with what
-  data         {"name", "train", "test"}: the data set and how many images, or tokens, of it
-  batch_size   images, or sequences of a micro-batch, on each rank
-  units        how many groups of parameters are gathered together (FSDP)
-  first_step   how many steps an earlier run had made
-  memory       see ``meters.Meter.summary``; under JAX with "compiled", what the compiler plans (``hlo.memory``)
-  compile_seconds              how long XLA took to compile a step (JAX, whose devices are the ranks here)
+  schema       version of this layout
+  script, config, command      the program and its options
+  ranks, nodes, device, backend, hardware, versions, date      the environment
+  data         {"name", "train", "test"}: the data set, and its numbers of images or tokens
+  batch_size   images, or sequences of a micro-batch, per rank
+  units        number of FSDP units: parameters that are gathered together
+  first_step   number of steps completed by earlier runs (after a resume)
+  memory       see ``meters.Meter.summary``; under JAX with "compiled", which XLA plans (``hlo.memory``)
+  compile_seconds              time that XLA took to compile a step (JAX, whose devices are the ranks here)
   time         {"step": {"median", "p10", "p90", "steps"}, "samples_per_second", "elapsed"}
-  traffic      [{"kind", "count", "bytes", "dimension"}, …] of one step: bytes is the size of the whole tensor; dimension
-               that of the mesh along which the ranks lie that take part, where the parameters know of one (FSDP2, tensor
-               parallelism), else None. Earlier records do not have it
-  checkpoints  None where nothing was saved, else {"asynchronous", "saves": how many, "stall": seconds for which each held
-               up training (median)}; what the end of the run waited for the last one is not in it
-  losses       the loss of every step, averaged over the global batch; NaN where it was not finite (in the file: null)
+  traffic      [{"kind", "count", "bytes", "dimension"}, …] of one step. bytes: size of the whole tensor. dimension: the
+               mesh dimension along which the collective runs if parameters are DTensors (FSDP2, tensor parallelism), else
+               None; missing in earlier records
+  checkpoints  None if nothing was saved, else {"asynchronous", "saves": number of saves, "stall": median time for which
+               one blocked training}, without the wait for the last save at the end of the run
+  losses       loss of every step, averaged over the global batch; NaN if it is not finite (in the file: null)
   accuracy     {"correct", "total"} on the test set (MNIST)
   test_loss    mean loss on the test set (MNIST)
-  validation_loss              mean loss on the text kept for it, in nats per token (GPT)
+  validation_loss              mean loss on the held-out text, in nats per token (GPT)
   tokens_per_second            of all ranks together (GPT)
-  flops_per_token              floating-point operations that training on a token takes (GPT)
-  matmul_ceiling_fraction      {"peak_flops", "peak_of", "value"}: operations per second that a matmul reached on a rank in
-               this run, in words, and the share of them that goes into the model (GPT; None if no step was timed)
-  mfu          model FLOPs utilization, likewise: the share of the peak in the GPU's data sheet; None where it is not known
+  flops_per_token              model FLOPs of training on one token (GPT)
+  matmul_ceiling_fraction      {"peak_flops", "peak_of", "value"}: the FLOP/s of a large matmul per rank, measured in this
+               run; a description of it; the fraction of it that the model reaches (GPT; None if no step was timed)
+  mfu          model FLOPs utilization, with the same keys, against the GPU's data sheet; None if the peak is unknown
 
-Records, and whatever else runs write, go to ``RUNS``, which every node must see: to the folder that FSDP_LABS_RUNS
-names; without it to results/runs, or where that belongs to somebody else, as when a class shares one installation, to
-my-fsdp-labs/runs in the home.
+Records and other output of runs go to ``RUNS``, a folder that every node must see: FSDP_LABS_RUNS if it is set, else
+results/runs, or my-fsdp-labs/runs in the home directory if the installation is not writable (a shared installation).
 """
 
 import contextlib
@@ -51,8 +50,8 @@ import torch.distributed as dist
 from labkit import Diverged, UserError
 
 SCHEMA = 1
-RENAMED = {"rank_zero.py": "one_rank.py"}  # {script in older records: its name now}
-PROBE = bytes(2**16)  # what is written to see whether there is room: an empty file fits on a full disk
+RENAMED_SCRIPTS = {"rank_zero.py": "one_rank.py"}  # {script in older records: its name now}
+PROBE = bytes(2**16)  # content of a test file: an empty file fits on a full disk
 LOSSES = ("losses", "test_loss", "validation_loss")
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 
@@ -60,16 +59,20 @@ RESULTS = Path(__file__).resolve().parents[2] / "results"
 def _runs() -> Path:
     if chosen := os.environ.get("FSDP_LABS_RUNS"):
         return Path(chosen).expanduser().absolute()
-    beside = RESULTS / "runs"
-    ours = os.access(beside if beside.exists() else RESULTS, os.W_OK)
-    return beside if ours else Path.home() / "my-fsdp-labs" / "runs"
+    default = RESULTS / "runs"
+    writable = os.access(default if default.exists() else RESULTS, os.W_OK)
+    return default if writable else Path.home() / "my-fsdp-labs" / "runs"
 
 
 RUNS = _runs()
 
 
-def made(folder: Path) -> Path:
-    """A folder for runs, made if it is not there. UserError: it cannot be made, or not be written to, or it is full."""
+def ensure_writable_dir(folder: Path) -> Path:
+    """Create a folder for runs unless it exists, check that it is writable, and return it.
+
+    Raises:
+        UserError: it cannot be created or written to, or the disk is full.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _probe(folder)
@@ -82,7 +85,7 @@ def made(folder: Path) -> Path:
 
 
 def why_full(folder: Path) -> str | None:
-    """A sentence if nothing more can be written to a folder for runs, else None."""
+    """Return a sentence that says why nothing more can be written to a folder for runs; None if it is writable."""
     try:
         _probe(folder)
     except OSError as error:
@@ -91,7 +94,11 @@ def why_full(folder: Path) -> str | None:
 
 
 def _probe(folder: Path):
-    """OSError if not even a small file can be written to a folder."""
+    """Write a small file to a folder and delete it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(PROBE)
         file.flush()
@@ -99,7 +106,14 @@ def _probe(folder: Path):
 
 
 def new(script: str, config: dict, rank, nodes: list[str]) -> dict:
-    """The part of a record that is known when the run starts. rank: a ``ranks.Rank``."""
+    """Return the part of a record that is known when a run starts.
+
+    Args:
+        script: path of the program.
+        config: its options.
+        rank: a ``ranks.Rank``.
+        nodes: names of the nodes, each once.
+    """
     return {
         "schema": SCHEMA,
         "script": Path(script).name,
@@ -116,12 +130,17 @@ def new(script: str, config: dict, rank, nodes: list[str]) -> dict:
 
 
 def report(script: str, config, me, result: dict, elapsed: float):
-    """Print what a run has measured, and write its record if --record says where. Collective.
+    """Print the measurements of a run, and write its record to --record. Collective.
 
-    result: the run's part of the record. me: a ``ranks.Rank``. elapsed: seconds since the run began.
+    Args:
+        script: path of the program.
+        config: its options.
+        me: a ``ranks.Rank``.
+        result: the measurements, as keys of the record.
+        elapsed: seconds since the run began.
 
     Raises:
-        Diverged: a loss is not finite. The record is written all the same.
+        Diverged: a loss is not finite. The record is written first.
     """
     nodes = [me.node]
     if dist.is_initialized():  # not under JAX, where one process is the whole run
@@ -140,20 +159,20 @@ def report(script: str, config, me, result: dict, elapsed: float):
     losses, first = result["losses"], result["first_step"] + 1
     if bad := [number for number, loss in enumerate(losses) if not math.isfinite(loss)]:
         if dist.is_initialized():
-            dist.barrier()  # a rank that leaves ends the others: not before the record is written
+            dist.barrier()  # a rank that exits ends the others: wait until the record is written
         raise Diverged(
             f"the loss is {losses[bad[0]]} in step {first + bad[0]}: the run ends there, and no checkpoint was saved after "
             "it; a lower --lr, or a look at that step's data, may help"
         )
 
 
-def place(me) -> str:
-    """How many ranks compute, and on what: "4 ranks on cpu (gloo), AMD EPYC, 2 cores". me: a ``ranks.Rank``."""
+def hardware_summary(me) -> str:
+    """Return the ranks and their hardware in words: "4 ranks on cpu (gloo), AMD EPYC, 2 cores". me: a ``ranks.Rank``."""
     return f"{me.world_size} rank{'s' * (me.world_size > 1)} on {me.device.type} ({me.backend}), {hardware(me.device)}"
 
 
 def hardware(device: torch.device) -> str:
-    """What computed, in a few words for a figure's caption: "NVIDIA H200" or "AMD EPYC, 2 cores"."""
+    """Return the name of a device for a figure's caption: "NVIDIA H200" or "AMD EPYC, 2 cores"."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return (
@@ -172,7 +191,15 @@ def _processor() -> str:
 
 
 def check_writable(path: str | Path, option: str = "--record"):
-    """Before hours of training: can a record be written to ``path``, which ``option`` named? UserError if not."""
+    """Check before training that a record can be written.
+
+    Args:
+        path: where to write it.
+        option: the option that set ``path``, for the message.
+
+    Raises:
+        UserError: it cannot be written there.
+    """
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -185,29 +212,34 @@ def check_writable(path: str | Path, option: str = "--record"):
         ) from None
 
 
-def new_path(command: str, given: str | None) -> Path:
-    """Where the record of a command goes that makes many runs: where it was told, or among the learner's.
+def new_path(command: str, requested: str | None) -> Path:
+    """Return the path for the record of a command that makes many runs: the requested one, or a new name in ``RUNS``.
 
-    UserError: it cannot be written there.
+    Raises:
+        UserError: the record cannot be written there.
     """
-    path = Path(given or RUNS / f"{command}-{datetime.now():%Y%m%d-%H%M%S}.json")
+    path = Path(requested or RUNS / f"{command}-{datetime.now():%Y%m%d-%H%M%S}.json")
     check_writable(path)
     return path
 
 
-def write_rows(path: Path, rows: list[dict], **about):
-    """Write such a record: {"hardware", "torch", …, "date", "rows"}."""
-    here = {"hardware": hardware(torch.device("cpu")), "torch": torch.__version__}
-    write(path, here | about | {"date": f"{datetime.now():%Y-%m-%d}", "rows": rows})
+def write_rows(path: Path, rows: list[dict], **metadata):
+    """Write the record of a command that makes many runs: {"hardware", "torch", …metadata, "date", "rows"}.
+
+    Args:
+        path: as ``new_path`` returns it.
+        rows: one dict per run.
+        metadata: further keys of the record.
+    """
+    environment = {"hardware": hardware(torch.device("cpu")), "torch": torch.__version__}
+    write(path, environment | metadata | {"date": f"{datetime.now():%Y-%m-%d}", "rows": rows})
 
 
 def write(path: str | Path, record: dict):
-    """Write a record so that ``path`` is either whole or not there.
-
-    JSON has no NaN and no infinity: both become null.
+    """Write a record atomically. JSON has no NaN and no infinity: both become null.
 
     Raises:
-        UserError: it cannot be written. It has been printed instead, so that what was measured is not lost.
+        UserError: it cannot be written. The record has been printed instead, so that no measurement is lost.
     """
     path = Path(path)
     text = json.dumps(_finite(record), indent=1, allow_nan=False) + "\n"
@@ -226,7 +258,7 @@ def write(path: str | Path, record: dict):
 
 
 def _finite(value):
-    """The same with None for every number that is not finite."""
+    """Replace every number that is not finite by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -237,7 +269,11 @@ def _finite(value):
 
 
 def load(path: str | Path) -> dict:
-    """Read a record. UserError if it is not there, is no record, or has another layout."""
+    """Read a record; earlier layouts of this schema are converted.
+
+    Raises:
+        UserError: there is no such file, it is not a record, or it has another schema.
+    """
     try:
         record = json.loads(Path(path).read_text())
         schema = record["schema"]
@@ -249,13 +285,13 @@ def load(path: str | Path) -> dict:
         raise UserError(f"{path} has layout {schema}, this version reads {SCHEMA}: run the lab again")
     if type(schema) is not int or not _is_of_a_run(record):
         raise UserError(f"{path} is not a record of a run: delete it and run the lab again")
-    record["script"] = RENAMED.get(record["script"], record["script"])
+    record["script"] = RENAMED_SCRIPTS.get(record["script"], record["script"])
     for name in LOSSES:
         if isinstance(record.get(name), list):
             record[name] = [math.nan if loss is None else loss for loss in record[name]]
         elif name in record and record[name] is None:
             record[name] = math.nan
-    earlier = record.pop("model_flops_utilisation", None)  # the name that it had, though its peak is a measured one
+    earlier = record.pop("model_flops_utilisation", None)  # its name in earlier records, whose peak is a measured one
     if isinstance(earlier, dict):
         record["flops_per_token"] = earlier.pop("flops_per_token", None)
         record["matmul_ceiling_fraction"] = earlier if earlier.get("value") else None
@@ -263,7 +299,7 @@ def load(path: str | Path) -> dict:
 
 
 def _is_of_a_run(record: dict) -> bool:
-    """Whether a record says what was run, as ``new`` does, and on a number of ranks that there may be."""
+    """Return whether a record has the script, options, and a valid number of ranks, as ``new`` writes them."""
     ranks = record.get("ranks")
     known = isinstance(record.get("script"), str) and isinstance(record.get("config"), dict)
     return known and type(ranks) is int and 1 <= ranks <= 10**6

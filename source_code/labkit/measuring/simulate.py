@@ -1,15 +1,15 @@
-"""Simulate one rank of a larger world: the real PyTorch code, on tensors that have shapes but no memory.
+"""Simulate one rank of a larger world: run PyTorch's own code on fake tensors, which have shapes but no memory.
 
-  simulate.join(128)                       this process becomes rank 0 of a simulated world of 128; collectives send nothing
-  memory = simulate.step(setup)            trace one training step by the tracer that also measures real ones
+  simulate.join(128)                       become rank 0 of a simulated world of 128 ranks; its collectives send nothing
+  memory = simulate.step(setup)            trace one training step with the tracer that measures real steps
   memory = simulate.step(setup, gpu)       with a GPU's operators (gpu_operators.py)
-  with simulate.real_tensors(): …          inside setup, around what makes device meshes
+  with simulate.real_tensors(): …          inside setup, around code that creates device meshes
 
-The result is *simulated*, never measured: FSDP, autograd and the optimizer ran, and allocated nothing.
+The result is *simulated*, not measured: FSDP, autograd, and the optimizer run, but allocate nothing.
 DDP cannot be simulated: its reducer reads the tensors' elements.
 
-Private PyTorch used here, and only here: ``FakeTensorMode`` and its switch, the process group of the kind "fake",
-how FSDP2 cuts a parameter, how DTensor decides whether to use its cache, and ``FSDPMemTracker``.
+Private PyTorch used here, and only here: ``FakeTensorMode`` and its switch, the "fake" process group, FSDP2's chunking of
+a parameter, DTensor's decision whether to use its cache, and ``FSDPMemTracker``.
 """
 
 import contextlib
@@ -39,7 +39,10 @@ from labkit.measuring.trace import CATEGORIES, StepTrace, listed, peak
 
 
 def join(world_size: int):
-    """Make this process rank 0 of a simulated world of ``world_size`` (PyTorch's fake process group), leaving any earlier one."""
+    """Make this process rank 0 of a simulated world of ``world_size`` ranks (PyTorch's fake process group).
+
+    An existing process group is destroyed first.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
@@ -49,23 +52,24 @@ def step(setup, gpu: GpuOperators | None = None, workspaces: bool = True) -> dic
     """Trace a steady training step on rank 0 of the simulated world.
 
     Args:
-        setup: called without arguments, on tensors without memory; returns (model, optimizer, batch, train). ``batch``
-            is a tuple of tensors, and ``train(*batch)`` is one step, forward to ``zero_grad``. It must make its tensors
-            itself, and its device meshes (``fully_shard`` may make one too) before, outside, or in ``real_tensors()``.
+        setup: called without arguments under ``FakeTensorMode``; returns (model, optimizer, batch, train). ``batch`` is a
+            tuple of tensors, and ``train(*batch)`` is one step, forward to ``zero_grad``. ``setup`` must create its
+            tensors itself. Device meshes, including those that ``fully_shard`` creates, must be created before, or within
+            ``real_tensors()``.
         gpu: a GPU's operators instead of the CPU's.
-        workspaces: whether to count what a GPU's operators allocate inside them.
+        workspaces: whether to count the workspaces of a GPU's operators.
 
     Returns:
-        What a record has under "memory" and "traffic": {"peak": {category: bytes}, "peak_phase", "peak_operator",
+        The keys "memory" and "traffic" of a record, merged: {"peak": {category: bytes}, "peak_phase", "peak_operator",
         "start", "timeline", "traffic": [{"kind", "count", "bytes", "dimension"}, …]}.
     """
     with _fake_tensors() as counters:
         model, optimizer, batch, train = setup()
         counters.optimizer = optimizer
-        about = model, optimizer, torch.device("meta")  # where fake tensors have their storage
-        trace = GpuTrace(gpu, workspaces, *about) if gpu else StepTrace(*about)
+        traced = model, optimizer, torch.device("meta")  # the device of fake tensors' storages
+        trace = GpuTrace(gpu, workspaces, *traced) if gpu else StepTrace(*traced)
         with gpu or contextlib.nullcontext():
-            train(*batch)  # makes the optimizer's state
+            train(*batch)  # the optimizer creates its state
             trace.batch = batch
             with trace:
                 train(*batch)
@@ -76,13 +80,13 @@ def step(setup, gpu: GpuOperators | None = None, workspaces: bool = True) -> dic
         "peak_phase": highest["phase"],
         "peak_operator": highest["operator"],
         "start": {category: timeline[0][category] for category in CATEGORIES},
-        "timeline": [[moment["phase"], *(moment[category] for category in CATEGORIES)] for moment in timeline],
+        "timeline": [[snapshot["phase"], *(snapshot[name] for name in CATEGORIES)] for snapshot in timeline],
         "traffic": listed(trace.collectives),
     }
 
 
 def tracked_peak(setup) -> int:
-    """Return the bytes alive at the peak of two steps, by PyTorch's own tracker for ``fully_shard``. setup: see ``step``."""
+    """Return the peak bytes of two steps, as PyTorch's own ``FSDPMemTracker`` reports them. setup: see ``step``."""
     with _fake_tensors() as counters:
         model, optimizer, batch, train = setup()
         counters.optimizer = optimizer
@@ -92,16 +96,16 @@ def tracked_peak(setup) -> int:
             train(*batch)
             tracker.reset_mod_stats()
             train(*batch)
-    return sum(found["Total"] for found in tracker.get_tracker_snapshot("peak").values())
+    return sum(snapshot["Total"] for snapshot in tracker.get_tracker_snapshot("peak").values())
 
 
 @contextlib.contextmanager
 def _fake_tensors():
-    # The first step fills DTensor's cache of what its operators return, as it does in a real run. On tensors without
-    # memory DTensor would think that it is being compiled, and work it out each time, on whole parameters.
+    # The first step fills DTensor's cache of sharding propagation, as in a real run. With fake tensors DTensor would
+    # assume that it is being compiled, and propagate again each time, on whole parameters.
     cached = replaced(_dispatch, _are_we_tracing=lambda: False)
     with FakeTensorMode(allow_non_fake_inputs=True), _Counters() as counters, cached, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # FSDP1 asks whether there is one
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # FSDP1 checks it
         try:
             yield counters
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -112,7 +116,7 @@ def _fake_tensors():
 
 
 def _innermost_line(error: Exception) -> str:
-    """Return "FILE, line N" of the innermost code outside PyTorch and labkit that an error came through."""
+    """Return "FILE, line N" of the innermost frame of an error that is outside PyTorch and labkit."""
     libraries = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(libraries)]
     return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "PyTorch"
@@ -120,16 +124,16 @@ def _innermost_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def real_tensors():
-    """Make new tensors real within the context: a device mesh has its ranks in a tensor, and reads them."""
-    with unset_fake_temporarily(), replaced(_fsdp_param, _chunk_with_empty=_Parts):
+    """Create real tensors within this context: a device mesh stores its ranks in a tensor and reads them."""
+    with unset_fake_temporarily(), replaced(_fsdp_param, _chunk_with_empty=_LazyChunks):
         yield
 
 
-class _Parts:
-    """A tensor's parts, one per rank, each cut when it is asked for.
+class _LazyChunks:
+    """Chunk a tensor along a dimension, one chunk per rank, each created when it is indexed.
 
-    FSDP2 cuts every parameter into as many tensors as there are ranks and keeps one. For a thousand ranks, making
-    tensors that are only thrown away took most of a simulation's time.
+    FSDP2 chunks every parameter into one tensor per rank and uses only its own. With a thousand ranks, creating the
+    unused ones took most of a simulation's time.
     """
 
     def __init__(self, tensor, count: int, dim: int):
@@ -144,12 +148,12 @@ class _Parts:
 
 
 class _Counters(TorchDispatchMode):
-    """Return 1 where the optimizer reads one of its step counters, which have no memory either.
+    """Return 1 where the optimizer reads one of its step counters, which are fake tensors, too.
 
-    Every other read of a tensor's element reaches ``FakeTensorMode``, which refuses it unless the element is known.
+    Every other read of a tensor's element reaches ``FakeTensorMode``, which raises unless the element is known.
     """
 
-    optimizer = None  # the one that is simulated, once there is one
+    optimizer = None  # set by ``setup``'s caller
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if operator._schema.name == "aten::_local_scalar_dense" and self.optimizer:

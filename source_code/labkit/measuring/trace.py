@@ -1,17 +1,16 @@
-"""Watch one training step from the inside: every tensor storage by category, every collective by size.
+"""Trace one training step: every tensor storage by category, every collective by size.
 
-``StepTrace`` is a ``TorchDispatchMode``: it sees each operator that PyTorch runs, the backward pass and the
-collectives of DDP and FSDP included. It writes down when a storage appears, grows, shrinks and dies, and
-gives each its category afterwards, when it is known what became of it: a tensor made during backward may
-turn out to be a gradient. Sizes are exact, so the result can be compared with arithmetic to the byte.
+``StepTrace`` is a ``TorchDispatchMode``: it sees each operator that PyTorch runs, including the backward pass and the
+collectives of DDP and FSDP. It records when a storage is allocated, resized, and freed, and assigns its category when
+its role is known: a tensor allocated during backward may turn out to be a gradient. Sizes are exact, so the result can
+be compared with arithmetic to the byte.
 
-Counted: storages made by the operators of the step, parameters, gradients, optimizer state, the batch, and
-every buffer handed to a collective. Not counted: what lies outside tensors, such as the copies a
-communication backend (gloo, NCCL) makes inside itself, kernel workspaces and Python's own memory.
+Counted: storages allocated by the operators of the step, parameters, gradients, optimizer state, the batch, and every
+buffer passed to a collective. Not counted: memory outside tensors, such as internal copies of a communication backend
+(gloo, NCCL), kernel workspaces, and Python's own memory.
 
-Private PyTorch used here, and only here: ``torch._C._current_graph_task_id`` (are we inside backward?), the
-names of c10d's operators, ``_resolve_process_group`` (whose group is that?), and the replacing of
-``UntypedStorage.resize_`` by which FSDP frees parameters.
+Private PyTorch used here, and only here: ``torch._C._current_graph_task_id`` (to detect the backward pass), the names of
+c10d's operators, ``_resolve_process_group``, and ``UntypedStorage.resize_``, by which FSDP frees parameters.
 """
 
 import os
@@ -25,20 +24,20 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# The order in which categories are stacked in figures: what persists between steps first.
+# The order in which figures stack the categories, with persistent memory first.
 CATEGORIES = (
     "parameters",  # as the optimizer sees them: whole under DDP, this rank's shard under FSDP
-    "gradients",  # likewise
+    "gradients",  # of these parameters
     "optimizer state",
-    "activations",  # made in forward, and the batch; some live on for backward; tensor parallelism's, gathered, too
-    "all-gather",  # parameters gathered for computing, and the buffers they arrive in
-    "reduce-scatter",  # whole gradients packed to be summed and split up again
+    "activations",  # allocated in forward (some are saved for backward), and the batch; gathered ones, too
+    "all-gather",  # gathered parameters, and the buffers of the all-gather
+    "reduce-scatter",  # unsharded gradients, packed for the reduce-scatter
     "all-reduce buckets",  # DDP's
     "temporary",  # the rest: gradients of activations, the optimizer's intermediate results
 )
 
-# Operator → (kind, position of the tensors whose size is that of the collective, or None for the result, category or
-# None). Those of _c10d_functional are tensor parallelism's: what they make is activations, and gradients of these.
+# Operator → (kind, index of the argument whose size counts, or None for the result, category or None). Tensor
+# parallelism uses those of _c10d_functional: their results are activations, or gradients of activations.
 COLLECTIVES = {
     "c10d::allreduce_": ("all-reduce", 0, "all-reduce buckets"),
     "c10d::_allgather_base_": ("all-gather", 0, "all-gather"),
@@ -58,14 +57,18 @@ PACKING = {"aten::cat", "aten::constant_pad_nd", "fsdp::chunk_cat", "fsdp::chunk
 
 
 def dimensions(model) -> dict[tuple, str]:
-    """{ranks: the dimension of the mesh along which they lie} of the groups that this rank is in, as the parameters say."""
+    """Map this rank's process groups to mesh dimensions, {ranks of the group: name of the dimension}.
+
+    Args:
+        model: a module; the device meshes of its DTensor parameters count.
+    """
     meshes = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
     named = [(mesh.get_group(name), name) for mesh in meshes for name in mesh.mesh_dim_names or ()]
     return {tuple(dist.get_process_group_ranks(group)): name for group, name in named}
 
 
 def members(arguments) -> tuple:
-    """The ranks that take part in a collective: of the group, or the group's name, among its arguments."""
+    """Return the ranks of the process group of a collective, from the operator's arguments; () if there is none."""
     for argument in arguments:
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument)))
@@ -74,21 +77,21 @@ def members(arguments) -> tuple:
 
 
 def tensors_in(value) -> list[torch.Tensor]:
-    """Those among an operator's arguments or results: lists and tuples are looked into."""
+    """Return the tensors in an operator's arguments or results, in nested lists and tuples, too."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [tensor for each in value for tensor in tensors_in(each)] if isinstance(value, list | tuple) else []
 
 
 def local(tensor):
-    """The part of a (possibly sharded) tensor that lies on this rank."""
+    """Return this rank's shard of a DTensor; any other tensor as it is."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def persistent_tensors(model, optimizer):
-    """Yield (category, local tensor) for what outlives a step on this rank.
+    """Yield (category, local tensor) for the persistent memory of this rank: tensors that outlive a step.
 
-    A model that keeps it elsewhere than in its parameters and the optimizer's state has a method of this name.
+    A model whose persistent tensors are not its parameters and the optimizer's state defines a method of this name.
     """
     if hasattr(model, "persistent_tensors"):
         yield from model.persistent_tensors()
@@ -99,7 +102,7 @@ def persistent_tensors(model, optimizer):
             yield "gradients", local(parameter.grad)
     for buffer in model.buffers():
         yield "parameters", local(buffer)
-    # ZeroRedundancyOptimizer's state is that of the optimizer inside, which has this rank's parameters.
+    # ZeroRedundancyOptimizer wraps the optimizer of this rank's parameters.
     for state in getattr(optimizer, "optim", optimizer).state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor):
@@ -107,25 +110,31 @@ def persistent_tensors(model, optimizer):
 
 
 class StepTrace(TorchDispatchMode):
-    """Trace what runs in its context: normally one step, forward to ``zero_grad``.
+    """Trace everything that runs within this context, normally one step, forward to ``zero_grad``.
 
-    device: storages on other devices are left out. ``batch``: the step's input tensors, set before entering.
-    Afterwards ``timeline()`` and ``collectives`` hold the result of the last time it was entered.
-    Enter it for two steps in a row: the first meets buffers that were there before (DDP's buckets), so that
-    the second counts them from its first moment.
+    Enter it for two consecutive steps. The first registers buffers that existed before (DDP's buckets), so that the
+    second counts them from its start. ``timeline()`` and ``collectives`` are those of the last step.
+
+    Args:
+        model, optimizer: what is trained.
+        device: storages on other devices are ignored.
+
+    Attributes:
+        batch: the input tensors of the step, to be set before entering.
+        collectives: {(kind, bytes of the whole tensor, mesh dimension or None): number of calls}.
     """
 
     def __init__(self, model, optimizer, device: torch.device):
         super().__init__()
         self.model, self.optimizer, self.device = model, optimizer, device
         self.batch = ()
-        self.collectives = Counter()  # (kind, bytes, the mesh's dimension or None) → how many
+        self.collectives = Counter()
         self._dimensions = dimensions(model)
         self._number = {}  # address of a live storage → its number; addresses are reused, numbers are not
-        self._category = []  # by number; a known role beats the phase in which the storage was made
+        self._category = []  # by number; a known role overrides the phase in which the storage was allocated
         self._size = []  # by number, bytes
         self._events = []  # (number, change in bytes, phase, operator)
-        self._packed_from = {}  # number → the numbers of the tensors that were packed into it
+        self._packed_from = {}  # number → numbers of the storages that were packed into it
         self._in_optimizer = False
         self._operator = "start"
 
@@ -151,26 +160,26 @@ class StepTrace(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if any(issubclass(t, (DTensor, AsyncCollectiveTensor)) for t in types):
-            return NotImplemented  # let them turn it into operators on local tensors, and wait; we see those
+            return NotImplemented  # they call operators on local tensors, which are traced
         self._operator = name = operator._schema.name
-        given = tensors_in((args, *(kwargs or {}).values()))
+        inputs = tensors_in((args, *(kwargs or {}).values()))
         result = operator(*args, **(kwargs or {}))
-        addresses = {t.untyped_storage()._cdata for t in given}
+        addresses = {t.untyped_storage()._cdata for t in inputs}
         for tensor in tensors_in(result):
             if isinstance(tensor, AsyncCollectiveTensor):
-                continue  # refers to a collective's result, which has been seen
+                continue  # a wrapper of a collective's result, which has been traced
             if tensor.untyped_storage()._cdata not in addresses:
                 self._see(tensor)
         if name in COLLECTIVES:
             self._count(name, args, result)
         elif name in PACKING:
             packed = result if isinstance(result, torch.Tensor) else kwargs["out"]
-            self._packed_from[self._numbers([packed])[0]] = self._numbers(given)
-        elif name == "aten::clone" and [self._category[n] for n in self._numbers(given)] == ["all-gather"]:
-            self._see(result, "all-gather")  # the part of a unit that reshard_after_forward=N keeps
+            self._packed_from[self._numbers([packed])[0]] = self._numbers(inputs)
+        elif name == "aten::clone" and [self._category[n] for n in self._numbers(inputs)] == ["all-gather"]:
+            self._see(result, "all-gather")  # the shard of a unit that reshard_after_forward=N retains
         return result
 
-    # What is noted while the step runs
+    # Recording while the step runs
 
     def _phase(self):
         if self._in_optimizer:
@@ -180,14 +189,14 @@ class StepTrace(TorchDispatchMode):
     def _category_of_new(self):
         if self._in_optimizer:
             return "temporary"
-        # Inside backward, autograd records again only while forward is recomputed.
+        # Within backward, gradients are enabled only while forward is recomputed.
         return "activations" if self._phase() == "forward" or torch.is_grad_enabled() else "temporary"
 
     def _see(self, tensor, category=None):
         self._see_storage(tensor.untyped_storage(), category)
 
     def _see_storage(self, storage, category):
-        """Note a storage the first time it is met, its size, and its role where that is known."""
+        """Register a storage if it is new, and record its size, and its category if it is known."""
         if storage.device.type != self.device.type:
             return
         number = self._number.get(storage._cdata)
@@ -195,7 +204,7 @@ class StepTrace(TorchDispatchMode):
             number = self._number[storage._cdata] = len(self._size)
             self._size.append(0)
             self._category.append(self._category_of_new())
-            # By a weak reference: a storage that outlives the trace must not keep it, and the model with it, alive.
+            # A weak reference: a storage that outlives the trace must not keep it, and with it the model, alive.
             weakref.finalize(storage, _freed, weakref.ref(self), number, storage._cdata).atexit = False
         self._change(number, storage.nbytes())
         if category:
@@ -203,8 +212,8 @@ class StepTrace(TorchDispatchMode):
 
     def _change(self, number, size):
         if size > self._size[number]:
-            # gloo's threads hold a collective's buffers a moment longer than the work takes, and need the interpreter
-            # to let go of them. Without this a step's peak has, as often as not, a buffer in it that nobody uses.
+            # gloo's threads hold a collective's buffers slightly longer than the work takes, and need the interpreter
+            # lock to free them. Without this yield, about every second peak includes an unused buffer.
             os.sched_yield()
         if size != self._size[number]:
             event = (number, size - self._size[number], self._phase(), self._operator)
@@ -212,7 +221,7 @@ class StepTrace(TorchDispatchMode):
             self._size[number] = size
 
     def _watch_resize(self):
-        """FSDP frees and restores gathered parameters by resizing their storage, which is no operator."""
+        """Trace ``resize_`` of storages, by which FSDP frees and restores gathered parameters: it is no operator."""
         original = torch.UntypedStorage.resize_
 
         def resize(storage, size):
@@ -234,7 +243,7 @@ class StepTrace(TorchDispatchMode):
                 self._mark_sources(self._numbers([tensor])[0])
 
     def _mark_sources(self, number):
-        """What was packed into a reduce-scatter's input is part of what the reduce-scatter costs."""
+        """Assign the category of a reduce-scatter's input to the temporary tensors that were packed into it."""
         for source in self._packed_from.pop(number, ()):
             if self._category[source] == "temporary":
                 self._category[source] = "reduce-scatter"
@@ -245,56 +254,60 @@ class StepTrace(TorchDispatchMode):
         return [self._number[a] for a in addresses if a in self._number]
 
     def _before_optimizer(self, *_):
-        self._see_persistent()  # now the gradients are complete, and known as such
+        self._see_persistent()  # the gradients are complete
         self._in_optimizer = True
 
     def _after_optimizer(self, *_):
-        self._see_persistent()  # state that this step made
+        self._see_persistent()  # state that this step created
         self._in_optimizer = False
 
     def _see_persistent(self):
         for category, tensor in persistent_tensors(self.model, self.optimizer):
             self._see(tensor, category)
 
-    # What it adds up to
+    # Results
 
     def timeline(self) -> list[dict]:
-        """The live bytes by category after each change: [{"phase", "operator", category: bytes, …}, …].
+        """Return a snapshot of the live bytes by category at the start of the step and after each change.
 
-        The first entry is the moment the step begins.
+        Returns:
+            [{"phase", "operator", category: bytes, …}, …]; phase is "start", "forward", "backward", or "optimizer".
         """
         live = dict.fromkeys(CATEGORIES, 0)
         for number, size in self._baseline.items():
             live[self._category[number]] += size
-        moments = [{"phase": "start", "operator": "start", **live}]
+        snapshots = [{"phase": "start", "operator": "start", **live}]
         for number, change, phase, operator in self._events:
             live[self._category[number]] += change
-            moments.append({"phase": phase, "operator": operator, **live})
-        return moments
+            snapshots.append({"phase": phase, "operator": operator, **live})
+        return snapshots
 
 
 def listed(collectives: dict) -> list[dict]:
-    """``StepTrace.collectives`` for a record: [{"kind", "bytes", "dimension", "count"}, …]."""
+    """Convert ``StepTrace.collectives`` to the form of a record: [{"kind", "bytes", "dimension", "count"}, …]."""
     ordered = sorted(collectives.items(), key=lambda item: (*item[0][:2], item[0][2] or ""))
     return [{"kind": k, "bytes": b, "dimension": d, "count": n} for (k, b, d), n in ordered]
 
 
 def _freed(trace, number: int, address: int):
-    """Note the end of a storage, if its trace is still there."""
+    """Record that a storage has been freed, if its trace (a weak reference) still exists."""
     if trace := trace():
         trace._change(number, 0)
         trace._number.pop(address, None)
 
 
 def peak(timeline: list[dict]) -> tuple[dict, int]:
-    """The moment of a timeline with the most live bytes, and how many they are.
+    """Return the peak snapshot of a timeline and its bytes.
 
-    Of equal moments the last: a gathered buffer that its backend lets go of late can make an earlier one equal.
+    Of several equal peaks the last counts: an earlier one may include a gathered buffer that its backend freed late.
+
+    Args:
+        timeline: as ``StepTrace.timeline`` returns it.
     """
     highest = max(reversed(timeline), key=total)
     return highest, total(highest)
 
 
-def total(moment: dict) -> int:
-    """All live bytes of one moment of a timeline."""
-    return sum(moment[category] for category in CATEGORIES)
+def total(snapshot: dict) -> int:
+    """Return the live bytes of one snapshot of a timeline, of all categories."""
+    return sum(snapshot[category] for category in CATEGORIES)

@@ -209,7 +209,7 @@ def follow(command: list[str], on_progress=None, timeout: float = 3600, device: 
     device: "cpu" hides the GPUs. timeout: seconds; of what srun starts they count from when the first rank reports,
     not while Slurm lets it wait.
     """
-    with tempfile.TemporaryDirectory(dir=records.made(RUNS), prefix=".progress-") as folder:
+    with tempfile.TemporaryDirectory(dir=records.ensure_writable_dir(RUNS), prefix=".progress-") as folder:
         mark, log = Path(folder) / "progress", Path(folder) / "output"
         environ = slurm.environment() | {progress.VARIABLE: str(mark)} | (gpus.HIDDEN if device == "cpu" else {})
         with log.open("w") as output:
@@ -404,7 +404,7 @@ def submit(script: str, *, ranks: int, nodes: int = 1, cluster: Cluster | None =
     mark = path.with_suffix(".progress")
     # A folder a job: another cluster, or this one installed anew, gives the same numbers to other jobs.
     executor = submitit.SlurmExecutor(
-        folder=records.made(path.with_suffix(".job")), max_num_timeout=submitit_job.MAX_REQUEUES
+        folder=records.ensure_writable_dir(path.with_suffix(".job")), max_num_timeout=submitit_job.MAX_REQUEUES
     )
     executor.update_parameters(
         job_name=Path(script).stem,

@@ -62,7 +62,7 @@ def on_ranks(
     import cloudpickle  # only a notebook needs it
 
     # On a shared file system, so that the ranks of another node find it too
-    with tempfile.TemporaryDirectory(dir=records.made(launch.RUNS), prefix=".call-") as folder:
+    with tempfile.TemporaryDirectory(dir=records.ensure_writable_dir(launch.RUNS), prefix=".call-") as folder:
         (Path(folder) / "function").write_bytes(cloudpickle.dumps((function, arguments)))
         words = ["-m", "labkit.running.notebook_ranks", folder, str(ranks), device, *(["spawn"] if spawn else [])]
         printed = launch.follow(launch.started(words, ranks, nodes, device, cluster), None, timeout, device)

@@ -129,7 +129,7 @@ def tied(model) -> bool:
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
-def first_values(pattern, seed: int, but: frozenset = frozenset()):
+def initial_weights(pattern, seed: int, but: frozenset = frozenset()):
     """Yield (name, tensor on the CPU) of every parameter and buffer whose name is not in ``but``.
 
     pattern: a model on the meta device that nobody shards. A block is filled at a time, or what lies outside of blocks

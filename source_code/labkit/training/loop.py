@@ -76,7 +76,7 @@ class Loop:
         self.step = self.first_step = saver.resume(last_step)
         self.losses = []
         begin = f"{'resumed' if self.step else 'starting'} at step {self.step} of {last_step}"
-        me.say(f"{records.place(me)}; data {saver.run['data']}\n{begin}")
+        me.say(f"{records.hardware_summary(me)}; data {saver.run['data']}\n{begin}")
         self.meter = meters.Meter(
             saver.model,
             self.optimizer,
@@ -164,7 +164,7 @@ class Loop:
         tokens = rate and rate * self.seq_len
         if tokens and self.flops_per_token:
             self.peaks = self.peaks or meters.measured_peaks(self.config.precision, self.me)
-            shares = meters.utilisation(tokens, self.flops_per_token, self.config.precision, self.me, self.peaks)
+            shares = meters.utilization(tokens, self.flops_per_token, self.config.precision, self.me, self.peaks)
             found |= {name: share and share["value"] for name, share in shares.items()}
         return found | {"tokens_per_second": tokens}
 
