@@ -136,7 +136,7 @@ if __name__ == "__main__":
     try:
         page = with_tables(path.read_text())
     except UserError as error:
-        options.leave(str(error))
+        options.exit_with_error(str(error))
     first_picture(ROOT / "images" / "will_it_fit.png")
     plots.ladder(ladder.read(REFERENCE), ROOT / "images" / "ladder.png")
     course.course_map().save("course_map")

@@ -498,4 +498,4 @@ if __name__ == "__main__":
         print(f"read {what} in {run.folder.absolute()}")
         print(diagnosis(run))
     except UserError as error:
-        options.leave(str(error))
+        options.exit_with_error(str(error))

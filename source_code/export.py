@@ -55,7 +55,7 @@ def main():
     try:
         tensors = export(given.checkpoint, given.file)
     except UserError as error:
-        options.leave(str(error))
+        options.exit_with_error(str(error))
     size = sum(tensor.nbytes for tensor in tensors.values())
     print(f"{given.file}: {len(tensors)} tensors, {size:,} bytes of them")
 

@@ -203,7 +203,7 @@ def main():
     except UserError as error:
         if runs:
             print(f"Tables and records of the rungs before: {folder}")
-        ranks.leave(str(error))
+        ranks.exit_with_error(str(error))
     plots.ladder(runs, folder / "ladder.png")
     print(f"\n{tables(runs)}\n\nTables, picture and records: {folder}")
 

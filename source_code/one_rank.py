@@ -19,7 +19,7 @@ import torch
 from labkit import UserError
 from labkit.measuring import meters, records, simulate
 from labkit.running import gpus, lab_options, options, preflight, progress, ranks
-from labkit.running.options import GIVEN, Conflict, leave, option, redeclared
+from labkit.running.options import GIVEN, Conflict, exit_with_error, option, redeclared
 from labkit.training import text
 from planner import predict
 
@@ -60,7 +60,7 @@ def simulated_rank(config) -> ranks.Rank:
     if device == "cuda":
         torch.cuda.set_device(0)
     else:
-        ranks.compute_as_one_of_several()
+        ranks.configure_cpu()
         # Wrong values soon become too small for the usual format, and a CPU computes with such ones far more slowly.
         torch.set_flush_denormal(True)
     return ranks.Rank(0, 0, config.ranks, socket.gethostname(), torch.device(device), "fake")
@@ -127,9 +127,9 @@ def main():
         simulate.join(config.ranks)
         result = train(config, me)
     except UserError as error:
-        leave(str(error))
+        exit_with_error(str(error))
     except torch.OutOfMemoryError as error:
-        leave(f"a rank of this run does not fit: {str(error).splitlines()[0]}")
+        exit_with_error(f"a rank of this run does not fit: {str(error).splitlines()[0]}")
     result["time"]["elapsed"] = time.perf_counter() - begin
     record = records.new(__file__, vars(config), me, [me.node]) | result
     if config.record:

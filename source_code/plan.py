@@ -51,8 +51,8 @@ from labkit.running.options import (
     arguments,
     choices_of,
     declared,
+    exit_with_error,
     flag,
-    leave,
     option,
     parse,
     redeclared,
@@ -558,7 +558,7 @@ def main():
     try:
         print(answer(options))
     except UserError as error:
-        leave(str(error))
+        exit_with_error(str(error))
     except BrokenPipeError:  # whoever read has seen enough: plan.py … | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -150,7 +150,7 @@ PRINTED = """starting 4 ranks, as torchrun
 step 0: loss 2.1
 lab.py: rank 1 failed:
 Traceback (most recent call last):
-  File "/home/me/labkit/running/ranks.py", line 1, in be_rank
+  File "/home/me/labkit/running/ranks.py", line 1, in run_as_rank
     main(config, rank)
   File "/home/me/lab.py", line 7, in train
     model(x)

@@ -15,7 +15,7 @@ import gpt_fsdp
 import gpt_jax
 import pytest
 from commands import assert_about, refused, script
-from labkit import UserError, holds
+from labkit import UserError, succeeds
 from labkit.measuring import meters
 from labkit.running import launch, notebook_ranks
 from labkit.running.lab import Lab
@@ -239,7 +239,7 @@ def test_jax_that_cannot_be_used(versions, said, monkeypatch):
         return versions[name]
 
     monkeypatch.setattr(importlib.metadata, "version", installed)
-    assert holds(jax_world.check) == (said is None)
+    assert succeeds(jax_world.check) == (said is None)
     if said:
         with refused(*said, "make jax"):
             jax_world.check()
@@ -294,7 +294,7 @@ def test_a_notebook_goes_on_with_four_devices_where_eight_have_saved(runs, folde
 
 
 def test_to_slurm_it_is_one_task_with_all_gpus():
-    words, ranks = launch.script_words("gpt_jax.py", 4, launch.RUNS / "x.json", {"devices": 8})
+    words, ranks = launch.script_argv("gpt_jax.py", 4, launch.RUNS / "x.json", {"devices": 8})
     assert ranks == 8 and words[1:3] == ["--devices", "8"]
     request = launch.Cluster().request(ranks, 1, "cuda", launch.tasks_of("gpt_jax.py", 1))
     assert (request["ntasks"], request["ntasks-per-node"], request["gres"]) == (1, 1, "gpu:8")

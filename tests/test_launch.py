@@ -217,7 +217,7 @@ def test_a_rank_that_is_warned_before_it_listens_ends_the_run_as_the_templates_e
 def test_threads_are_as_many_as_openmp_is_told(told, threads, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", told)
     monkeypatch.setattr(ranks.torch, "set_num_threads", (asked := []).append)
-    ranks.compute_as_one_of_several()
+    ranks.configure_cpu()
     assert asked == [threads]
 
 
@@ -359,7 +359,7 @@ def test_what_a_run_has_started_ends_when_it_is_interrupted(way, tmp_path, monke
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        launch.follow(launch.started([str(tmp_path / "start.py")], 1, 1, "cpu", cluster), on_progress=interrupt)
+        launch.follow(launch.build_command([str(tmp_path / "start.py")], 1, 1, "cpu", cluster), on_progress=interrupt)
     wait_for_end(started[0])
 
 

@@ -22,7 +22,7 @@ from labkit import UserError
 from labkit.running import launch
 script, ranks, nodes, device = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 try:
-    print(launch.follow(launch.started([script], ranks, nodes, device, launch.Cluster(launcher="slurm"))))
+    print(launch.follow(launch.build_command([script], ranks, nodes, device, launch.Cluster(launcher="slurm"))))
 except UserError as error:
     sys.exit(f"{type(error).__name__}: {error}")
 """
@@ -126,7 +126,7 @@ def test_a_job_that_is_too_small_is_told_in_one_sentence(job, nodes, why, slurm,
     gpus = f"srun --nodes={nodes} --ntasks={4 * nodes} --gres=gpu:4"
     assert len(said) == 1 and re.fullmatch(
         rf"RunFailed: job \d+, in which this runs, has too little for {gpus} \({re.escape(why)}\): "
-        "ask for more when you start the job, or for fewer ranks",
+        "request more when you start the job, or fewer ranks",
         said[0],
     ), done.stderr
 
@@ -284,7 +284,7 @@ class Watcher:
 
 
 def started(script, *words):
-    return launch.started([str(script), *map(str, words)], 2, 1, "cpu", launch.Cluster(launcher="slurm"))
+    return launch.build_command([str(script), *map(str, words)], 2, 1, "cpu", launch.Cluster(launcher="slurm"))
 
 
 def test_a_time_out_counts_from_the_ranks_report_not_in_the_queue(busy, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""labkit: what the labs share and no chapter is about, in four rooms. Each file has one job; see its first line.
+"""labkit: shared code of the labs that no chapter teaches, in four packages. Each file has one job; see its first line.
 
 running      ranks, on this machine or by Slurm; preflight checks; a notebook's settings; command lines
 measuring    peak memory, time, collectives; the host's memory; one rank of a simulated world
@@ -10,16 +10,16 @@ from planner import UserError as UserError
 
 
 class Diverged(UserError):
-    """A loss, a parameter or the optimizer's state is NaN or infinite: training on would be of no use.
+    """A loss, a parameter, or the optimizer's state is NaN or infinite: continuing to train would be useless.
 
-    Its exit code is no other error's, and no job template starts such a job again: it would come to the same end.
+    The exit code is unique to this error: job templates do not requeue such a job, which would diverge again.
     """
 
     exit_code = 65  # EX_DATAERR of sysexits.h
 
 
-def holds(check) -> bool:
-    """Whether ``check()`` finds nothing wrong: it raises no UserError."""
+def succeeds(check) -> bool:
+    """Return whether ``check()`` raises no UserError."""
     try:
         check()
     except UserError:

@@ -546,7 +546,7 @@ def main():
         path = records.new_path("crash", options.record)
         rows = run(options.trials, options.seed, lambda rows: records.write_rows(path, rows, seed=options.seed))
     except UserError as error:
-        ranks.leave(str(error))
+        ranks.exit_with_error(str(error))
     print(table(rows).to_markdown(index=False))
     failed = [row for row in rows if row["failures"]]
     for row in failed:

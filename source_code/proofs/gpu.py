@@ -26,7 +26,7 @@ from typing import Literal
 from labkit import UserError
 from labkit.measuring import records
 from labkit.running import launch, site
-from labkit.running.options import Options, leave, option, parse
+from labkit.running.options import Options, exit_with_error, option, parse
 from planner import predict
 
 SECONDS, MIN_STEP_SECONDS = 8 * 60, 60  # that a part may take; that a step needs to begin
@@ -389,4 +389,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main(asked))
     except UserError as error:
-        leave(str(error))
+        exit_with_error(str(error))

@@ -210,4 +210,4 @@ if __name__ == "__main__":
     try:
         main(options.parse(Config, __doc__))
     except UserError as error:
-        ranks.leave(str(error))
+        ranks.exit_with_error(str(error))

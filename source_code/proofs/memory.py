@@ -24,7 +24,7 @@ from datetime import date
 
 import pandas
 import torch
-from labkit import UserError, holds
+from labkit import UserError, succeeds
 from labkit.measuring import records
 from labkit.measuring.differences import largest
 from labkit.measuring.meters import TRACED_STEPS
@@ -45,7 +45,7 @@ LLAMA = [("llama3-8b", 8), ("llama3-8b", 128), ("llama3-70b", 64), ("llama3-70b"
 
 def runnable(one: dict) -> bool:
     """Return whether a configuration can be trained here: DeepSpeed need not be installed."""
-    return one["config"].get("engine") != "deepspeed" or holds(deepspeed_zero.check)
+    return one["config"].get("engine") != "deepspeed" or succeeds(deepspeed_zero.check)
 
 
 def measure(me, configs: list[dict]) -> list[dict]:
@@ -269,7 +269,7 @@ def main():
     except UserError as error:
         if rows:
             print(f"{len(rows)} configurations were measured before; record: {path}")
-        ranks.leave(str(error))
+        ranks.exit_with_error(str(error))
     shown = simulated_table(rows) if options.simulated else table(rows)
     print(shown.to_markdown(index=False, disable_numparse=True))
     for one in refused:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 import pandas
-from labkit import UserError, holds
+from labkit import UserError, succeeds
 from labkit.measuring import meters, records
 from labkit.measuring.differences import largest_difference
 from labkit.running import launch, notebook_ranks, progress, ranks
@@ -119,9 +119,11 @@ def losses_under_jax(me, runs: list[tuple[Variant, int, str]], steps: int) -> li
 def runnable() -> list[Variant]:
     """Return the variants that can run here: those of DeepSpeed and JAX only where these are installed."""
     variants = [
-        variant for variant in VARIANTS if variant.options.get("engine") != "deepspeed" or holds(deepspeed_zero.check)
+        variant
+        for variant in VARIANTS
+        if variant.options.get("engine") != "deepspeed" or succeeds(deepspeed_zero.check)
     ]
-    return [variant for variant in variants if variant.lab != JAX or holds(jax_world.check)]
+    return [variant for variant in variants if variant.lab != JAX or succeeds(jax_world.check)]
 
 
 def run(variants: list[Variant], steps: int = STEPS) -> list[dict]:
@@ -195,7 +197,7 @@ def main():
         path = records.new_path("parity", options.record)
         rows = run(runnable())
     except UserError as error:
-        ranks.leave(str(error))
+        ranks.exit_with_error(str(error))
     print(table(rows).to_markdown(index=False, disable_numparse=True))
     records.write_rows(path, rows, steps=STEPS)
     print(f"\n{len(rows)} runs of {STEPS} steps; record: {path}")

@@ -112,7 +112,7 @@ def main():
         loaders(data, config.pairs)
         saving(config.pairs)
     except UserError as error:
-        ranks.leave(str(error))
+        ranks.exit_with_error(str(error))
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Measure a training step: memory by category, collectives, time; and say on what."""
+"""Measure a training step: memory by category, collectives, time, and the hardware."""

@@ -1,1 +1,1 @@
-"""Start ranks and follow them: from a notebook, a command line, or a Slurm job."""
+"""Start and monitor ranks from a notebook, a command line, or a Slurm job."""

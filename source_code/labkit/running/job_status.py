@@ -1,13 +1,13 @@
-"""Tell the job script that started a run how far it came and why it ended, in a small file.
+"""Report a run's progress and the reason of its end to the job script, in a small file.
 
-An exit code alone does not tell: the rank that ends last, or that is ended because another did, decides it. The job
-script (slurm/requeue.sh) names the file in FSDP_LABS_STATUS; a run adds lines to it:
+The exit code is not enough: it is that of the rank that ends last, or that was ended because another one failed. The job
+script (slurm/requeue.sh) sets FSDP_LABS_STATUS to the path of the file; a run appends lines to it:
 
-  saved 1200           a checkpoint of that step is whole
-  asked 1234           the run was asked to end, and has saved
+  saved 1200           the checkpoint of that step is complete
+  asked 1234           the run was preempted, and has saved that step
   failed node7 5       rank 5, on that node, was the first to fail
-  refused              a user's error: the same command would end the same way
-  diverged             a loss or a weight is not finite: so would this one
+  refused              a user's error: the same command would fail again
+  diverged             a loss or a weight is not finite: the same command would diverge again
 """
 
 import contextlib
@@ -18,12 +18,12 @@ VARIABLE = "FSDP_LABS_STATUS"
 
 
 def node() -> str:
-    """This machine's name, as Slurm calls it where Slurm has started this process."""
+    """Return this machine's name: Slurm's name of the node in a Slurm job, else the host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def note(event: str, *about):
-    """Add a line, where somebody wants to know. Its loss is no reason to end a run."""
+def note(event: str, *details):
+    """Append a line to the status file, if there is one. A failure to write must not end a run."""
     if path := os.environ.get(VARIABLE):
         with contextlib.suppress(OSError), open(path, "a") as file:
-            file.write(" ".join(map(str, (event, *about))) + "\n")
+            file.write(" ".join(map(str, (event, *details))) + "\n")

@@ -1,16 +1,16 @@
-"""A notebook's settings, and its labs and cells run with them.
+"""Run labs and functions of a notebook with one set of settings.
 
   lab = Lab()                                     the settings; Lab(ranks=2, partition="gpu") changes some
-  lab.run("mnist_fsdp.py", strategy="ddp")        a lab script to its end; returns its record
-  lab.plan("mnist_fsdp.py", strategy="ddp")       the plan of that run; import mnist_fsdp first, for its defaults
-  lab.on_ranks(function)                          a function of the notebook, on every rank
+  lab.run("mnist_fsdp.py", strategy="ddp")        run a lab script; returns its record
+  lab.plan("mnist_fsdp.py", strategy="ddp")       plan that run; import mnist_fsdp first, for its defaults
+  lab.on_ranks(function)                          run a function of the notebook on every rank
 
-Where a setting is not given, it comes from the environment, where an instructor can set it for a class:
+The defaults come from environment variables, which an instructor can set for a class:
 
   FSDP_LABS_RANKS, FSDP_LABS_DATASET, FSDP_LABS_DEVICE, and those of labkit/running/launch.py
 
-With the device "auto" a run computes on GPUs where each of its ranks finds one of its own, and else on the CPU: with
-one GPU, single ranks compute on it, and what needs several runs beside it. A notebook never stops for want of GPUs.
+With the device "auto", a run computes on GPUs if there is one for each of its ranks, else on the CPU. With one GPU, runs
+of a single rank use it, and runs of several ranks use the CPU. A notebook never fails for lack of GPUs.
 """
 
 from dataclasses import asdict, dataclass
@@ -26,7 +26,13 @@ from labkit.running.lab_options import LABS
 
 @dataclass(frozen=True)
 class Lab(launch.Cluster):
-    """How the labs of a notebook run. device: "cpu", "cuda", or "auto" (GPUs where there are enough)."""
+    """The settings of a notebook's runs.
+
+    Attributes:
+        ranks: number of ranks, at least 2.
+        data: data set of the MNIST lab.
+        device: "cpu", "cuda", or "auto" (GPUs if there are enough).
+    """
 
     ranks: int = launch.from_environment("RANKS", "4")
     data: str = launch.from_environment("DATASET", "mnist-5k")
@@ -48,7 +54,7 @@ class Lab(launch.Cluster):
 
     @cached_property
     def gpus(self) -> int:
-        """How many GPUs a node offers to a run: of this machine, of the job around it, or of the partition's best node."""
+        """Number of GPUs per node for a run: of this machine, the current job, or the partition's largest node."""
         if self.device == "cpu":
             return 0
         if not self.uses_slurm():
@@ -58,7 +64,7 @@ class Lab(launch.Cluster):
         return slurm.gpus_of_the_job() if slurm.inside_a_job() else site.gpus_of_a_node(self.partition)
 
     def device_of(self, ranks: int | None = None, nodes: int = 1) -> str:
-        """Return what a run of ``ranks`` (default: the settings') computes on: "cuda" or "cpu"."""
+        """Return the device of a run with ``ranks`` ranks (default: the settings'): "cuda" or "cpu"."""
         if self.device != "auto":
             return self.device
         return "cuda" if (ranks or self.ranks) <= self.gpus * nodes else "cpu"
@@ -75,13 +81,18 @@ class Lab(launch.Cluster):
         return [f"{'':9}  {few}; this notebook's runs of {self.ranks} {rest}"]
 
     def run(self, script: str, **options) -> dict:
-        """Run a lab script with these settings (``launch.run``); options given here come before them."""
+        """Run a lab script with these settings and return its record (``launch.run``).
+
+        Args:
+            script: the lab's file name.
+            options: options of the script, and of ``launch.run``; they override the settings.
+        """
         ranks = 1 if options.get("strategy") == "single" else options.get("devices") or options.get("ranks", self.ranks)
         settings = {"cluster": self, "ranks": ranks, "device": self.device_of(ranks, options.get("nodes", 1))}
         if script in LABS and LABS[script].takes_dataset:  # the other labs carry their data with them
             settings["data"] = self.data
         if script in launch.ONE_PROCESS and settings["device"] == "cuda" and self.device == "auto":
-            settings["device"] = "auto"  # PyTorch sees the GPUs; whether this lab's library does, it finds out
+            settings["device"] = "auto"  # PyTorch sees the GPUs; the lab itself finds out whether JAX does
         return launch.run(script, **settings | options)
 
     def plan(self, script: str, *, ranks: int | None = None, nodes: int = 1, **options) -> predict.Plan:
@@ -93,14 +104,18 @@ class Lab(launch.Cluster):
         predict.check_planned(script)
         ranks = ranks or (1 if options.get("strategy") == "single" else self.ranks)
         config = LABS[script](**options)
-        about = {"script": script, "config": asdict(config), "ranks": ranks, "device": self.device_of(ranks, nodes)}
-        return predict.plan_of(about | {"versions": {"torch": version("torch")}})
+        planned = {"script": script, "config": asdict(config), "ranks": ranks, "device": self.device_of(ranks, nodes)}
+        return predict.plan_of(planned | {"versions": {"torch": version("torch")}})
 
     def on_ranks(self, function, *arguments, ranks: int | None = None, nodes: int = 1, **settings) -> list:
         """Run ``function(me, *arguments)`` on every rank, and return each rank's result (``notebook_ranks.on_ranks``).
 
-        settings: ``notebook_ranks.on_ranks``' others.
+        Args:
+            function: called with a ``ranks.Rank`` and the arguments.
+            ranks: number of ranks (default: the settings').
+            nodes: number of nodes (Slurm only).
+            settings: further arguments of ``notebook_ranks.on_ranks``.
         """
         ranks = ranks or self.ranks
-        about = {"ranks": ranks, "nodes": nodes, "device": self.device_of(ranks, nodes), "cluster": self}
-        return notebook_ranks.on_ranks(function, *arguments, **about | settings)
+        defaults = {"ranks": ranks, "nodes": nodes, "device": self.device_of(ranks, nodes), "cluster": self}
+        return notebook_ranks.on_ranks(function, *arguments, **defaults | settings)

@@ -1,10 +1,10 @@
-"""The options of the labs that train, each declared once, and how the runs made with them are planned. Needs no torch.
+"""Declare the options of all training labs, each once, and plan the runs made with them. Imports no torch.
 
-A lab's ``Config`` derives from its class here, plan.py's from ``TransformerTraining``: they have the same words, the same
-defaults and the same conflicts. A class registers itself for a script's name (``of_lab``): then a record of that script
-can be planned (``planner.predict.plan_of``), and a notebook can plan a run (``Lab.plan``).
+A lab's ``Config`` derives from its class here, plan.py's from ``TransformerTraining``: they share names, defaults, and
+conflicts. A class is registered for the name of a script (``of_lab``), so that records of that script
+(``planner.predict.plan_of``) and runs in a notebook (``Lab.plan``) can be planned.
 
-An option is added by declaring it in its class. Labs that do not take it see its default.
+To add an option, declare it in its class. Labs that do not take it see its default.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from labkit.running.options import GIVEN, SHARDED, Conflict, Training, option, r
 
 LABS: dict[str, type[Training]] = {}  # {script of a lab: the class of its options}
 
-# What options and their values were called when earlier records were made: {name: (today's, {value: today's})}
+# Options and values of earlier records, {name: (current name, {value: current value})}
 FORMER = {
     "units": ("wrap", {"apart": "blocks+embeddings"}),
     "sharding": ("reshard_after_forward", {"full": "true", "grad-op": "false"}),
@@ -38,29 +38,29 @@ FORMER = {
 
 
 def translated(values: dict) -> dict:
-    """Return the options of a record with the names and values that they have today.
+    """Translate the options of a record to their current names and values.
 
     Args:
         values: a record's "config", of this version or an earlier one.
     """
-    found = {}
+    current = {}
     for name, value in values.items():
-        today, words = FORMER.get(name, (name, {}))
-        found[today] = words.get(value, value)
-    return found
+        current_name, current_values = FORMER.get(name, (name, {}))
+        current[current_name] = current_values.get(value, value)
+    return current
 
 
 def of_lab(*scripts: str):
-    """Register a class as the options of a lab, and its ``plan`` as what plans the records of these scripts.
+    """Register a class as the options of a lab, and its ``plan`` as the planner of these scripts' records.
 
     Args:
-        scripts: the lab's file name first, then of others with the same options.
+        scripts: the lab's file name, then those of other scripts with the same options.
     """
 
     def register(options_class):
         def plan_record(record: dict, **how) -> Plan:
             values = translated(record["config"])
-            if values.get("batch_size") is None and "batch_size" in record:  # MNIST's, given for all ranks together
+            if values.get("batch_size") is None and "batch_size" in record:  # MNIST's --global-batch-size
                 values["batch_size"] = record["batch_size"]
             return options_class.restored(values).plan(record["ranks"], **how)
 
@@ -74,29 +74,29 @@ def of_lab(*scripts: str):
 
 
 def dry_run(config: Training, ranks: int, on_gpu: bool) -> str:
-    """Return what a lab prints with --dry-run: the plan of the rank that needs most.
+    """Return the output of a lab's --dry-run: the plan of the rank with the highest peak memory.
 
     Args:
         config: a lab's options.
-        ranks: how many ranks would train.
-        on_gpu: whether each would compute on a GPU.
+        ranks: the number of ranks that would train.
+        on_gpu: whether they would compute on GPUs.
 
     Raises:
-        UserError: the ranks cannot share the model so, or the arithmetic does not reach.
+        UserError: the model cannot be sharded among these ranks, or the planner does not cover these options.
     """
     if hasattr(config, "arranged"):
         config.arranged(ranks)
     stages = range(ranks) if config.strategy == "pipeline" else [0]
     plans = [config.plan(ranks, on_gpu=on_gpu, rank=stage).for_peak_rank() for stage in stages]
-    fullest = max(plans, key=lambda plan: predict.total(plan.peak()[1]))
+    largest = max(plans, key=lambda plan: predict.total(plan.peak()[1]))
     kernels = report.KERNELS[on_gpu]
-    return report.run_text(f"{config.script}: {ranks} ranks, {config.strategy}, {kernels}; none was started", fullest)
+    return report.run_text(f"{config.script}: {ranks} ranks, {config.strategy}, {kernels}; none was started", largest)
 
 
 @of_lab("mnist_fsdp.py")
 @dataclass(frozen=True)
 class MNISTTraining(Training):
-    """What mnist_fsdp.py can be told."""
+    """The options of mnist_fsdp.py."""
 
     takes_dataset: ClassVar[bool] = True
 
@@ -104,16 +104,16 @@ class MNISTTraining(Training):
         Conflict(
             {"batch_size": GIVEN},
             {"global_batch_size": GIVEN},
-            "--batch-size and --global-batch-size say the same thing twice: give one of them",
+            "--batch-size and --global-batch-size both set the batch size: give one of them",
         ),
     )
 
-    strategy: Literal["single", "ddp", "fsdp1", "fsdp2"] = option("fsdp2", "one process, or how the ranks share")
+    strategy: Literal["single", "ddp", "fsdp1", "fsdp2"] = option("fsdp2", "one process, or a data-parallel strategy")
     wrap: Literal["unit", "size"] = option(
-        "unit", "FSDP: the whole model as one unit, or big layers as units of their own", only=SHARDED
+        "unit", "FSDP's wrapping policy: the whole model as one unit, or each large layer as a unit", only=SHARDED
     )
     min_num_params: int = option(
-        20000, "--wrap size: a layer with this many parameters is a unit of its own", least=1, only=SHARDED
+        20000, "--wrap size: wrap layers with at least this many parameters", least=1, only=SHARDED
     )
     reshard_after_forward: Literal["true", "false"] = option(
         "true",
@@ -123,9 +123,9 @@ class MNISTTraining(Training):
     cpu_offload: bool = option(
         False, "FSDP: keep shards, gradients and optimizer state in the CPU's memory", only=SHARDED
     )
-    precision: Literal["fp32", "bf16", "fp64"] = option("fp32", "number format of the computation", resumed="print")
-    epochs: int = option(4, "passes over the training set, those of the run being resumed included", least=1)
-    max_steps: int | None = option(None, "stop after this many steps in all", least=1)
+    precision: Literal["fp32", "bf16", "fp64"] = option("fp32", "dtype of the computation", resumed="print")
+    epochs: int = option(4, "passes over the training set, including those before a resume", least=1)
+    max_steps: int | None = option(None, "stop after this many steps, including those before a resume", least=1)
     batch_size: int | None = option(None, "images per step on each rank (default: 64)", least=1)
     global_batch_size: int | None = option(
         None, "images per step on all ranks together, instead of --batch-size", least=1
@@ -134,15 +134,19 @@ class MNISTTraining(Training):
     gamma: float = option(0.7, "factor on the learning rate after each epoch", above=0, resumed="print")
     dropout: bool = option(
         True,
-        "dropout layers; without them, and with one --global-batch-size, any number of ranks computes the same losses",
+        "use dropout layers; without them, and with a fixed --global-batch-size, losses do not depend on --ranks",
         resumed="print",
     )
-    seed: int = option(1, "seed of the weights, the order of the images and the dropout", resumed=True)
-    data: Literal["auto", "mnist", "mnist-5k"] = option("auto", "data set; auto: MNIST if it can be had")
-    loader: Literal["memory", "torchvision"] = option("memory", "data set on the device, or image by image")
+    seed: int = option(1, "seed of the initial weights, the order of the images and the dropout", resumed=True)
+    data: Literal["auto", "mnist", "mnist-5k"] = option("auto", "data set; auto: MNIST if it is available")
+    loader: Literal["memory", "torchvision"] = option("memory", "keep the data set on the device, or load each image")
 
     def batch_size_of(self, world_size: int) -> int:
-        """Return the images per step on each rank. UserError: the ranks cannot share --global-batch-size evenly."""
+        """Return the images per step on each rank.
+
+        Raises:
+            UserError: --global-batch-size is not divisible by the number of ranks.
+        """
         if self.global_batch_size is None:
             return self.batch_size or 64
         if self.global_batch_size % world_size:
@@ -152,7 +156,7 @@ class MNISTTraining(Training):
         return self.global_batch_size // world_size
 
     def plan(self, ranks: int, *, on_gpu: bool, at_least: bool = False, **how) -> Plan:
-        """Plan a run with these options. how: more of ``Plan``'s fields."""
+        """Plan a run with these options. how: further fields of ``Plan``."""
         return predict.mnist_plan(
             self.strategy,
             self.wrap,
@@ -170,7 +174,7 @@ class MNISTTraining(Training):
 @of_lab("gpt_fsdp.py", "one_rank.py")
 @dataclass(frozen=True)
 class TransformerTraining(Training):
-    """What the labs that train a transformer can be told: gpt_fsdp.py all of it, the others a part; and plan.py."""
+    """The options of gpt_fsdp.py and plan.py; the other transformer labs take some of them."""
 
     conflicts = (
         Conflict(
@@ -186,7 +190,7 @@ class TransformerTraining(Training):
         Conflict(
             {"wrap": "blocks+embeddings"},
             {"tied_weights": True},
-            "--wrap blocks+embeddings makes two units of embedding and head, which share one weight here: leave it out",
+            "--wrap blocks+embeddings wraps embedding and head separately, and they share one weight here: leave it out",
         ),
         Conflict(
             {"strategy": "fsdp1"},
@@ -196,24 +200,24 @@ class TransformerTraining(Training):
         Conflict(
             {"strategy": "fsdp1"},
             {"reshard_after_forward": str.isdecimal},
-            "--reshard-after-forward {c.reshard_after_forward} is FSDP2's; FSDP1 knows true and false",
+            "--reshard-after-forward {c.reshard_after_forward} needs FSDP2: use true or false with FSDP1",
         ),
         Conflict(
             {"strategy": "fsdp1"},
             {"cpu_offload": True, "accumulate": several, "sync": "every"},
-            "FSDP1 with --cpu-offload forgets all but the last micro-batch: use --sync last",
+            "FSDP1 with --cpu-offload loses all micro-batches but the last: use --sync last",
         ),
         Conflict(
             {"strategy": "fsdp1"},
             {"clip": GIVEN, "precision": "fp64"},
             "FSDP1 computes the norm that --clip needs in fp32: leave --precision fp64 out",
         ),
-        # Compiled blocks run, but their gradients are wrong: the losses part in the second step (PyTorch 2.15).
+        # Compiled blocks run, but their gradients are wrong: the losses differ from the second step on (PyTorch 2.15).
         *(
             Conflict(
                 {"tp_degree": several},
                 excluded,
-                f"--mesh {{c.mesh}} splits matrix multiplications, which goes without {what}",
+                f"--mesh {{c.mesh}} uses tensor parallelism, which does not support {what}: leave it out",
             )
             for what, excluded in {
                 "--strategy {c.strategy}": {"strategy": ("single", "ddp", "fsdp1")},
@@ -256,15 +260,17 @@ class TransformerTraining(Training):
         Conflict(
             {"strategy": "fsdp1"},
             {"decay_1d": False},
-            "--no-decay-1d tells norms and biases by their shape, which FSDP1 flattens: use --strategy fsdp2 or ddp",
+            "--no-decay-1d identifies norms and biases by their shape, which FSDP1 flattens: use --strategy fsdp2 or ddp",
         ),
     )
-    frozen: ClassVar[str] = "fp32"  # of LoRA's frozen matrices: only planned otherwise
+    frozen: ClassVar[str] = "fp32"  # dtype of LoRA's frozen matrices; only plan.py has other values
 
     preset: Literal[tuple(GPT_SHAPES)] = option("tiny", "size of the model", resumed=True)
-    tied: bool | None = option(None, "one weight for embedding and head (default: as the preset says)", resumed=True)
-    strategy: Literal["single", "ddp", "fsdp1", "fsdp2"] = option("fsdp2", "one process, or how the ranks share")
-    max_steps: int = option(20, "steps to train, those of the run being resumed included", least=1)
+    tied: bool | None = option(
+        None, "share one weight between embedding and head (default: the preset's)", resumed=True
+    )
+    strategy: Literal["single", "ddp", "fsdp1", "fsdp2"] = option("fsdp2", "one process, or a data-parallel strategy")
+    max_steps: int = option(20, "steps to train, including those before a resume", least=1)
     batch_size: int = option(8, "sequences in a micro-batch on each rank", least=1)
     seq_len: int = option(128, "tokens in a sequence", least=1, resumed=True)
     reshard_after_forward: str = option(
@@ -273,9 +279,9 @@ class TransformerTraining(Training):
         form=(r"true|false|[2-9]|[1-9]\d{1,8}", "true, false or a number from 2 on"),
         only=SHARDED,
     )
-    precision: Literal["fp32", "bf16", "fp64"] = option("fp32", "number format of the computation", resumed="print")
+    precision: Literal["fp32", "bf16", "fp64"] = option("fp32", "dtype of the computation", resumed="print")
     weights: Literal["fp32", "bf16"] = option(
-        "fp32", "number format of parameters (LoRA's frozen ones too), gradients and optimizer state", resumed="print"
+        "fp32", "dtype of parameters (LoRA's frozen ones, too), gradients and optimizer state", resumed="print"
     )
     recompute: Literal[networks.RECOMPUTE] = option(
         "none",
@@ -286,23 +292,23 @@ class TransformerTraining(Training):
     loss_chunks: int = option(1, "compute logits and loss in N chunks of the tokens", least=1)
     wrap: Literal["blocks", "blocks+embeddings"] = option(
         "blocks",
-        "FSDP's units: each block and the root with the rest; or embedding and head as units of their own",
+        "FSDP's wrapping policy: each block and the root with the rest; or embedding and head separately, too",
         only=SHARDED,
     )
     cpu_offload: bool = option(False, "FSDP: shards, gradients and optimizer state in CPU memory", only=SHARDED)
     mesh: str | None = option(
-        None, "2x4 (HSDP) shards among 4 ranks, replicates twice; shard=4,tensor=2 names it", form=FORM, only=SHARDED
+        None, "device mesh: 2x4 (HSDP: 2 replicas, 4 shards each), or named: shard=4,tensor=2", form=FORM, only=SHARDED
     )
-    prefetch: int = option(0, "FSDP2: gather this many units ahead; 0 leaves it to FSDP2", least=0, only=("fsdp2",))
+    prefetch: int = option(0, "FSDP2: all-gather N units ahead; 0: FSDP2's default", least=0, only=("fsdp2",))
     accumulate: int = option(1, "micro-batches in a step", least=1, at_most=10_000)
     sync: Literal["every", "last"] = option("every", "after which micro-batch of a step the ranks average gradients")
-    clip: float | None = option(None, "largest global norm of the gradient", above=0, resumed="print")
+    clip: float | None = option(None, "maximum global norm of the gradient", above=0, resumed="print")
     compile: bool = option(False, "compile each block's forward")
     optimizer: Literal["adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd"] = option(
         "adamw", "optimizer; adamw is PyTorch's foreach implementation", resumed=True
     )
     lora: int | None = option(
-        None, "freeze the model, and train LoRA adapters of this rank on queries and values", least=1, resumed=True
+        None, "freeze the model, and train LoRA adapters of this rank on query and value", least=1, resumed=True
     )
     lr: float = option(1e-3, "learning rate", above=0, resumed="print")
     warmup_steps: int = option(
@@ -324,7 +330,7 @@ class TransformerTraining(Training):
     decay_1d: bool = option(
         True, "AdamW: apply weight decay to norms and biases, too; --no-decay-1d: to matrices only", resumed="print"
     )
-    seed: int = option(1, "seed of the weights and the order of the text", resumed=True)
+    seed: int = option(1, "seed of the initial weights and the order of the text", resumed=True)
     checkpoint_every: int | None = option(None, "also save every N steps", least=1, needs="checkpoint")
 
     @property
@@ -349,80 +355,84 @@ class TransformerTraining(Training):
 
     @property
     def tp_degree(self) -> int:
-        """How many ranks share each matrix multiplication."""
+        """Tensor-parallel degree: the number of ranks that share each matmul."""
         return self._dimensions.tensor
 
     @property
     def shards(self) -> int:
-        """How many ranks share one copy of the model, as far as --mesh says it."""
+        """Number of shards of one copy of the model, according to --mesh."""
         return self._dimensions.shard
 
     @property
     def stages(self) -> int:
-        """How many stages a pipeline has; 1 where there is none."""
+        """Number of pipeline stages; 1 without a pipeline."""
         return self._dimensions.pipeline
 
     @property
     def mixed(self) -> bool:
-        """Whether to compute in bf16 with weights in fp32."""
+        """Whether to compute in mixed precision: in bf16 with weights in fp32."""
         return self.precision == "bf16" and self.weights == "fp32"
 
     @property
     def reshard(self) -> bool | int:
-        """What becomes of a block's gathered parameters after forward, in ``fully_shard``'s words."""
+        """``fully_shard``'s argument ``reshard_after_forward``."""
         value = self.reshard_after_forward
         return int(value) if value.isdecimal() else value == "true"
 
     @property
     def decay_begin(self) -> int:
-        """Index of the step at which the learning rate begins to fall; ``max_steps`` if it never does."""
+        """Index of the step at which the learning rate starts to decay; ``max_steps`` if it never does."""
         decay_steps = self.decay_steps or math.ceil(self.max_steps / 10)
         begin = {"cosine": self.warmup_steps, "wsd": self.max_steps - decay_steps}
         return begin.get(self.lr_schedule, self.max_steps)
 
     @property
     def decay_fits(self) -> bool:
-        """Whether the decay begins after the warm-up and before the end, or there is none."""
+        """Whether the decay starts after the warm-up and before the end, or there is no decay."""
         return self.lr_schedule == "constant" or self.warmup_steps <= self.decay_begin < self.max_steps
 
     @property
     def decays_upwards(self) -> bool:
-        """Whether the decay would end at a higher learning rate than it begins with."""
+        """Whether the decay would end at a higher learning rate than it starts with."""
         return self.min_lr > self.lr
 
     @property
     def uses_adamw(self) -> bool:
-        """Whether the optimizer is AdamW, in whatever implementation."""
+        """Whether the optimizer is AdamW, in any implementation."""
         return self.optimizer.startswith("adamw")
 
     @property
     def planned_strategy(self) -> str:
-        """The strategy in the planner's words (``Plan.strategy``)."""
+        """The planner's name of the strategy (``Plan.strategy``)."""
         return self.strategy
 
     def arranged(self, world_size: int) -> Mesh:
-        """Return how the ranks are arranged. UserError: the options do not fit their number, or the model does not."""
+        """Return the device mesh of ``world_size`` ranks.
+
+        Raises:
+            UserError: the options, or the dimensions of the model, do not fit this number of ranks.
+        """
         mesh = arrange(world_size, self.mesh, self.reshard_after_forward)
         if mesh.tensor > 1:
             self.shape.check_tensor_parallel(mesh.tensor, self.seq_len)
         return mesh
 
     def plan(self, ranks: int, *, on_gpu: bool, at_least: bool = False, **how) -> Plan:
-        """Plan a run with these options: of a rank, its memory, its collectives, its time.
+        """Plan the memory, collectives, and time of one rank of a run with these options.
 
         Args:
             ranks: the number of ranks.
-            on_gpu: whose kernels.
-            at_least: whether a plan will do that needs less than the run, where the run itself cannot be planned.
-            how: more of ``Plan``'s fields.
+            on_gpu: whether to plan for a GPU's kernels instead of the CPU's.
+            at_least: whether a lower bound is acceptable if the run itself cannot be planned.
+            how: further fields of ``Plan``.
 
         Raises:
-            UserError: the arithmetic does not reach.
+            UserError: the planner does not cover these options.
         """
         return predict.transformer_plan(self, ranks, on_gpu=on_gpu, **how)
 
 
-# What all transformer labs take of the options above
+# The options above that all transformer labs take
 COMMON = ("max_steps", "batch_size", "seq_len", "precision", "recompute", "accumulate", "clip", "lr", "seed")
 COMMON += ("checkpoint_every", "warmup_steps", "lr_schedule", "decay_steps", "min_lr", "weight_decay", "decay_1d")
 
@@ -430,7 +440,7 @@ COMMON += ("checkpoint_every", "warmup_steps", "lr_schedule", "decay_steps", "mi
 @of_lab("gpt_zero.py")
 @dataclass(frozen=True)
 class ZeroTraining(TransformerTraining, takes=(*COMMON, "preset", "tied", "recompute_every", "cpu_offload")):
-    """What gpt_zero.py can be told: its --stage and --engine stand for gpt_fsdp.py's strategy, --sync and the like."""
+    """The options of gpt_zero.py: --stage and --engine determine gpt_fsdp.py's strategy, sync, and resharding."""
 
     conflicts = (
         Conflict(
@@ -446,7 +456,7 @@ class ZeroTraining(TransformerTraining, takes=(*COMMON, "preset", "tied", "recom
         Conflict(
             {"engine": "deepspeed"},
             {"precision": "fp64"},
-            "DeepSpeed steps and sums gradients in fp32: leave --precision fp64 out, or use --engine torch",
+            "DeepSpeed reduces gradients and steps in fp32: leave --precision fp64 out, or use --engine torch",
         ),
         Conflict(
             {"engine": "deepspeed"},
@@ -460,15 +470,17 @@ class ZeroTraining(TransformerTraining, takes=(*COMMON, "preset", "tied", "recom
         ),
     )
 
-    stage: Literal["0", "1", "2", "3"] = option("3", "what is split: nothing, optimizer state, gradients, parameters")
-    engine: Literal["torch", "deepspeed"] = option("torch", "who splits it")
+    stage: Literal["0", "1", "2", "3"] = option(
+        "3", "what is partitioned: nothing, optimizer state, gradients too, parameters too"
+    )
+    engine: Literal["torch", "deepspeed"] = option("torch", "which library partitions it")
     cpu_offload: bool = option(
-        False, "optimizer state and step on the CPU; with --engine torch, parameters and gradients rest there, too"
+        False, "optimizer state and step on the CPU; with --engine torch, parameters and gradients are there, too"
     )
 
     @property
     def strategy(self) -> str:
-        """What gpt_fsdp.py would call it."""
+        """gpt_fsdp.py's name of the strategy."""
         return "deepspeed" if self.engine == "deepspeed" else "ddp" if self.stage in ("0", "1") else "fsdp2"
 
     @property
@@ -481,42 +493,46 @@ class ZeroTraining(TransformerTraining, takes=(*COMMON, "preset", "tied", "recom
 
     @property
     def sync(self) -> str:
-        """Whole gradients can wait for a step's last micro-batch; split ones are summed and split after each."""
+        """When to reduce gradients: unsharded ones after a step's last micro-batch, sharded ones after each."""
         return "last" if self.stage in ("0", "1") else "every"
 
     def plan(self, ranks: int, **how) -> Plan:
         if self.cpu_offload and self.engine == "deepspeed":
-            raise UserError("where DeepSpeed's --cpu-offload stores what is not predicted: leave it out")
+            raise UserError("the memory of DeepSpeed's --cpu-offload is not predicted: leave it out")
         return super().plan(ranks, **how)
 
 
 @of_lab("gpt_pipeline.py")
 @dataclass(frozen=True)
 class PipelineTraining(TransformerTraining, takes=(*COMMON, "preset", "optimizer")):
-    """What gpt_pipeline.py can be told."""
+    """The options of gpt_pipeline.py."""
 
     strategy: ClassVar[str] = "pipeline"
 
-    mesh: str | None = option(None, "the stages, pipeline=4 (default: every rank is one)", form=FORM)
+    mesh: str | None = option(None, "number of stages: pipeline=4 (default: every rank is a stage)", form=FORM)
     schedule: Literal[tuple(pipeline.SCHEDULES)] = option("1f1b", "order of a stage's forwards and backwards")
     batch_size: int = redeclared(TransformerTraining, "batch_size", default=2, help="sequences in a micro-batch")
     accumulate: int = redeclared(TransformerTraining, "accumulate", default=8)
 
     def arranged(self, world_size: int) -> Mesh:
-        """Return how the ranks are arranged: each is a stage. UserError: the options do not fit their number."""
+        """Return the device mesh of ``world_size`` ranks, each of which is a stage.
+
+        Raises:
+            UserError: the options do not fit this number of ranks.
+        """
         mesh = arrange(world_size, self.mesh or f"pipeline={world_size}")
         pipeline.check(mesh, self.shape, self.schedule, self.accumulate)
         return mesh
 
     def plan(self, ranks: int, *, on_gpu: bool, rank: int = 0, at_least: bool = False, **how) -> Plan:
-        """Plan one stage: that of ``rank``."""
+        """Plan the stage of ``rank``."""
         return predict.stage_plan(self, Stage(ranks, rank, self.schedule), on_gpu=on_gpu, **how)
 
 
 @of_lab("hf_fsdp.py")
 @dataclass(frozen=True)
 class HuggingFaceTraining(TransformerTraining, takes=(*COMMON, "strategy", "lora")):
-    """What hf_fsdp.py can be told."""
+    """The options of hf_fsdp.py."""
 
     conflicts = (
         Conflict(
@@ -532,17 +548,17 @@ class HuggingFaceTraining(TransformerTraining, takes=(*COMMON, "strategy", "lora
         Conflict(
             {"tokens": "model"},
             {"model": None},
-            "--tokens model needs --model: a tokenizer lies beside the weights",
+            "--tokens model needs --model: the tokenizer is in the folder of the weights",
         ),
     )
 
     model: str | None = option(None, "a model's folder: config.json, safetensors, tokenizer.json", resumed=True)
-    config: str | None = option(None, "a config.json, or its folder: random weights of that shape", resumed=True)
-    data: str | None = option(None, "a file of text to train on (default: what Python's help() says)", resumed=True)
+    config: str | None = option(None, "a config.json, or its folder: train from random weights", resumed=True)
+    data: str | None = option(None, "a text file to train on (default: the text of Python's help())", resumed=True)
     tokens: Literal["bytes", "model"] | None = option(
-        None, "what a token is: a byte, or what the model's tokenizer says (default with --model)", resumed=True
+        None, "tokenizer: one token per byte, or the model's own (default with --model)", resumed=True
     )
-    save: str | None = option(None, "folder for the trained model (with --lora: the adapters), as the library has it")
+    save: str | None = option(None, "folder for the trained model (with --lora: the adapters), in the library's format")
     strategy: Literal["single", "ddp", "fsdp2"] = redeclared(TransformerTraining, "strategy")
     batch_size: int = redeclared(TransformerTraining, "batch_size", default=2)
     recompute: Literal["none", "full"] = redeclared(
@@ -558,7 +574,11 @@ class HuggingFaceTraining(TransformerTraining, takes=(*COMMON, "strategy", "lora
 
     @property
     def shape(self) -> GPTShape:
-        """The shape of the model, as far as the planner knows its family. UserError: it does not, or cannot be read."""
+        """The shape of the model.
+
+        Raises:
+            UserError: its configuration cannot be read, or the planner does not know its family.
+        """
         return huggingface.load(self.model or self.config, "--model" if self.model else "--config")
 
     @property
@@ -566,7 +586,7 @@ class HuggingFaceTraining(TransformerTraining, takes=(*COMMON, "strategy", "lora
         return not self.shape.tie_word_embeddings
 
     def plan(self, ranks: int, *, at_least: bool = False, **how) -> Plan:
-        """at_least: plan the course's adapters in the place of peft's, which are on more layers, and need more."""
+        """Plan a run. at_least: plan the course's LoRA adapters instead of peft's, which cover more layers."""
         if self.lora and not at_least:
             raise UserError("peft's adapters, on every linear layer, are not planned: train a few steps with --record")
         return super().plan(ranks, **how)

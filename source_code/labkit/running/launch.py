@@ -1,18 +1,18 @@
-"""Start a lab script from a notebook or a command: here, or on Slurm. Say the exact command; return the record.
+"""Launch a lab script from a notebook or a command, locally or on Slurm; print the exact command, return the record.
 
-  run("mnist_fsdp.py", ranks=4, wrap="size")            waits, with a progress bar; returns the record
-  submit("mnist_fsdp.py", ranks=8, nodes=2)             a queued batch job, through submitit; returns a ``Job``
+  run("mnist_fsdp.py", ranks=4, wrap="size")            wait, with a progress bar; returns the record
+  submit("mnist_fsdp.py", ranks=8, nodes=2)             queue a batch job, through submitit; returns a ``Job``
 
-Where it runs is not written in the notebooks but in a ``Cluster``: one settings cell, or these variables,
-which an instructor can set for a whole class:
+A ``Cluster`` defines where it runs: the settings cell of a notebook, or these variables, which an instructor can set
+for a class:
 
-  FSDP_LABS_LAUNCHER     auto (Slurm where this machine is set up for one), local, or slurm
-  FSDP_LABS_PARTITION, FSDP_LABS_ACCOUNT, FSDP_LABS_TIME      passed to Slurm where set
-  FSDP_LABS_RUNS         where records, logs and checkpoints go (see labkit/measuring/records.py)
-  FSDP_LABS_SRUN         a site's own words for srun and the queue: "--qos=class --cpus-per-task=4 --mem-per-cpu=4G"
+  FSDP_LABS_LAUNCHER     auto (Slurm if this machine is configured for it), local, or slurm
+  FSDP_LABS_PARTITION, FSDP_LABS_ACCOUNT, FSDP_LABS_TIME      passed to Slurm if set
+  FSDP_LABS_RUNS         folder for records, logs and checkpoints (see labkit/measuring/records.py)
+  FSDP_LABS_SRUN         further options for srun and sbatch: "--qos=class --cpus-per-task=4 --mem-per-cpu=4G"
 
-GPUs are asked for by the node (``--gres``), so that each rank sees all of its node and NCCL can copy from one to the
-next. Of CPUs and memory Slurm gives what the site gives unasked; in a job, ranks share what the job has.
+GPUs are requested per node (``--gres``), so that each rank sees all GPUs of its node and NCCL can copy between them.
+CPUs and memory are the site's defaults; within a job, the ranks share the job's.
 """
 
 import contextlib
@@ -38,34 +38,38 @@ from labkit.running import lab_options as lab_options  # whoever runs labs can p
 
 SOURCE = Path(__file__).resolve().parents[2]
 RUNS = records.RUNS
-OUTPUT_LINES = 40  # how much of a failed run's output is shown
-# None on macOS. Looked up now: in a new process a lock may be held for ever, by a thread that was not forked with it.
+OUTPUT_LINES = 40  # lines of a failed run's output to show
+# None on macOS. Looked up now: after a fork, a thread that no longer exists may hold the loader's lock forever.
 PRCTL = getattr(ctypes.CDLL(None), "prctl", None)
-ONE_PROCESS = ("gpt_jax.py",)  # labs in which one process drives as many devices as others have ranks
-END_TOGETHER = "--kill-on-bad-exit=1"  # srun: else tasks would wait in a collective for one that has failed
+ONE_PROCESS = ("gpt_jax.py",)  # labs in which one process drives all devices, instead of one rank per device
+END_TOGETHER = "--kill-on-bad-exit=1"  # srun: or tasks would wait in a collective for one that has failed
 
 
 class RunFailed(UserError):
-    """A lab script ended with an error; the text is the end of what it printed."""
+    """A lab script ended with an error; the text is the end of its output."""
 
 
 def from_environment(name: str, default: str | None = None):
-    """A dataclass field that is FSDP_LABS_name where it is not given."""
+    """Return a dataclass field whose default is the variable FSDP_LABS_``name``, or ``default`` if it is not set."""
     return field(default_factory=lambda: os.environ.get(f"FSDP_LABS_{name}", default))
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where to run. Every field can come from the environment (see this file's first lines)."""
+    """Where to run. The default of every field comes from the environment (see this file's docstring)."""
 
     launcher: str = from_environment("LAUNCHER", "auto")
     partition: str | None = from_environment("PARTITION")
     account: str | None = from_environment("ACCOUNT")
     time: str | None = from_environment("TIME")  # as Slurm writes it: minutes, or hours:minutes:seconds
-    slurm: str | None = from_environment("SRUN")  # a site's own words, each --name or --name=value
+    slurm: str | None = from_environment("SRUN")  # further options, each --name or --name=value
 
     def uses_slurm(self) -> bool:
-        """Whether to start through Slurm. UserError if it does not answer, or was asked for and is not here."""
+        """Return whether to launch through Slurm.
+
+        Raises:
+            UserError: Slurm does not respond, or was requested and is not available.
+        """
         if self.launcher not in ("auto", "local", "slurm"):
             raise UserError(f"FSDP_LABS_LAUNCHER is {self.launcher!r}: use auto, local or slurm")
         if self.launcher == "local":
@@ -75,25 +79,34 @@ class Cluster:
         except site.NoSlurm as reason:
             if self.launcher == "slurm":
                 raise UserError(
-                    f"Slurm was asked for, but {reason}: use launcher 'local', or start where Slurm is"
+                    f"Slurm was requested, but {reason}: use launcher 'local', or a machine with Slurm"
                 ) from None
             return False
         return True
 
     def request(self, ranks: int, nodes: int, device: str = "auto", tasks: int | None = None) -> dict:
-        """What a run asks of Slurm, {option: value or True}, by srun or in the queue. device: "cpu" asks for no GPUs.
+        """Return the Slurm options of a run, {option: value or True}, for srun or sbatch.
 
-        tasks: processes (default: one per rank). Each rank computes on a GPU, whatever process drives it.
-        A site's own words come last and win. Of ``--gres=gpu:a100:4`` only the type does: how many depends on the run.
+        Further options of the site override these. Of its ``--gres=gpu:a100:4`` only the type counts: the number of GPUs
+        depends on the run.
+
+        Args:
+            ranks: in total. Each computes on its own GPU.
+            nodes: to distribute them over.
+            device: "cpu" requests no GPUs.
+            tasks: number of processes (default: one per rank).
+
+        Raises:
+            UserError: the ranks cannot be distributed evenly.
         """
         if ranks % nodes:
-            raise UserError(f"{ranks} ranks cannot be shared evenly by {nodes} nodes")
-        site = slurm.site_words(self.slurm)
+            raise UserError(f"{ranks} ranks cannot be distributed evenly over {nodes} nodes")
+        site = slurm.parse_srun_options(self.slurm)
         gpu = re.sub(r":\d+$", "", str(site.pop("gres", "gpu")))
         tasks = tasks or ranks
         options = {
             "nodes": nodes,
-            "ntasks": tasks,  # said, or the number of the job around a notebook would hold
+            "ntasks": tasks,  # explicitly, or srun would use the number of the job that it runs in
             "ntasks-per-node": tasks // nodes,
             "gres": None if device == "cpu" else f"{gpu}:{ranks // nodes}",
             "partition": self.partition,
@@ -103,23 +116,23 @@ class Cluster:
         return {name: value for name, value in options.items() if value} | site
 
     def words(self, ranks: int, nodes: int, device: str = "auto", tasks: int | None = None) -> list[str]:
-        """The request as srun and sbatch take it."""
+        """Return ``request`` as command-line options of srun and sbatch."""
         request = self.request(ranks, nodes, device, tasks)
         return [f"--{name}" if value is True else f"--{name}={value}" for name, value in request.items()]
 
     def srun(self, ranks: int, nodes: int, device: str = "auto", tasks: int | None = None) -> list[str]:
-        """The srun words that start one task per rank, or so many. Run them in ``slurm.environment()``."""
+        """Return the srun command that starts one task per rank, or ``tasks``. Run it in ``slurm.environment()``."""
         words = self.words(ranks, nodes, device, tasks)
-        if slurm.inside_a_job():  # ranks share its CPUs and memory with the notebook, be it much or little
+        if slurm.inside_a_job():  # the ranks share the job's CPUs and memory with the notebook
             words = [word for word in words if not slurm.CPUS_AND_MEMORY.match(word)] + ["--overlap", "--overcommit"]
         return ["srun", *words, END_TOGETHER]
 
 
-def script_words(script: str, ranks: int, record: Path, script_options: dict) -> tuple[list[str], int]:
-    """The command line of the script itself, as started in ``source_code/``, and how many ranks it makes.
+def script_argv(script: str, ranks: int, record: Path, script_options: dict) -> tuple[list[str], int]:
+    """Return the argv of a lab script, run in ``source_code/``, and its number of ranks.
 
-    It says how many even to ranks that Slurm starts: those of one task could not know, and start two. What makes ranks
-    of one process are its devices.
+    ``--ranks`` is passed even under Slurm: a single task would otherwise start its own default of two. For
+    ``ONE_PROCESS`` labs, ``--devices`` takes its place.
     """
     if script in ONE_PROCESS:
         ranks = script_options.get("devices") or ranks
@@ -128,25 +141,30 @@ def script_words(script: str, ranks: int, record: Path, script_options: dict) ->
         ranks = 1
     else:
         script_options = {"ranks": ranks} | script_options
-    wanted = {k: shown(v) if isinstance(v, Path) else v for k, v in (script_options | {"record": record}).items()}
-    return [script, *options.arguments(wanted)], ranks
+    script_options = script_options | {"record": record}
+    values = {k: relative_to_source(v) if isinstance(v, Path) else v for k, v in script_options.items()}
+    return [script, *options.arguments(values)], ranks
 
 
 def tasks_of(script: str, nodes: int) -> int | None:
-    """How many processes a lab script is; None: one per rank. UserError: one cannot lie on several nodes."""
+    """Return the number of processes of a lab script; None: one per rank.
+
+    Raises:
+        UserError: a single process cannot run on several nodes.
+    """
     if script in ONE_PROCESS and nodes > 1:
         raise UserError(f"{script} is one process, with the devices of one node: use nodes=1")
     return 1 if script in ONE_PROCESS else None
 
 
-def shown(path: Path) -> str:
-    """A path as seen from source_code/, where that is shorter."""
+def relative_to_source(path: Path) -> str:
+    """Return a path relative to source_code/ if it is inside of it, else the absolute path."""
     path = path.resolve()
     return str(path.relative_to(SOURCE)) if path.is_relative_to(SOURCE) else str(path)
 
 
 def new_record(script: str) -> Path:
-    """A path for the next record in ``RUNS``, in order of time."""
+    """Return a path in ``RUNS`` for a new record; names sort by time."""
     return RUNS / f"{datetime.now():%Y%m%d-%H%M%S-%f}-{Path(script).stem}.json"
 
 
@@ -164,15 +182,25 @@ def run(
 ) -> dict:
     """Run a lab script to its end and return its record.
 
-    ranks: in all (one, with strategy="single"); nodes: how many machines they are spread over (Slurm only).
-    script_options: the script's own, as in ``wrap="size", dropout=False``. on_progress: called with (step, total)
-    instead of showing a bar. timeout: seconds. Raises RunFailed with the end of the output if the script fails,
-    UserError on bad input.
+    Args:
+        script: the lab's file name.
+        ranks: in total (one, with strategy="single").
+        nodes: number of nodes to distribute them over (Slurm only).
+        cluster: where to run (default: ``Cluster()``).
+        record: path of the record (default: a new one in ``RUNS``).
+        on_progress: called with (step, total) instead of showing a bar.
+        timeout: seconds.
+        quiet: do not print the command.
+        script_options: options of the script, as in ``wrap="size", dropout=False``.
+
+    Raises:
+        RunFailed: the script failed; the message is the end of its output.
+        UserError: an option is invalid.
     """
     record = Path(record or new_record(script))
-    words, ranks = script_words(script, ranks, record, script_options)
+    words, ranks = script_argv(script, ranks, record, script_options)
     device = script_options.get("device", "auto")
-    command = started(words, ranks, nodes, device, cluster, tasks_of(script, nodes))
+    command = build_command(words, ranks, nodes, device, cluster, tasks_of(script, nodes))
     if not quiet:
         print(_folded(["python" if word == sys.executable else word for word in command if word != "-u"]), flush=True)
     record.unlink(missing_ok=True)
@@ -181,7 +209,7 @@ def run(
 
 
 def _folded(command: list[str], width: int = 96) -> str:
-    """A command as one types it, over several lines if it is long; an option stays with its value."""
+    """Return a command as a user would type it, on several lines if it is long; an option stays with its value."""
     lines = ["$"]
     for part in re.split(r" (?=--)", shlex.join(command)):
         if len(lines[-1]) + len(part) > width:
@@ -190,10 +218,16 @@ def _folded(command: list[str], width: int = 96) -> str:
     return " \\\n".join(lines)
 
 
-def started(
+def build_command(
     words: list[str], ranks: int, nodes: int, device: str, cluster: Cluster | None, tasks: int | None = None
 ) -> list[str]:
-    """The command that runs ``python words`` as ranks: srun's, a task per rank (or ``tasks``), or here, one process."""
+    """Return the command that runs ``python words`` on all ranks.
+
+    With Slurm it is an srun command with one task per rank, or ``tasks``; locally one process, which starts the ranks.
+
+    Raises:
+        UserError: several nodes were requested without Slurm.
+    """
     cluster = cluster or Cluster()
     command = [sys.executable, "-u", *words]
     if cluster.uses_slurm():
@@ -204,10 +238,16 @@ def started(
 
 
 def follow(command: list[str], on_progress=None, timeout: float = 3600, device: str = "auto") -> str:
-    """Run a command in source_code/, show its progress, and return what it printed. RunFailed if it fails.
+    """Run a command in source_code/, show its progress, and return its output.
 
-    device: "cpu" hides the GPUs. timeout: seconds; of what srun starts they count from when the first rank reports,
-    not while Slurm lets it wait.
+    Args:
+        command: as ``build_command`` returns it.
+        on_progress: called with (step, total) instead of showing a bar.
+        timeout: seconds. Under Slurm they count from the start of the first rank, without the time in the queue.
+        device: "cpu" hides the GPUs.
+
+    Raises:
+        RunFailed: the command failed; the message is the end of its output.
     """
     with tempfile.TemporaryDirectory(dir=records.ensure_writable_dir(RUNS), prefix=".progress-") as folder:
         mark, log = Path(folder) / "progress", Path(folder) / "output"
@@ -220,14 +260,14 @@ def follow(command: list[str], on_progress=None, timeout: float = 3600, device: 
         printed = slurm.without_queueing(log.read_text(errors="replace")).strip()
         if process.returncode:
             end = "\n".join(printed.splitlines()[-OUTPUT_LINES:]) or f"exit code {process.returncode}"
-            if why := records.why_full(RUNS):  # what it printed is lost, or the end of it
+            if why := records.why_full(RUNS):  # then the end of the output is lost
                 end += f"\n{why}"
             raise RunFailed(slurm.explained(command, printed) or end)
         return printed
 
 
 def _start(command, environ, output):
-    """A process with the command, in source_code/, in a session of its own, which ends with this one."""
+    """Start a command in source_code/, in its own session, so that it ends with this process."""
     if command[0] == sys.executable and fork_server.possible(environ):
         return fork_server.start(command, SOURCE, environ, output, output)
     return subprocess.Popen(
@@ -242,14 +282,21 @@ def _start(command, environ, output):
 
 
 def _end_with_parent():
-    """In a new process: ask Linux to end it with its parent, or a restarted notebook leaves its ranks behind."""
+    """Make Linux end this (new) process with its parent, or ranks would survive the restart of a notebook."""
     PRCTL(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _wait(process, report, timeout, command):
-    """Wait for a process; on time-out or interruption end it and the ranks it started.
+    """Wait for a process; on timeout or interruption end it and its ranks.
 
-    report: shows how far it is; returns whether the ranks run, which the time-out counts from.
+    Args:
+        process: a ``Popen`` or a ``fork_server.Process``.
+        report: shows the progress and returns whether the ranks run; the timeout counts from then on.
+        timeout: seconds.
+        command: for the error message.
+
+    Raises:
+        RunFailed: the timeout has expired.
     """
     deadline = None
     try:
@@ -273,15 +320,15 @@ def _wait(process, report, timeout, command):
 
 
 def _signal_all(process, number):
-    """To a process and what it has started: its ranks, which only Linux would end with it."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # just ended; as macOS says it
+    """Send a signal to a process and its ranks (its process group)."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just ended; macOS raises the second
         os.killpg(process.pid, number)
 
 
 class _Bar:
-    """Shows a run: (step, total) to the caller's function; or as a line of the notebook, or a bar in a terminal.
+    """Show the progress of a run: to the caller's function, as a line in a notebook, or as a bar in a terminal.
 
-    The line and the bar also show why Slurm lets a run wait.
+    The line and the bar also show Slurm's reason for a pending job.
     """
 
     def __init__(self, on_progress):
@@ -291,7 +338,7 @@ class _Bar:
         return self
 
     def follow(self, mark: Path, queue: slurm.Queue | None) -> bool:
-        """Show what is known now. mark: the file of ``progress``. Returns whether the ranks run."""
+        """Update the display from ``progress``'s file ``mark`` or the queue, and return whether the ranks run."""
         running = queue is None or mark.exists()
         if (where := progress.read(mark)) is not None:
             self.show(*where)
@@ -326,14 +373,14 @@ class _TerminalBar:
 
 
 def _in_notebook() -> bool:
-    """Whether this is the kernel of a notebook, not a terminal or a script."""
+    """Return whether this process is the kernel of a notebook."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     return shell is not None and hasattr(shell, "kernel")
 
 
 class _NotebookLine:
-    """One line under the cell that is written again and again; what stays in the saved page is its last state."""
+    """Show one line under the cell and update it; a saved notebook has its last state."""
 
     def __init__(self):
         self.begin, self.line, self.waiting = time.monotonic(), None, False
@@ -347,7 +394,7 @@ class _NotebookLine:
         self.show(f"{why}, {time.monotonic() - self.begin:.0f} s")
 
     def close(self):
-        if self.waiting:  # and no step followed: a page that says so for ever would be wrong
+        if self.waiting:  # no step followed: the saved page must not show a pending job
             self.show("")
 
     def show(self, text):
@@ -362,14 +409,24 @@ class _NotebookLine:
 
 @dataclass
 class Job:
-    """A queued run. ``wait()`` returns its record; ``handle`` is submitit's job, with its logs and state."""
+    """A queued run.
+
+    Attributes:
+        handle: submitit's job, with its logs and state.
+        path: of the record.
+        mark: of the file of ``progress``.
+    """
 
     handle: object
     path: Path
     mark: Path
 
     def wait(self, on_progress=None) -> dict:
-        """Wait for the end, showing progress. Raises RunFailed with the end of the job's log if it failed."""
+        """Wait for the end of the job, show its progress, and return its record.
+
+        Raises:
+            RunFailed: the job failed; the message is the end of its log.
+        """
         queue = slurm.Queue(lambda: self.handle.job_id)
         with _Bar(on_progress) as bar:
             while not self.handle.done():
@@ -377,17 +434,24 @@ class Job:
                 time.sleep(0.5)
         try:
             self.handle.results()
-        except Exception as error:  # submitit raises many kinds, all of which mean: look at the log
+        except Exception as error:  # submitit raises many types of exceptions; the reason is in the log
             log = (self.handle.stderr() or str(error)).strip().splitlines()[-OUTPUT_LINES:]
             raise RunFailed(f"job {self.handle.job_id} failed:\n" + "\n".join(log)) from None
         return records.load(self.path)
 
 
 def submit(script: str, *, ranks: int, nodes: int = 1, cluster: Cluster | None = None, **script_options) -> Job:
-    """Queue a lab script as a batch job through submitit: what ``run`` starts with srun, whatever the launcher.
+    """Queue a lab script as a Slurm batch job, through submitit.
 
-    With ``checkpoint=…, resume=True`` it goes back to the queue when its time is up or it is preempted, and on from
-    its checkpoint, until it is done.
+    With ``checkpoint=…, resume=True`` the job is requeued at its time limit or when it is preempted, and resumes from its
+    checkpoint, until training is complete.
+
+    Args:
+        script, ranks, nodes, cluster, script_options: as for ``run``.
+
+    Raises:
+        RunFailed: sbatch failed.
+        UserError: an option is invalid, or Slurm is not available.
     """
     import submitit  # only where there is Slurm
 
@@ -397,12 +461,12 @@ def submit(script: str, *, ranks: int, nodes: int = 1, cluster: Cluster | None =
     cluster.uses_slurm()
     resumes = script_options.get("resume", False)
     if resumes and not cluster.time:
-        raise UserError("a job that is to come back needs to know when its time is up: set FSDP_LABS_TIME, in minutes")
+        raise UserError("a job that resumes needs a time limit: set FSDP_LABS_TIME, in minutes")
     path = new_record(script)
-    words, ranks = script_words(script, ranks, path, script_options)
+    words, ranks = script_argv(script, ranks, path, script_options)
     request = cluster.request(ranks, nodes, script_options.get("device", "auto"), tasks_of(script, nodes))
     mark = path.with_suffix(".progress")
-    # A folder a job: another cluster, or this one installed anew, gives the same numbers to other jobs.
+    # One folder per job: another cluster, or a reinstalled one, reuses job numbers.
     executor = submitit.SlurmExecutor(
         folder=records.ensure_writable_dir(path.with_suffix(".job")), max_num_timeout=submitit_job.MAX_REQUEUES
     )
@@ -412,17 +476,17 @@ def submit(script: str, *, ranks: int, nodes: int = 1, cluster: Cluster | None =
         srun_args=[END_TOGETHER],
         nodes=request.pop("nodes"),
         ntasks_per_node=request.pop("ntasks-per-node"),
-        time=submitit_job.minutes(request.pop("time", None)),  # none: not what submitit asks for unasked, five minutes
+        time=submitit_job.minutes(request.pop("time", None)),  # None overrides submitit's default, five minutes
         additional_parameters=request,
         wckey=None,
     )
     command = submitit_job.Command([sys.executable, "-u", *words], resumes)
     try:
-        with slurm.only_the_environment():
+        with slurm.without_job_variables():
             handle = executor.submit(command)
-    except submitit.core.utils.FailedJobError as error:  # what sbatch says, for instance of an option only srun knows
+    except submitit.core.utils.FailedJobError as error:  # sbatch's error, for instance an option that only srun has
         raise RunFailed(str(error).strip()) from None
     print(
-        f"$ sbatch {shown(Path(handle.paths.submission_file))}    # job {handle.job_id}: srun python {shlex.join(words)}"
+        f"$ sbatch {relative_to_source(Path(handle.paths.submission_file))}    # job {handle.job_id}: srun python {shlex.join(words)}"
     )
     return Job(handle, path, mark)

@@ -2,8 +2,8 @@
 
   on_ranks(function, 3.0, ranks=4)      calls function(me, 3.0) on every rank; me: a ``ranks.Rank``
 
-The ranks are new processes with a process group, started like those of a lab script: here, or by srun. The
-function travels by value (cloudpickle), so it may be one that a cell has defined, with whatever it refers to.
+The ranks are new processes with a process group, started like those of a lab script: locally or by srun. The function is
+pickled by value (cloudpickle), so a cell may define it, and it may refer to other objects of the notebook.
 This file is also the program that those processes run.
 """
 
@@ -22,7 +22,7 @@ from labkit.running import launch, ranks
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The options that ``ranks.run`` reads. folder: where the function is, and where its results go."""
+    """The options that ``ranks.run`` reads. folder: of the pickled function and its results."""
 
     folder: str
     ranks: int
@@ -47,25 +47,25 @@ def on_ranks(
     Args:
         function: called with a ``ranks.Rank`` and the arguments.
         ranks: the number of ranks.
-        nodes: the number of nodes that they are spread over (Slurm only).
+        nodes: the number of nodes to distribute them over (Slurm only).
         device: "cpu" or "cuda".
-        cluster: how to launch (default: ``launch.Cluster()``).
-        timeout: seconds, without those in Slurm's queue.
-        spawn: start each rank here as a new Python with its own hash seed, as torchrun does; seconds slower than a fork.
+        cluster: where to run (default: ``launch.Cluster()``).
+        timeout: seconds, without the time in Slurm's queue.
+        spawn: start each local rank as a new Python with its own hash seed, as torchrun does; seconds slower than a fork.
 
     Returns:
         [the result on rank 0, on rank 1, …], with tensors on the CPU.
 
     Raises:
-        launch.RunFailed: with the first error's text.
+        launch.RunFailed: a rank failed; the message is that of the first error.
     """
     import cloudpickle  # only a notebook needs it
 
-    # On a shared file system, so that the ranks of another node find it too
+    # On a shared file system, so that ranks on other nodes can read it
     with tempfile.TemporaryDirectory(dir=records.ensure_writable_dir(launch.RUNS), prefix=".call-") as folder:
         (Path(folder) / "function").write_bytes(cloudpickle.dumps((function, arguments)))
         words = ["-m", "labkit.running.notebook_ranks", folder, str(ranks), device, *(["spawn"] if spawn else [])]
-        printed = launch.follow(launch.started(words, ranks, nodes, device, cluster), None, timeout, device)
+        printed = launch.follow(launch.build_command(words, ranks, nodes, device, cluster), None, timeout, device)
         if printed:
             print(printed)
         return [torch.load(_result(folder, r), map_location="cpu", weights_only=False) for r in range(ranks)]
@@ -86,5 +86,5 @@ def main(call, me):
 
 if __name__ == "__main__":
     if spawn := "spawn" in sys.argv[4:]:
-        os.environ["PYTHONHASHSEED"] = "random"  # in the ranks, also where somebody has set one
+        os.environ["PYTHONHASHSEED"] = "random"  # in the ranks, even if it is set here
     ranks.run(main, Call(sys.argv[1], int(sys.argv[2]), sys.argv[3], spawn=spawn))

@@ -1,4 +1,4 @@
-"""Declare a command's options once: their limits stand beside them, their conflicts in a table.
+"""Declare a command's options once, with their bounds next to them and their conflicts in a table.
 
   @dataclass(frozen=True)
   class Config(Options):
@@ -8,10 +8,10 @@
       prefetch: int = option(0, "gather this many blocks ahead", least=0, only=("fsdp2",))
       clip: float | None = option(None, "largest global norm of the gradient", above=0)
 
-  config = parse(Config, __doc__)        from the command line; Config(prefetch=-1) is refused in the same words
+  config = parse(Config, __doc__)        from the command line; Config(prefetch=-1) raises the same error
 
-A class derives from another and adds options, redeclares some (``redeclared``), or takes only some of them
-(``class Config(Base, takes=("strategy", "clip"))``). It imports no torch, and nothing that has to be installed.
+A derived class adds options, redeclares some (``redeclared``), or takes only some of its base's
+(``class Config(Base, takes=("strategy", "clip"))``). This file imports neither torch nor any third-party package.
 """
 
 import argparse
@@ -30,15 +30,20 @@ from labkit import UserError
 
 SHARDED = ("fsdp1", "fsdp2")
 GIVEN = object()  # in a conflict: the option differs from its default
-LARGEST = {int: 10**9, float: 1e18}  # of any number: a larger one is a slip, whose products would fit no 64 bits
+LARGEST = {int: 10**9, float: 1e18}  # {type: largest value}: anything larger is a typo, and could overflow 64 bits
 
 
 def option(default, help: str, *, least=None, above=None, at_most=None, form=None, only=(), needs=None, resumed=False):
-    """A dataclass field with its default value and the sentence that ``--help`` shows.
+    """Return the dataclass field of an option.
 
-    least, above, at_most: bounds of a number. form: (regular expression, in words) of a text. only: the strategies
-    under which it may differ from its default. needs: the name of the option that must be given with it. resumed:
-    True if a run that goes on from a checkpoint must have the same, "print" if a change is printed.
+    Args:
+        default: its default value.
+        help: the text of ``--help``.
+        least, above, at_most: bounds of a number.
+        form: (regular expression, description) of a string.
+        only: the strategies with which it may differ from its default.
+        needs: name of another option that it requires.
+        resumed: True if a resumed run must have the same value; "print" if a change is printed.
     """
     bounds = {"least": least, "above": above, "at_most": at_most, "form": form}
     company = {"only": only, "needs": needs}
@@ -46,22 +51,25 @@ def option(default, help: str, *, least=None, above=None, at_most=None, form=Non
 
 
 def redeclared(base: type, name: str, **changes):
-    """Return the field ``name`` of the options class ``base``, with what a derived class changes of it.
+    """Return the field ``name`` of the options class ``base``, with the changes of a derived class.
 
     Args:
         base: an options class.
         name: one of its options.
-        changes: arguments of ``option``. The annotation of the new field is up to the derived class.
+        changes: arguments of ``option``. The derived class sets the annotation.
     """
     field = base.__dataclass_fields__[name]
     return option(**{"default": field.default} | field.metadata | changes)
 
 
 class Conflict(typing.NamedTuple):
-    """A row of a table of conflicts: choices that do not go together.
+    """A row of a table of conflicts: values that cannot be combined.
 
-    when, excludes: {option or property: its value, a tuple of values, a function of it, or GIVEN}. There is a conflict
-    if all of both hold; they are two for the reader. sentence: what the user is told; ``{c.mesh}`` is the value given.
+    There is a conflict if all conditions of ``when`` and ``excludes`` hold; they are separate for readability only.
+
+    Attributes:
+        when, excludes: {option or property: its value, a tuple of values, a predicate, or GIVEN}.
+        sentence: the error message; ``{c.mesh}`` is replaced by the option's value.
     """
 
     when: dict
@@ -69,11 +77,12 @@ class Conflict(typing.NamedTuple):
     sentence: str
 
     def found_in(self, chosen) -> bool:
+        """Return whether the options ``chosen`` have this conflict."""
         return all(_is(chosen, name, value) for name, value in (self.when | self.excludes).items())
 
 
 def _is(chosen, name: str, wanted) -> bool:
-    """Return whether a condition of a conflict holds. An option that the class does not have fulfills none."""
+    """Return whether a condition of a conflict holds; False for an option that the class does not have."""
     value, default = getattr(chosen, name, None), getattr(type(chosen), name, None)
     if wanted is GIVEN:
         return bool(value) if isinstance(default, (property, cached_property)) else value != default
@@ -84,14 +93,21 @@ def _is(chosen, name: str, wanted) -> bool:
 
 @dataclass(frozen=True)
 class Options:
-    """The base of every command's options: checks each by what is declared. UserError."""
+    """Base class of every command's options, which checks them against their declaration.
 
-    launched: ClassVar[bool] = False  # whether torchrun or srun may start this command as many ranks
-    conflicts: ClassVar[tuple[Conflict, ...]] = ()  # those of the class itself; its bases' hold too
+    Raises:
+        UserError: a value is invalid, or the options conflict.
+    """
+
+    launched: ClassVar[bool] = False  # whether torchrun or srun may start this command on several ranks
+    conflicts: ClassVar[tuple[Conflict, ...]] = ()  # of the class itself; those of its bases also apply
 
     def __init_subclass__(cls, takes: tuple[str, ...] | None = None, **others):
-        """takes: which options the class has of those that its base declares itself. The others are constants, at
-        their defaults, so that code shared with the base may read them."""
+        """Restrict the options inherited from the base.
+
+        takes: names of the base's own options that the class has. The others become constants with their defaults, so
+        that shared code can read them.
+        """
         super().__init_subclass__(**others)
         if takes is not None:
             left_out = [name for name in declared(cls.__base__) if name not in (*takes, *cls.__annotations__)]
@@ -111,16 +127,15 @@ class Options:
 
     @classmethod
     def restored(cls, values: dict):
-        """Return the options of a run that has been, from its record.
+        """Restore the options of an earlier run from its record, without checks: they were checked when it started.
 
         Args:
-            values: as the record has them. What it does not have is at its default; what the class does not have is
-                left out. Nothing is checked: the run has been accepted when it started.
+            values: from the record. Missing options get their defaults, unknown ones are ignored.
         """
-        found = object.__new__(cls)
+        options = object.__new__(cls)
         known = {field.name: values.get(field.name, field.default) for field in dataclasses.fields(cls)}
-        found.__dict__.update(known)
-        return found
+        options.__dict__.update(known)
+        return options
 
     def _check_company(self, field, value, only, needs):
         if only and self.strategy not in only:
@@ -142,12 +157,13 @@ def declared(options_class: type) -> list[str]:
 
 
 def several(value) -> bool:
+    """Return whether a number is given and above 1: a condition for conflicts."""
     return value is not None and value > 1
 
 
 @dataclass(frozen=True)
 class Start(Options):
-    """How a lab is started."""
+    """Options of every launched command."""
 
     conflicts = (
         Conflict(
@@ -157,52 +173,50 @@ class Start(Options):
         ),
     )
 
-    ranks: int | None = option(
-        None, "ranks to start, where neither torchrun nor srun does (default: one per GPU, or 2)", least=1
-    )
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "where to compute")
-    backend: Literal["auto", "nccl", "gloo"] = option("auto", "how to communicate; gloo alone means on the CPU")
+    ranks: int | None = option(None, "ranks to start without torchrun or srun (default: one per GPU, or 2)", least=1)
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "device to compute on")
+    backend: Literal["auto", "nccl", "gloo"] = option("auto", "communication backend; gloo with --device auto: the CPU")
 
     launched: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
 class Training(Start):
-    """What every lab that trains has besides: what to keep of a run, or only its plan."""
+    """Options of every training lab: checkpoints, records, logs, and --dry-run."""
 
     takes_dataset: ClassVar[bool] = False  # whether --data is one of the course's data sets
 
     checkpoint: str | None = option(None, "folder for checkpoints, the last one at the end of training")
     resume: bool = option(
-        False, "go on from the newest checkpoint in --checkpoint, if there is one", needs="checkpoint"
+        False, "resume from the newest checkpoint in --checkpoint, if there is one", needs="checkpoint"
     )
-    fallback: bool = option(False, "if that one is damaged, go on from the newest whole one", needs="resume")
+    fallback: bool = option(False, "if that one is damaged, resume from the newest intact one", needs="resume")
     keep_last: int | None = option(
-        None, "how many checkpoints to keep, the newest (default: all)", least=1, needs="checkpoint"
+        None, "number of checkpoints to keep, the newest ones (default: all)", least=1, needs="checkpoint"
     )
     keep_every: int | None = option(
-        None, "of the older checkpoints, also keep one every N steps, for good", least=1, needs="keep_last"
+        None, "also keep every older checkpoint of a step divisible by N", least=1, needs="keep_last"
     )
     allow_narrowing: bool = option(
-        False, "resume weights in a number format with fewer bits than they were saved in", needs="resume"
+        False, "resume weights in a dtype with fewer bits than they were saved in", needs="resume"
     )
     async_checkpoint: bool = option(
         False, "write checkpoints while training goes on, from a copy in the CPU's memory", needs="checkpoint"
     )
     on_save_error: Literal["stop", "continue"] = option(
-        "stop", "whether to train on if a checkpoint cannot be written", needs="checkpoint"
+        "stop", "whether to continue training if a checkpoint cannot be written", needs="checkpoint"
     )
-    record: str | None = option(None, "write what was measured to this JSON file")
+    record: str | None = option(None, "write the measurements to this JSON file")
     profile: str | None = option(None, "folder for a trace of a few steps, for Perfetto or TensorBoard")
     log: str | None = option(
         None,
-        "folder for TensorBoard event files: loss, learning rate, speed, memory; of transformers, gradient norm and MFU",
+        "folder for TensorBoard event files: loss, learning rate, speed, memory; for transformers, gradient norm and MFU",
     )
-    dry_run: bool = option(False, "print the plan of this run and exit: no rank is started")
+    dry_run: bool = option(False, "print the plan of this run and exit, without starting ranks")
 
 
 def flag(name: str) -> str:
-    """An option as it is typed."""
+    """Return an option's name on the command line."""
     return "--" + name.replace("_", "-")
 
 
@@ -211,7 +225,7 @@ def _rules(field, *names) -> dict:
 
 
 def _check_value(name: str, value, least, above, at_most, form):
-    if isinstance(value, str) and not value.strip():  # of a variable that is not set: nothing would be kept, silently
+    if isinstance(value, str) and not value.strip():  # from an unset variable: nothing would be saved, silently
         raise UserError(f"{name} is empty: give it a value, or leave it out")
     if isinstance(value, str) and not value.isprintable():
         raise UserError(f"{name} must be one line of text, not {value!r}")
@@ -231,30 +245,30 @@ def _check_value(name: str, value, least, above, at_most, form):
 
 
 def _check_choice(name: str, value, choices: tuple):
-    """argparse checks this of a command line; here it is checked of what a notebook or a test gives."""
+    """Check a choice that comes from a notebook or a test; argparse checks the command line's."""
     if choices and value not in choices:
         raise UserError(f"{name} is one of {', '.join(choices)}, not {value!r}")
 
 
 def _kind(field):
-    """The type of an option's values: of ``int | None``, an int that may be left out, int."""
+    """Return the type of an option's values: int for ``int | None``."""
     several_types = typing.get_origin(field.type) in (types.UnionType, typing.Union)
     return typing.get_args(field.type)[0] if several_types else field.type
 
 
 def choices_of(field) -> tuple:
-    """The words that an option accepts; () if it is not of a few words."""
+    """Return the values that an option accepts; () if they are not enumerated."""
     return typing.get_args(_kind(field)) if typing.get_origin(_kind(field)) is Literal else ()
 
 
-def leave(sentence: str, launched: bool = False):
-    """Exit with code 2 after a user's error, and print the sentence that says what is wrong.
+def exit_with_error(sentence: str, launched: bool = False):
+    """Print an error message on stderr and exit with code 2.
 
     Args:
-        sentence: to print on stderr, after the name of the command.
-        launched: whether this process may be one of several ranks, which all make the same error. Then rank 0 alone
-            prints it. (``ranks.leave`` is for errors that one rank alone may make.) A command that nobody launches
-            prints it in any case: a RANK in its environment is a leftover.
+        sentence: the message, printed after the name of the command.
+        launched: whether this process may be one of several ranks that all have the same error. Then only rank 0 prints
+            it. (``ranks.exit_with_error`` is for errors of a single rank.) Other commands always print it: a RANK in
+            their environment is a leftover.
     """
     rank = os.environ.get("RANK" if "WORLD_SIZE" in os.environ else "SLURM_PROCID", "0")
     if rank == "0" or not launched:
@@ -266,12 +280,12 @@ class Parser(argparse.ArgumentParser):
     launched = False
 
     def error(self, message):
-        """Exit with one sentence instead of a page of usage."""
-        leave(f"{message} (see --help)", self.launched)
+        """Exit with one sentence instead of the usage."""
+        exit_with_error(f"{message} (see --help)", self.launched)
 
 
 def _argument(field) -> dict:
-    """What argparse must be told of one field: its type, choices or switch."""
+    """Return the arguments of ``add_argument`` for a field: its type, choices, or action."""
     kind = _kind(field)
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
@@ -281,32 +295,40 @@ def _argument(field) -> dict:
 
 
 def _own_first(options_class) -> list:
-    """Return a class's fields as --help lists them: its own options as they are declared, then those of each base."""
+    """Return a class's fields in the order of --help: its own options as declared, then those of each base."""
     derived_first = (cls for cls in options_class.__mro__ if issubclass(cls, Options))
-    names = dict.fromkeys(name for cls in derived_first for name in cls.__annotations__)  # each at its first place
+    names = dict.fromkeys(name for cls in derived_first for name in cls.__annotations__)  # each where it first occurs
     fields = {field.name: field for field in dataclasses.fields(options_class)}
     return [fields[name] for name in names if name in fields]
 
 
 def parse(options_class, description: str, argv: list[str] | None = None):
-    """Read ``options_class`` from the command line. On bad input: one sentence and exit code 2."""
+    """Parse the command line into ``options_class``; on invalid input print one sentence and exit with code 2.
+
+    Args:
+        options_class: a subclass of ``Options``.
+        description: the text above the options in --help.
+        argv: the arguments (default: ``sys.argv[1:]``).
+    """
     parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.launched = options_class.launched
     for field in _own_first(options_class):
-        shown = "" if field.default is None else f" (default: {field.default})"
-        text = field.metadata["help"].replace("%", "%%") + shown
+        default = "" if field.default is None else f" (default: {field.default})"
+        text = field.metadata["help"].replace("%", "%%") + default
         parser.add_argument(flag(field.name), default=field.default, help=text, **_argument(field))
-    given = vars(parser.parse_args(argv))
-    for name in (name for name, value in given.items() if isinstance(value, list)):  # as argparse reads "--ranks=--"
+    values = vars(parser.parse_args(argv))
+    for name in (
+        name for name, value in values.items() if isinstance(value, list)
+    ):  # argparse's result of "--ranks=--"
         parser.error(f"argument {flag(name)}: expected one value")
     try:
-        return options_class(**given)
+        return options_class(**values)
     except UserError as error:
-        leave(str(error), options_class.launched)
+        exit_with_error(str(error), options_class.launched)
 
 
 def arguments(options: dict) -> list[str]:
-    """The command line that gives ``options``: {"wrap": "size", "dropout": False} → --wrap size --no-dropout."""
+    """Return options as command-line arguments: {"wrap": "size", "dropout": False} → --wrap size --no-dropout."""
     words = []
     for name, value in options.items():
         if isinstance(value, bool):

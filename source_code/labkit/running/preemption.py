@@ -1,8 +1,8 @@
 """Shut down gracefully on a signal: every rank stops after the same step, with its state saved.
 
-Before it preempts a job or ends it at its time limit, Slurm sends the signal that ``sbatch --signal`` names; submitit
-uses SIGUSR2; torchrun, other schedulers and people send SIGTERM. The signal may reach only some ranks, or reach them in
-different steps. So the ranks vote.
+Before Slurm preempts a job or ends it at its time limit, it sends the signal that ``sbatch --signal`` specifies. submitit
+uses SIGUSR2; torchrun, other schedulers, and users send SIGTERM. The signal may reach only some ranks, or reach them in
+different steps, so the ranks vote in every step.
 """
 
 import contextlib
@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator
 
 from labkit.running import job_status
 
-# torch is imported only where it is needed: a queued job imports this file (submitit_job.py), and until its signal
-# handlers are installed, the warning that should requeue it would end it.
+# torch is imported only where it is needed: a queued job imports this file (submitit_job.py), and a warning signal would
+# end it instead of requeuing it as long as its signal handlers are not installed.
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 SIGNALS = (signal.SIGTERM, *WARNINGS)
 EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h. The job templates in slurm/ requeue a job with this exit code
 
-_received = 0  # the signal that has reached this process
+_received = 0  # the last signal that this process has received
 
 
 class Preempted(Exception):
@@ -26,11 +26,11 @@ class Preempted(Exception):
 
 
 def install_handlers(config):
-    """Note signals from now on instead of ending by them. Call it early: Slurm may warn a job that has just begun.
+    """Install handlers that record signals. Call this early: Slurm may warn a job that has just started.
 
     Args:
-        config: its ``checkpoint`` is a folder, or None. Without one there is nowhere to save: SIGTERM ends the run at
-            once, and warnings are ignored.
+        config: its ``checkpoint`` is a folder, or None. Without a folder nothing can be saved: SIGTERM then ends the run
+            at once, and warning signals are ignored.
     """
     saves = getattr(config, "checkpoint", None)
     signal.signal(signal.SIGTERM, _note if saves else signal.SIG_DFL)
@@ -44,21 +44,21 @@ def _note(number, frame):
 
 
 class Stop:
-    """The ranks' vote on whether to stop. Every rank makes one. config: see ``install_handlers``."""
+    """Let the ranks vote in every step on whether to stop. Every rank creates one. config: see ``install_handlers``."""
 
     def __init__(self, config):
         import torch.distributed as dist
 
-        self.agreed = None  # the name of the signal for which all ranks end
+        self.agreed = None  # name of the signal on which all ranks have agreed to stop
         self.vote = self.votes = None
-        # Messages of its own, in the CPU's memory: a GPU need not be waited for.
+        # A separate group on the CPU, so that a vote does not wait for the GPU.
         self.group = dist.new_group(backend="gloo") if config.checkpoint else None
         install_handlers(config)
 
     def until_preempted(self, batches: Iterable) -> Iterator:
         """Yield batches until the ranks have agreed to stop. Collective.
 
-        Use it for the batches of training and of evaluation: either may take longer than the time that a warning leaves.
+        Use it for training and for evaluation: either may take longer than the time between a warning and the end.
         """
         for batch in batches:
             if self.group and self._voted():
@@ -68,7 +68,7 @@ class Stop:
     def _voted(self) -> bool:
         """Return whether any rank had received a signal at the previous call, and start the next vote.
 
-        The vote runs during the step and so costs next to nothing; in return the run stops one step later.
+        The vote overlaps with the step and is almost free; in return the run stops one step later.
         """
         import torch
         import torch.distributed as dist
@@ -83,7 +83,7 @@ class Stop:
         return False
 
     def raise_if_preempted(self, me, saver, step: int, last_step: int):
-        """Save, and end this rank, if the ranks have agreed to stop. Collective.
+        """Save and raise if the ranks have agreed to stop. Collective.
 
         Args:
             me: a ``ranks.Rank``.
@@ -104,12 +104,16 @@ class Stop:
         me.say(f"asked to end ({self.agreed}): saved at step {step} of {last_step}; --resume goes on from there")
         if me.rank == 0:
             job_status.note("asked", step)
-        dist.barrier(self.group)  # a rank that ends early would look to the others like a lost connection
+        dist.barrier(self.group)  # to the others, a rank that ends early would look like a lost connection
         raise Preempted
 
 
 def forward_signals(processes: list[int]):
-    """Forward the signals that this process receives, or has received already, to the ranks that it has started."""
+    """Forward signals that this process receives, or has received already, to its ranks.
+
+    Args:
+        processes: ids of the ranks' processes.
+    """
 
     def forward(number, frame=None):
         for process in processes:

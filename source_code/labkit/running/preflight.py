@@ -1,4 +1,4 @@
-"""Preflight checks: refuse, in one sentence, a run that this machine cannot serve, before anything is allocated."""
+"""Preflight checks: refuse a run that this machine cannot execute before anything is allocated, with one sentence."""
 
 import dataclasses
 import os
@@ -13,7 +13,15 @@ from labkit.measuring import event_files, meters, records
 
 
 def check(config, me):
-    """Check a lab's options against this rank's device, compiler and disk. UserError if one cannot serve. me: a ``ranks.Rank``."""
+    """Check a lab's options against this rank's device, compiler, and disk.
+
+    Args:
+        config: the lab's options.
+        me: a ``ranks.Rank``.
+
+    Raises:
+        UserError: an option is not supported here.
+    """
     on_cpu = me.device.type == "cpu"
     if config.precision == "bf16" and not on_cpu and torch.cuda.get_device_capability(me.device) < (8, 0):
         raise UserError(f"{torch.cuda.get_device_name(me.device)} does not compute in bf16: use --precision fp32")
@@ -30,7 +38,11 @@ def check(config, me):
 
 
 def _check_compiler(on_cpu: bool):
-    """Check for the compiler that torch.compile calls: C++ for the CPU; C for a GPU, because of Triton. UserError without."""
+    """Check for the compiler that torch.compile needs: C++ for the CPU; C for a GPU, because of Triton.
+
+    Raises:
+        UserError: there is none.
+    """
     default = ["clang++" if sys.platform == "darwin" else "g++"] if on_cpu else ["gcc", "clang"]
     chosen = os.environ.get("CXX" if on_cpu else "CC")
     tried = [chosen] if chosen else default
@@ -40,17 +52,21 @@ def _check_compiler(on_cpu: bool):
 
 
 def refuse_if_too_big(config, me):
-    """Refuse a run that needs more memory than there is, by the planner's peak; do nothing where it knows none.
+    """Refuse a run whose planned peak exceeds the free memory; do nothing if the planner does not cover it. Collective.
+
+    Args:
+        config: the lab's options.
+        me: a ``ranks.Rank``.
 
     Raises:
-        UserError: On every rank.
+        UserError: the run needs too much memory; on every rank.
     """
     run = {"script": config.script, "ranks": me.world_size, "device": me.device.type}
     run["config"] = dataclasses.asdict(config)
     stages = config.arranged(me.world_size).pipeline if hasattr(config, "arranged") else 1
     try:
         plans = [predict.plan_of(run, stage, at_least=True) for stage in range(stages)]
-    except UserError:  # not predicted: nothing to go by
+    except UserError:  # not planned
         return
     # With offload, persistent memory is the CPU's.
     needed = max(
@@ -66,5 +82,5 @@ def refuse_if_too_big(config, me):
         raise UserError(
             f"{model} with {how} needs {needed / 2**30:.1f} GiB on each of "
             f"{me.world_size} ranks, and {free / 2**30:.1f} GiB are free: take a smaller model or more ranks "
-            "(plan.py shows what needs it)"
+            "(plan.py shows the parts of the memory)"
         )

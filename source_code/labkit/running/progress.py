@@ -1,8 +1,7 @@
-"""Show how far a run is: a bar where a person watches, a small file where another process does.
+"""Report the progress of a run: as a bar in a terminal, or in a small file for another process.
 
-A launcher that wants to know sets FSDP_LABS_PROGRESS to a path: a rank that starts makes that file, empty, and rank 0
-then keeps "step total" in it.
-A file works the same for local ranks, for srun, and for a batch job on another node of a shared file system.
+A launcher sets FSDP_LABS_PROGRESS to a path. The first rank to start creates that file, empty, and rank 0 then writes
+"step total" to it. A file works for local ranks, for srun, and for a batch job on another node of a shared file system.
 """
 
 import contextlib
@@ -18,7 +17,13 @@ EVERY_SECONDS = 0.2
 
 
 class Progress:
-    """Counts steps. rank: a ``ranks.Rank`` (only rank 0 shows anything); done: steps of an earlier run."""
+    """Count steps and show them on rank 0.
+
+    Args:
+        rank: a ``ranks.Rank``.
+        total: number of steps, including earlier runs'.
+        done: steps of earlier runs.
+    """
 
     def __init__(self, rank, total: int, done: int = 0):
         self.step, self.total = done, total
@@ -29,6 +34,7 @@ class Progress:
         self._written = 0.0
 
     def advance(self):
+        """Count one more step."""
         self.step += 1
         if self.bar:
             self.bar.update()
@@ -37,26 +43,27 @@ class Progress:
             self._written = time.monotonic()
 
     def close(self):
+        """Close the bar."""
         if self.bar:
             self.bar.close()
 
 
 def report():
-    """Say that a rank has started: from here on a launcher counts the time, not while Slurm lets the run wait."""
+    """Report that a rank has started: a launcher's timeout counts from here on, without the time in Slurm's queue."""
     if path := os.environ.get(VARIABLE):
         _write(path, "")
 
 
 def _write(path, text: str):
-    # No folder: whoever wanted to know has gone, as after sbatch. No space: that is no reason to end a training.
+    # No folder: the launcher has ended, as after sbatch. No space: that must not end training.
     with contextlib.suppress(OSError):
         Path(path).write_text(text)
 
 
 def read(path: str | Path) -> tuple[int, int] | None:
-    """(step, total) that a run last wrote to ``path``; None before its first step."""
+    """Return (step, total) as a run last wrote it to ``path``; None before its first step."""
     try:
         step, total = Path(path).read_text().split()
         return int(step), int(total)
-    except (OSError, ValueError):  # not there yet, or caught half-written
+    except (OSError, ValueError):  # it does not exist yet, or is being written
         return None

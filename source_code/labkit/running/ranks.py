@@ -1,12 +1,12 @@
-"""Who am I: rank, local rank, world size, node, device and backend, from torchrun's or Slurm's variables.
+"""Run a function on every rank, with its rank, local rank, world size, node, device, and backend.
 
-A process becomes a rank in one of four ways, looked for in this order:
-  1. torchrun, or a hand that set all of ``VARIABLES``;
-  2. a Slurm step of several tasks (``srun --ntasks-per-node=4 python …``), one rank a task;
-  3. otherwise nobody has started the ranks, and ``run`` does, as torchrun would;
-  4. or, where one rank is enough, this process is the only one.
+A process becomes a rank in one of four ways, checked in this order:
+  1. torchrun has started it, or a user has set all of ``VARIABLES``;
+  2. it is a task of a Slurm step with several tasks (``srun --ntasks-per-node=4 python …``);
+  3. otherwise ``run`` starts the ranks, as torchrun would;
+  4. or, if one rank is enough, this process is the only rank.
 
-Private PyTorch used here, and only here: ``_get_default_store``, to learn which rank failed first.
+Private PyTorch used here, and only here: ``_get_default_store``, to determine which rank failed first.
 """
 
 import atexit
@@ -38,17 +38,17 @@ from labkit import Diverged, UserError
 from labkit.running import gpus, job_status, lab_options, preemption, progress
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-RENDEZVOUS_SECONDS = 300  # how long ranks wait for one another: a cold file system takes minutes to import torch
-LINGER_SECONDS = 3  # how long a rank that lost contact waits to be ended before it ends itself
-# What gloo and NCCL say when it was another rank that failed
+RENDEZVOUS_SECONDS = 300  # how long ranks wait for one another: importing torch from a cold file system takes minutes
+LINGER_SECONDS = 3  # how long a rank that lost contact waits to be ended before it exits
+# Error messages of gloo and NCCL if another rank has failed
 LOST_CONTACT = re.compile(r"gloo/transport|remote process exited|closed by remote peer", re.I)
 LOOPBACK = "127.0.0.1"
-# PyTorch asks for the name behind the address of every connection. /etc/hosts seldom has this one's IPv6 form, so the
-# question goes to a name server, and the C library waits five seconds for an answer that is lost (resolv.conf(5)).
+# PyTorch looks up the host name of every connection's address. /etc/hosts seldom has this address's IPv6 form, so the
+# query goes to a DNS server, and the C library waits five seconds for a lost reply (resolv.conf(5)).
 QUICK_DNS = "timeout:1"
-TOLD = (UserError.exit_code, Diverged.exit_code, preemption.EXIT_REQUEUE)  # exit codes of a rank that has said why
-FAILED = "labkit/failed"  # at the store: how many ranks have failed
-SAID = "labkit/said"  # at the store, once the first of them has said why
+REPORTED = (UserError.exit_code, Diverged.exit_code, preemption.EXIT_REQUEUE)  # exit codes of ranks that print a reason
+FAILED_KEY = "labkit/failed"  # in the store: number of ranks that have failed
+REPORTED_KEY = "labkit/reported"  # in the store, once the first of them has printed the reason
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Rank:
     backend: str  # "nccl" or "gloo"
 
     def say(self, *words):
-        """Print, on rank 0 only: N copies of a line help nobody."""
+        """Print on rank 0 only: N copies of a line are useless."""
         if self.rank == 0:
             print(*words, flush=True)
 
@@ -72,15 +72,18 @@ class Rank:
 
 
 def run(main, config):
-    """Call ``main(config, rank)`` in every rank of the run, starting the ranks where nobody has.
+    """Call ``main(config, rank)`` on every rank of the run, and start the ranks unless a launcher has.
 
-    config: has ``ranks`` (int or None), ``backend`` and ``device``; with ``strategy="single"`` one rank is enough.
-    Never returns: the process exits with 0, with 2 after a user's error (or that error's own ``exit_code``), with 75
-    where it was asked to end (preemption.py), with 1 after any other error.
+    Never returns: the process exits with 0; with 2 after a user's error (or that error's own ``exit_code``); with 75 after
+    preemption (preemption.py); with 1 after any other error.
+
+    Args:
+        main: called with ``config`` and a ``Rank``.
+        config: has ``ranks`` (int or None), ``backend`` and ``device``; with ``strategy="single"`` one rank is enough.
     """
     if config.device == "cpu" or (config.backend == "gloo" and config.device == "auto"):
         gpus.hide()
-    with _failing_tidily():
+    with _reporting_errors():
         place = placement(dict(os.environ))
         if getattr(config, "dry_run", False):
             _print_plan(config, place)
@@ -88,19 +91,22 @@ def run(main, config):
         preemption.install_handlers(config)
         progress.report()
         if place:
-            be_rank(place, main, config)
+            run_as_rank(place, main, config)
         else:
             device, _ = device_and_backend(config.device, config.backend)
             if (count := ranks_to_start(config, device, dict(os.environ))) > 1:
                 start_here(count, device, main, config)
             else:
                 rendezvous(0, 1, LOOPBACK, [0], "alone")
-                be_rank((0, 0, 1), main, config)
+                run_as_rank((0, 0, 1), main, config)
     _end(0)
 
 
 def _print_plan(config, place: tuple[int, int, int] | None):
-    """Print, once, the plan of the run that ``run`` would be. place: of this process, where a launcher has started it."""
+    """Print the plan of the run, on one rank.
+
+    place: this process's (rank, local rank, world size) if a launcher has started it.
+    """
     device, _ = device_and_backend(config.device, config.backend)
     count = place[2] if place else ranks_to_start(config, device, dict(os.environ))
     page = lab_options.dry_run(config, count, device == "cuda")
@@ -108,10 +114,10 @@ def _print_plan(config, place: tuple[int, int, int] | None):
         print(page, flush=True)
 
 
-def be_rank(place: tuple[int, int, int], main, config):
+def run_as_rank(place: tuple[int, int, int], main, config):
     """Call ``main`` as the rank at ``place``: (rank, local rank, world size)."""
-    # A line at a time, though Python was told not to buffer: the lines of several ranks would mix.
-    if isinstance(sys.stdout, io.TextIOWrapper):  # nobody has put something else in its place
+    # Buffer lines, even with python -u, so that the lines of several ranks do not mix.
+    if isinstance(sys.stdout, io.TextIOWrapper):  # it has not been replaced
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     device, backend = device_and_backend(config.device, config.backend)
     rank = Rank(*place, socket.gethostname(), _own_device(device, local_rank=place[1]), backend)
@@ -124,30 +130,29 @@ def be_rank(place: tuple[int, int, int], main, config):
         if backend == "nccl" and rank.world_size > 1 and (store := _store_of_the_run()):
             gpus.check_one_each(rank, store, RENDEZVOUS_SECONDS)
     else:
-        compute_as_one_of_several()
+        configure_cpu()
     main(config, rank)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def ranks_to_start(config, device: str, environ: dict) -> int:
-    """How many ranks a plain ``python script.py`` starts: one per visible GPU, else --ranks (default 2)."""
+    """Return the number of ranks that a plain ``python script.py`` starts: --ranks, else one per visible GPU, else 2."""
     if getattr(config, "strategy", None) == "single":
         return 1
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     if device == "cuda" and config.backend != "gloo" and (config.ranks or 1) > gpus:
         raise UserError(f"--ranks {config.ranks}, but {gpus} GPUs are visible: ask for at most {gpus}")
-    # On the practice cluster the granted GPUs are slots without hardware; CPU ranks stand in for them.
+    # On the practice cluster, allocated GPUs are slots without hardware; each stands for a rank on the CPU.
     granted = int(environ.get("SLURM_GPUS_ON_NODE") or 0)
     return config.ranks or gpus or granted or 2
 
 
 def start_here(count: int, device: str, main, config):
-    """Do what ``torchrun --standalone`` does: start ``count`` ranks on this machine; exit if one of them fails.
+    """Start ``count`` ranks on this machine, as ``torchrun --standalone`` does; exit if one of them fails.
 
-    On Linux and the CPU the ranks are forked: they need not import torch again, which is most of a short
-    run's time. CUDA and macOS do not survive a fork; there, and if ``config.spawn`` asks for it, each rank starts as a
-    new process.
+    On Linux with the CPU the ranks are forked, so that they need not import torch again, which takes most of a short run's
+    time. CUDA and macOS do not support forks; there, and with ``config.spawn``, each rank starts as a new process.
     """
     most = 64 * (os.cpu_count() or 1)
     if count > most:
@@ -155,9 +160,9 @@ def start_here(count: int, device: str, main, config):
     if not getattr(config, "quiet", False):
         print(f"starting {count} ranks, as torchrun --standalone --nproc-per-node {count}", *sys.argv, flush=True)
     fork = sys.platform == "linux" and device == "cpu" and not getattr(config, "spawn", False)
-    if fork:  # DDP and FSDP import this when first used: once here, not once a rank
+    if fork:  # DDP and FSDP import this when first used: import it once here instead of once per rank
         importlib.import_module("torch._dynamo")
-    logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)  # the report is ours to make
+    logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)  # failures are reported below
     job, start = uuid.uuid4().hex, random.randrange(12000, 30000)
     ranks = torch.multiprocessing.start_processes(
         _as_local_rank,
@@ -172,9 +177,9 @@ def start_here(count: int, device: str, main, config):
         while not ranks.join():  # it ends the others when one fails
             pass
     except torch.multiprocessing.ProcessExitedException as failure:
-        if failure.exit_code in TOLD:
-            sys.exit(failure.exit_code)  # the rank has said what is wrong, or that it was asked to end
-        if failure.signal_name:  # it could not say so itself
+        if failure.exit_code in REPORTED:
+            sys.exit(failure.exit_code)
+        if failure.signal_name:  # it could not report that itself
             job_status.note("failed", job_status.node(), failure.error_index)
         how = (
             f"was killed by {failure.signal_name}"
@@ -182,29 +187,32 @@ def start_here(count: int, device: str, main, config):
             else f"ended with exit code {failure.exit_code}"
         )
         print(f"{program()}: rank {failure.error_index} {how}; the other ranks were ended", file=sys.stderr)
-        warned = [each for each in preemption.WARNINGS if each.name == failure.signal_name]  # before it could listen
+        warned = [each for each in preemption.WARNINGS if each.name == failure.signal_name]  # before its handlers
         sys.exit(128 + warned[0] if warned else 1)
 
 
 def _as_local_rank(rank: int, count: int, ports, job: str, launcher: int, main, config):
-    """What each process that ``start_here`` makes does. launcher: its process."""
-    atexit._clear()  # what the launcher is to do at its end is not this process's to do, though it was forked from it
-    if os.getppid() != launcher:  # it has ended before PyTorch could see to it that this one ends with it
+    """Run one of the ranks that ``start_here`` has started. launcher: process id of the parent."""
+    atexit._clear()  # the exit handlers of the launcher, inherited by the fork
+    if os.getppid() != launcher:  # it ended before PyTorch could make this process end with it
         _end(1)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every rank: end, without a traceback from each
-    preemption.install_handlers(config)  # (a rank that was forked does already)
-    with _failing_tidily():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every rank: end without a traceback from each
+    preemption.install_handlers(config)  # (forked ranks inherit them)
+    with _reporting_errors():
         rendezvous(rank, count, LOOPBACK, ports, job)
-        be_rank((rank, rank, count), main, config)
+        run_as_rank((rank, rank, count), main, config)
 
 
-# Finding one's place
+# Rank and rendezvous
 
 
 def placement(environ: dict) -> tuple[int, int, int] | None:
-    """(rank, local rank, world size) of this process, or None if nobody has started the ranks.
+    """Return (rank, local rank, world size) of this process; None if no launcher has started it.
 
-    Half a set of variables is an error, never a world of one.
+    Under a launcher that has no store of its own, this includes the rendezvous.
+
+    Raises:
+        UserError: the variables are incomplete or inconsistent: that is never a world of one.
     """
     step_tasks = int(environ.get("SLURM_STEP_NUM_TASKS") or 1)
     # In an sbatch script and in salloc's shell SLURM_NTASKS is set too, but only a step has a step id.
@@ -219,7 +227,7 @@ def placement(environ: dict) -> tuple[int, int, int] | None:
         rank, world_size, local_rank = (_number(environ, v) for v in VARIABLES[:3])
         if not 0 <= rank < world_size:
             raise UserError(f"RANK is {rank} and WORLD_SIZE {world_size}: a rank lies between 0 and the world size − 1")
-        if "TORCHELASTIC_RUN_ID" not in environ:  # torchrun's agents have met already
+        if "TORCHELASTIC_RUN_ID" not in environ:  # torchrun has its own rendezvous
             rendezvous(rank, world_size, environ["MASTER_ADDR"], [_number(environ, "MASTER_PORT")], "by hand")
         return rank, local_rank, world_size
     if not in_step:
@@ -229,7 +237,7 @@ def placement(environ: dict) -> tuple[int, int, int] | None:
         raise UserError(f"WORLD_SIZE is {environ['WORLD_SIZE']} but srun started {step_tasks} tasks: unset WORLD_SIZE")
     job, step = _number(environ, "SLURM_JOB_ID"), _number(environ, "SLURM_STEP_ID")
     host = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"])
-    # Below the ephemeral range, and different for neighbouring jobs and steps; the next ones if it is in use.
+    # Below the ephemeral range, and different for consecutive jobs and steps; the following ports if one is in use.
     start = 12000 + (job * 37 + step * 8) % 18000
     ports = [_number(environ, "MASTER_PORT")] if "MASTER_PORT" in environ else range(start, start + 8)
     rendezvous(rank, step_tasks, host, ports, f"slurm-{job}.{step}")
@@ -244,7 +252,7 @@ def _number(environ, name) -> int:
 
 
 def first_host(nodelist: str) -> str:
-    """The first name in a Slurm node list such as ``gpu[03-04,07],login1``."""
+    """Return the first host name in a Slurm node list such as ``gpu[03-04,07],login1``."""
     if shutil.which("scontrol"):
         names = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, timeout=30)
         if names.stdout.split():
@@ -260,11 +268,20 @@ _store = None  # rank 0's server lives as long as the process
 
 
 def rendezvous(rank: int, world_size: int, host: str, ports, job: str):
-    """Make the ranks meet at a store on rank 0's node, and say in the environment where it is.
+    """Connect the ranks to a store on rank 0's node, and set the environment variables for it.
 
-    Rank 0 opens it on the first free port of ``ports``; the others look through them for the store that
-    carries the name of this job, so that another program, or another job, in the way does no harm.
-    After it, a plain ``init_process_group(backend)`` works as it does under torchrun.
+    Rank 0 opens the store on the first free port of ``ports``; the others try these ports until they find the store with
+    the name of this job, so that other programs and jobs cannot interfere. Afterwards a plain
+    ``init_process_group(backend)`` works as under torchrun.
+
+    Args:
+        rank, world_size: of this process.
+        host: rank 0's node.
+        ports: to try, in this order.
+        job: a name that is unique to this run.
+
+    Raises:
+        UserError: no port is free, or rank 0 is not found.
     """
     global _store
     if host == LOOPBACK:
@@ -278,7 +295,7 @@ def rendezvous(rank: int, world_size: int, host: str, ports, job: str):
 def _open(world_size, ports):
     for port in ports:
         try:
-            # multi_tenant: init_process_group will ask for a server on this port too, and shares this one
+            # multi_tenant: init_process_group will also open a server on this port, and shares this one
             return dist.TCPStore(
                 "localhost", port, world_size, is_master=True, wait_for_workers=False, multi_tenant=True
             )
@@ -301,38 +318,46 @@ def _find(host, ports, job):
 
 
 def _store_at(host, port, job):
-    """The store of this job at a port, or None if there is none, another job's, or another program."""
+    """Return the store of this job at a port; None if the port is closed, another job's, or another program's."""
     return _connected(host, port, lambda store: store.get("job").decode() == job)
 
 
 def _connected(host, port, is_ours=lambda store: True):
-    """A client of the store at a port, or None if there is none that is ours."""
+    """Return a client of the store at a port; None if there is none, or it is not ours."""
     try:
-        socket.create_connection((host, port), timeout=2).close()  # quicker to say no than a store, and quietly
+        socket.create_connection((host, port), timeout=2).close()  # fails faster than a store, and without a warning
     except OSError:
         return None
-    found = []
+    stores = []
 
-    def ask():
+    def connect():
         with contextlib.suppress(RuntimeError):
             store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5))
             if is_ours(store):
-                found.append(store)
+                stores.append(store)
 
-    # In a thread that can be left behind: a program that accepts and never answers would hold us for ever.
-    thread = threading.Thread(target=ask, daemon=True)
+    # In a daemon thread: a program that accepts connections and never replies would block forever.
+    thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(10)
-    return found[0] if found else None
+    return stores[0] if stores else None
 
 
 # Device
 
 
 def device_and_backend(device: str, backend: str) -> tuple[str, str]:
-    """("cuda" or "cpu", "nccl" or "gloo") for the wishes given, each of which may be "auto"."""
-    wanted = device == "cuda" or (device == "auto" and backend != "gloo")
-    if wanted and not torch.cuda.is_available() and (reason := gpus.why_unseen(dict(os.environ))):
+    """Resolve --device and --backend to ("cuda" or "cpu", "nccl" or "gloo").
+
+    Args:
+        device: "auto", "cpu" or "cuda".
+        backend: "auto", "nccl" or "gloo".
+
+    Raises:
+        UserError: they are not available here, or PyTorch does not see the machine's GPUs.
+    """
+    wants_gpu = device == "cuda" or (device == "auto" and backend != "gloo")
+    if wants_gpu and not torch.cuda.is_available() and (reason := gpus.diagnose_missing_gpu(dict(os.environ))):
         raise UserError(reason)
     if device == "auto":
         device = "cuda" if backend != "gloo" and torch.cuda.is_available() else "cpu"
@@ -344,23 +369,23 @@ def device_and_backend(device: str, backend: str) -> tuple[str, str]:
 
 
 def _own_device(device: str, local_rank: int) -> torch.device:
-    """The local rank's. Where a site gives each task one GPU, every rank calls its own 0: hence the modulo."""
+    """Return the local rank's device. The modulo is for sites where each task sees only its own GPU, as number 0."""
     return torch.device("cuda", local_rank % torch.cuda.device_count()) if device == "cuda" else torch.device("cpu")
 
 
-def compute_as_one_of_several():
-    """On the CPU: with one thread unless told otherwise, as the ranks of one machine share its cores."""
-    told = re.match(r"\s*0*([1-9]\d*)", os.environ.get("OMP_NUM_THREADS", ""))  # may be empty, or a list: 4,1
-    torch.set_num_threads(int(told[1]) if told else 1)
-    _keep_freed_memory()
+def configure_cpu():
+    """Configure a rank on the CPU: OMP_NUM_THREADS threads (default 1, since ranks share the cores), and cached memory."""
+    threads = re.match(r"\s*0*([1-9]\d*)", os.environ.get("OMP_NUM_THREADS", ""))  # may be empty, or a list: 4,1
+    torch.set_num_threads(int(threads[1]) if threads else 1)
+    _cache_freed_memory()
 
 
-def _keep_freed_memory():
-    """Ask glibc to keep what is freed, as PyTorch's allocator for GPUs does.
+def _cache_freed_memory():
+    """Configure glibc to cache freed memory, as PyTorch's CUDA allocator does.
 
-    Left alone, it returns big tensors to the kernel (which ones depends on thresholds that it moves as it runs) and
-    faults their pages in again a step later, which took a fifth of the plain loop's time where it was measured.
-    Elsewhere (macOS, musl) there is nothing to ask.
+    By default it returns the memory of large tensors to the kernel, depending on dynamic thresholds, and the next step
+    causes page faults again, which took a fifth of the time of a plain training loop. Without glibc (macOS, musl) this
+    does nothing.
     """
     trim_threshold, mmap_threshold = -1, -3  # from malloc.h
     with contextlib.suppress(AttributeError, OSError, TypeError):
@@ -373,12 +398,12 @@ def _keep_freed_memory():
 
 
 @contextlib.contextmanager
-def _failing_tidily():
-    """End the process with a sentence or one traceback, and the right exit code, when something goes wrong."""
+def _reporting_errors():
+    """Convert exceptions to one sentence or one traceback of the whole run, and to the exit code."""
     try:
         yield
     except UserError as error:
-        leave(str(error), error.exit_code)
+        exit_with_error(str(error), error.exit_code)
     except preemption.Preempted:
         _end(preemption.EXIT_REQUEUE)
     except KeyboardInterrupt:
@@ -388,28 +413,33 @@ def _failing_tidily():
 
 
 def program() -> str:
-    """The name of the running script, for messages."""
+    """Return the name of the running script, for messages."""
     return os.path.basename(sys.argv[0])
 
 
-def leave(sentence: str, code: int = UserError.exit_code):
-    """End after a user's error: the sentence once, whatever the number of ranks, and its exit code."""
+def exit_with_error(sentence: str, code: int = UserError.exit_code):
+    """Exit after a user's error, and print the message once for all ranks.
+
+    Args:
+        sentence: the message.
+        code: the exit code.
+    """
     store = _store_of_the_run()
-    with contextlib.suppress(RuntimeError):  # the store goes with rank 0
+    with contextlib.suppress(RuntimeError):  # the store ends with rank 0
         if _first_to_fail():
             print(f"{program()}: {sentence}", file=sys.stderr, flush=True)
             if event := {UserError.exit_code: "refused", Diverged.exit_code: "diverged"}.get(code):
                 job_status.note(event)
             if store is not None:
-                store.set(SAID, "")
-        elif store is not None:  # the launcher ends all when it sees one end: not before there is something to read
-            store.wait([SAID], timedelta(seconds=LINGER_SECONDS))
-    _outlive_the_others()
+                store.set(REPORTED_KEY, "")
+        elif store is not None:  # the launcher ends all ranks when one exits: first the message must be printed
+            store.wait([REPORTED_KEY], timedelta(seconds=LINGER_SECONDS))
+    _wait_for_failing_ranks()
     _exit(code)
 
 
 def _fail(error: Exception):
-    """End after any other error. The first rank to fail shows why; those that then lose contact are quiet."""
+    """Exit after any other error. The first rank to fail prints the reason; ranks that then lose contact print nothing."""
     first = _first_to_fail()
     lost_contact = not first or isinstance(error, dist.DistNetworkError) or LOST_CONTACT.search(str(error))
     if first:
@@ -418,57 +448,57 @@ def _fail(error: Exception):
             message = f"rank {rank} lost contact with another rank: {str(error).strip().splitlines()[0]}"
             if "connectFullMesh" in str(error):
                 message += (
-                    "\nIf none of them has failed, gloo may have taken a network on which the nodes do not reach each other: "
-                    "set GLOO_SOCKET_IFNAME to the right one's name (ip -br addr lists them)"
+                    "\nIf no rank has failed, gloo may have chosen a network on which the nodes do not reach each other: "
+                    "set GLOO_SOCKET_IFNAME to the right interface (ip -br addr lists them)"
                 )
         else:
             message = f"rank {rank} failed:\n{traceback.format_exc()}"
             job_status.note("failed", job_status.node(), rank)
         print(f"{program()}: {message}", file=sys.stderr, flush=True)
-    if lost_contact:  # the launcher must find the rank that failed first; then it ends this one
+    if lost_contact:  # the launcher must see the rank that failed first; then it ends this one
         time.sleep(LINGER_SECONDS)
     _exit(1)
 
 
 def _first_to_fail() -> bool:
-    """Whether no rank of this run has failed before this one (asked once a rank, when it fails)."""
+    """Return whether no other rank of this run has failed before. Call it once per rank, when it fails."""
     store = _store_of_the_run()
-    if store is None:  # the ranks have not met: nobody else can say what is wrong with this one
+    if store is None:  # before the rendezvous: only this rank can report its error
         return True
     try:
-        return store.add(FAILED, 1) == 1
-    except RuntimeError:  # the store went with rank 0, which had its say
+        return store.add(FAILED_KEY, 1) == 1
+    except RuntimeError:  # the store ended with rank 0, which has reported its error
         return False
 
 
 def _store_of_the_run():
-    """The store at which the ranks have met; None if they have not."""
+    """Return the store of the rendezvous; None before it."""
     if dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
     if _store is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agents share theirs
-        found = _connected(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        return found and dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", found)
+        store = _connected(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        return store and dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
     return _store
 
 
-def _outlive_the_others():
-    """On rank 0, which has the store: wait a little for ranks that fail with it, or they would warn that it is gone."""
+def _wait_for_failing_ranks():
+    """On rank 0, which hosts the store: wait briefly for ranks that fail, too, or they would warn about a lost store."""
     store = _store_of_the_run()
     if store is not None and os.environ.get("RANK") == "0":
         deadline = time.monotonic() + LINGER_SECONDS
-        while store.add(FAILED, 0) < int(os.environ["WORLD_SIZE"]) and time.monotonic() < deadline:
+        while store.add(FAILED_KEY, 0) < int(os.environ["WORLD_SIZE"]) and time.monotonic() < deadline:
             time.sleep(0.01)
 
 
 def _exit(code: int):
-    """Leave after a failure; at once, if other ranks know this one: waiting for them, a tidy exit can hang."""
+    """Exit after a failure; immediately if there are other ranks, since a regular exit could wait for them forever."""
     sys.exit(code) if _store_of_the_run() is None else _end(code)
 
 
 def _end(code: int):
-    """End this process now, after what was registered for its end (a logger's last lines, a folder's release).
+    """Run the exit handlers (a logger's flush, the release of a folder) and end this process immediately.
 
-    Python's own way out spends a second on taking torch apart besides.
+    Python's regular exit would also spend a second on torch's teardown.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()

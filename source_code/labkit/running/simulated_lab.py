@@ -1,4 +1,4 @@
-"""Simulate a training step of a lab on one rank of a larger world: the lab's own code, on tensors without memory.
+"""Simulate a training step of a lab on one rank of a larger world: the lab's own code on fake tensors.
 
   simulated_lab.step(gpt_fsdp, gpt_fsdp.Config(precision="bf16"), ranks=64)
 
@@ -23,7 +23,7 @@ def step(lab, config, ranks: int, gpu: GpuOperators | None = None, workspaces: b
         config: the lab's options.
         ranks: size of the simulated world. This process can join only one at a time.
         gpu: a GPU's operators instead of the CPU's.
-        workspaces: whether to count what a GPU's operators allocate inside them.
+        workspaces: whether to count the workspaces of a GPU's operators.
 
     Returns:
         Memory and traffic as ``simulate.step`` returns them.
@@ -35,20 +35,20 @@ def step(lab, config, ranks: int, gpu: GpuOperators | None = None, workspaces: b
 
 
 def setup(lab, config, ranks: int) -> Callable:
-    """Join a simulated world as rank 0 of ``ranks``, and return the setup that ``simulate.step`` takes."""
+    """Join a simulated world as rank 0 of ``ranks``, and return the argument ``setup`` of ``simulate.step``."""
     if config.strategy == "ddp":
-        raise UserError("DDP cannot be simulated: it looks inside the tensors; choose fsdp1 or fsdp2")
+        raise UserError("DDP cannot be simulated, because it reads the tensors' elements: choose fsdp1 or fsdp2")
     simulate.join(ranks)
     me = Rank(0, 0, ranks, "simulated", torch.device("cpu"), "fake")
 
     def prepare():
-        # New parameters get the lab's number format: on tensors without memory ``module.to`` does not work.
+        # Create the parameters in the lab's dtype: ``module.to`` does not work on fake tensors.
         torch.set_default_dtype(config.dtype)
         try:
             model, optimizer, batch = lab.untrained(config, me)
         finally:
             torch.set_default_dtype(torch.float32)
-        losses = []  # kept as in the lab's loop: they take memory, too
+        losses = []  # retained as in the lab's loop: they take memory, too
 
         def train(*batch):
             losses.append(lab.train_step(model, optimizer, *batch, config))

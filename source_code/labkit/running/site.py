@@ -13,7 +13,7 @@ from labkit.measuring import host_memory
 
 GIB = 2**30
 SINFO_SECONDS = 10  # how long Slurm may take to respond
-# Where packages look for Slurm's configuration, and where a node keeps the one that its controller has sent it
+# Default paths of Slurm's configuration, and the path of the one that a controller sends to its nodes
 SLURM_CONFS = ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf/slurm.conf")
 
 
@@ -44,23 +44,28 @@ class NoSlurm(Exception):
 
 
 def partitions() -> list[str]:
-    """List Slurm's partitions. NoSlurm where Slurm is not in use, UserError where it does not respond."""
+    """Return a description of each of Slurm's partitions.
+
+    Raises:
+        NoSlurm: Slurm is not in use here.
+        UserError: Slurm does not respond.
+    """
     if not shutil.which("srun"):
         raise NoSlurm("there is no srun on this machine")
     try:
-        asked = subprocess.run(["sinfo", "-h", "-o", "%P %D"], capture_output=True, text=True, timeout=SINFO_SECONDS)
-        if asked.returncode == 0:
-            rows = [line.split() for line in asked.stdout.splitlines()]
+        sinfo = subprocess.run(["sinfo", "-h", "-o", "%P %D"], capture_output=True, text=True, timeout=SINFO_SECONDS)
+        if sinfo.returncode == 0:
+            rows = [line.split() for line in sinfo.stdout.splitlines()]
             return [f"partition {name.rstrip('*')}, nodes: {nodes}" for name, nodes in rows]
-        problem = (asked.stderr.strip().splitlines() or ["sinfo gives no reason"])[-1]
+        problem = (sinfo.stderr.strip().splitlines() or ["sinfo gives no reason"])[-1]
     except subprocess.TimeoutExpired:
-        problem = f"sinfo was silent for {SINFO_SECONDS} s"
+        problem = f"sinfo did not respond within {SINFO_SECONDS} s"
     except OSError as error:
         problem = f"sinfo cannot be started: {error.strerror}"
     if not _slurm_is_in_use():
         raise NoSlurm("it is not configured on this machine")
     raise UserError(
-        f"Slurm does not answer ({problem}): try again, or set FSDP_LABS_LAUNCHER=local to run on this machine"
+        f"Slurm does not respond ({problem}): try again, or set FSDP_LABS_LAUNCHER=local to run on this machine"
     )
 
 
@@ -72,23 +77,24 @@ def gpus_here() -> int:
 
 
 def gpus_of_a_node(partition: str | None) -> int:
-    """Return how many GPUs a node offers to a job according to Slurm: the most of any node.
+    """Return the largest number of GPUs of a node, according to Slurm.
 
-    partition: its name, or several with commas between; None: the default one.
+    Args:
+        partition: its name, or several separated by commas; None: the default one.
     """
     # As in "gpu gpu:4", "gpu* gpu:a100:2,gpu:v100:2" or "gpu gpu:h100:8(S:0-1),shard:16": the star marks the default
-    rows = [row.split() for row in _asked("sinfo", "-h", "-o", "%P %G").splitlines()]
+    rows = [row.split() for row in _output_of("sinfo", "-h", "-o", "%P %G").splitlines()]
     wanted = partition.split(",") if partition else [name.rstrip("*") for name, _ in rows if name.endswith("*")]
     nodes = [gres for name, gres in rows if name.rstrip("*") in wanted]
     return max((sum(map(int, re.findall(r"\bgpu(?::[^:,(]+)?:(\d+)", node))) for node in nodes), default=0)
 
 
 def is_practice_cluster() -> bool:
-    """Return whether the cluster is the course's practice cluster, whose GPU slots hold no hardware."""
-    return bool(re.search(r"^ClusterName\s*=\s*practice$", _asked("scontrol", "show", "config"), re.M))
+    """Return whether the cluster is the course's practice cluster, whose GPU slots have no hardware."""
+    return bool(re.search(r"^ClusterName\s*=\s*practice$", _output_of("scontrol", "show", "config"), re.M))
 
 
-def _asked(*words: str) -> str:
+def _output_of(*words: str) -> str:
     """Return the output of one of Slurm's commands; "" if it fails (``partitions`` reports why)."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         return subprocess.run(words, capture_output=True, text=True, timeout=SINFO_SECONDS).stdout
@@ -96,9 +102,9 @@ def _asked(*words: str) -> str:
 
 
 def _slurm_is_in_use() -> bool:
-    """Return whether this machine is set up for a cluster; installed packages alone, as for the practice cluster, do not count."""
-    beside = Path(shutil.which("srun")).resolve().parents[1] / "etc" / "slurm.conf"  # where a site has built its own
-    configured = any(Path(path).exists() for path in (beside, *SLURM_CONFS))
+    """Return whether this machine is configured for a cluster; installed packages alone do not count."""
+    own_build = Path(shutil.which("srun")).resolve().parents[1] / "etc" / "slurm.conf"  # of a site's own build
+    configured = any(Path(path).exists() for path in (own_build, *SLURM_CONFS))
     return configured or "SLURM_CONF" in os.environ or "SLURM_JOB_ID" in os.environ
 
 

@@ -1,7 +1,8 @@
-"""A lab's run as a submitit job: on preemption or at its time limit it is requeued, and resumes from its checkpoint.
+"""Run a lab as a submitit job that is requeued on preemption or at its time limit, and resumes from its checkpoint.
 
-submitit has Slurm warn the job with SIGUSR2. In the job's first task it then calls ``checkpoint()``, stores the command
-that this returns for the job's next start, and requeues the job. (Job templates do the same by slurm/requeue.sh.)
+submitit configures Slurm to warn the job with SIGUSR2. Its handler in the job's first task then calls ``checkpoint()``,
+stores the returned command for the job's next start, and requeues the job. (Job templates do the same with
+slurm/requeue.sh.)
 """
 
 import contextlib
@@ -25,41 +26,43 @@ class Command:
 
     Attributes:
         words: the command.
-        resumes: whether it resumes from its checkpoint when it is started again.
-        idle: consecutive starts before this one that saved nothing.
+        resumes: whether it resumes from its checkpoint after a restart.
+        idle: number of consecutive earlier starts that saved nothing.
     """
 
     def __init__(self, words: list[str], resumes: bool, idle: int = 0):
         self.words, self.resumes, self.idle = words, resumes, idle
         self.process = None
-        self.newest = None  # checkpoint, when this start began
+        self.newest = None  # the newest checkpoint at the beginning of this start
 
     def __call__(self):
         self.newest = self._newest()
         self.process = subprocess.Popen(self.words).pid
         code = self._wait()
         if code == preemption.EXIT_REQUEUE and self.resumes:
-            if os.environ["SLURM_PROCID"] == "0":  # where only the command got the signal, submitit gets it now
+            if os.environ["SLURM_PROCID"] == "0":  # in case only the command got the signal
                 os.kill(os.getpid(), signal.SIGUSR2)
-            while True:  # the job ends this task when it goes back to the queue
+            while True:  # requeuing the job ends this task
                 signal.pause()
         if code:
             raise FailedJobError(f"exit code {code}")
 
     def checkpoint(self) -> DelayedSubmission | None:
-        """Wait until the command has saved, and return what to run at the job's next start. submitit's signal handler calls it.
+        """Wait until the command has saved, and return the command of the job's next start.
+
+        submitit's signal handler calls this method.
 
         Returns:
             None if the job should end: after a user's error, or after too many starts that saved nothing.
         """
         if not self.resumes:
             return None
-        if self.process:  # else the warning came before anything had begun
+        if self.process:  # else the warning came before the command had started
             with contextlib.suppress(ProcessLookupError):  # Slurm may have warned submitit only
                 os.kill(self.process, signal.SIGUSR2)
             if (
                 code := self._wait()
-            ) == 0:  # it was done: submitit can only requeue or fail, so the next start does nothing
+            ) == 0:  # training is complete: submitit can only requeue or fail, so the next start does nothing
                 return DelayedSubmission(Command(["true"], resumes=False))
             if code == 2:
                 return None
@@ -75,13 +78,17 @@ class Command:
         return max(names, key=lambda name: int(name.partition("-")[2]), default=None)
 
     def _wait(self) -> int:
-        """Return the command's exit code. It can be called again: the signal handler may interrupt the first call."""
+        """Wait for the command and return its exit code. Reentrant, since the signal handler may interrupt a call."""
         ended = os.waitid(os.P_PID, self.process, os.WEXITED | os.WNOWAIT)
         return ended.si_status if ended.si_code == os.CLD_EXITED else 128 + ended.si_status
 
 
 def minutes(limit: str | None) -> int | None:
-    """Convert a time limit as Slurm writes it (``90``, ``1:30:00``, ``2-12``, ``30:00``) to whole minutes. UserError if it is none."""
+    """Convert a time limit in Slurm's notation (``90``, ``1:30:00``, ``2-12``, ``30:00``) to whole minutes.
+
+    Raises:
+        UserError: it is not a time limit.
+    """
     if limit is None:
         return None
     days, dash, rest = limit.rpartition("-")

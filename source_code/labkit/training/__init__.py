@@ -1,1 +1,1 @@
-"""What is trained, on what, and what is kept of it."""
+"""Models, data, and checkpoints of the labs."""

@@ -57,7 +57,7 @@ def imports(name: str) -> Iterator[None]:
         check()
     except UserError as error:
         if name == "__main__":
-            options.leave(str(error), launched=True)
+            options.exit_with_error(str(error), launched=True)
         raise
     # JAX would take three quarters of a GPU's memory when it first computes, PyTorch's in the same notebook included.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -102,7 +102,7 @@ def run(main, config):
         main(config, load(config.devices, config.device, config.precision))
     except UserError as error:
         with contextlib.suppress(SystemExit):
-            options.leave(str(error), launched=True)
+            options.exit_with_error(str(error), launched=True)
         os._exit(2)  # at once: the threads of a read that failed would each end in a traceback
     except KeyboardInterrupt:
         sys.exit(130)
