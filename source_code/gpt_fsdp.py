@@ -74,7 +74,7 @@ def change_forward(block, config, number=0):
             kept = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default, *models.ATTENTION_OPERATORS]
             settings["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
         elif config.recompute == "alternate":  # of matrix products every second
-            settings["context_fn"] = recompute.keeping_every_second_product
+            settings["context_fn"] = recompute.save_every_second_matmul
         block.forward = partial(checkpoint, block.forward, **settings)
     if config.compile:
         block.forward = torch.compile(block.forward)

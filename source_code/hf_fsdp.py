@@ -138,7 +138,7 @@ def untrained(config, me):
     model = hf_models.without_weights(architecture, config.dtype, config.lora)
     with simulate.real_tensors():
         model = parallelize(model, config, me)
-    model.forward = hf_models.masks_as_in_a_run()(model.forward)
+    model.forward = hf_models.untraced_masks()(model.forward)
     tokens = torch.zeros(config.accumulate, config.batch_size, config.seq_len, dtype=torch.long)
     return model, make_optimizer(model, config), (tokens, torch.zeros_like(tokens))
 
@@ -154,7 +154,7 @@ def training_batches(tokens, config, me, steps):
 def train(config, me):
     """Train in the current process group and return this run's part of a record."""
     architecture = hf_models.configuration(config.model or config.config, "--model" if config.model else "--config")
-    name, tokens = hf_models.tokens_for(config, architecture, me.device)
+    name, tokens = hf_models.load_tokens(config, architecture, me.device)
     model = build(config, architecture, me)
     optimizer = make_optimizer(model, config)
     global_batch = config.batch_size * config.accumulate * me.world_size

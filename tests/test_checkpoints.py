@@ -64,7 +64,7 @@ def on_one_that_fails(me):
         raise OSError("the folder's server is away")
 
     with pytest.raises(OSError, match="server is away"):
-        checkpoint_folder.on_one(fails)
+        checkpoint_folder.rank0_then_broadcast(fails)
 
 
 def test_whatever_goes_wrong_on_one_rank_all_are_told():
@@ -90,7 +90,7 @@ def saved_where_nobody_else_looks(me, folder):
 def test_a_folder_that_not_all_nodes_share_is_told_to_all(tmp_path):
     ranks = LAB.on_ranks(by_value(saved_where_nobody_else_looks), str(tmp_path))
     for (before, saving_it), left in ranks:
-        assert "does not see what rank 0 writes to" in before and before.endswith("that all nodes share")
+        assert "does not see rank 0's files in" in before and before.endswith("that all nodes share")
         assert "__1_0.distcp is not seen by rank 0's node" in saving_it
         assert left in ([], ["step-000001.partial"])  # the other node's is not rank 0's to clear
 

@@ -571,7 +571,7 @@ SENTENCES = {
     "damaged index": "index.json cannot be read",
     "small vocabulary": "vocabulary ends at 99",
     "no tokenizer": "give --tokens bytes",
-    "damaged tokenizer": "is no tokenizer",
+    "damaged tokenizer": "is not a tokenizer",
 }
 
 

@@ -47,7 +47,7 @@ def test_a_second_run_is_refused_and_changes_nothing(tmp_path):
     (tmp_path / "step-000003.0123abcd.partial").mkdir()
     before = everything(tmp_path)
     with pytest.raises(
-        ownership.InUse, match=r"is in use by process \d+ on .* \(.*\), which gave a sign of life \d+ s ago"
+        ownership.InUse, match=r"is in use by process \d+ on .* \(.*\), whose last heartbeat was \d+ s ago"
     ):
         ownership.acquire(tmp_path)
     assert everything(tmp_path) == before
@@ -140,7 +140,7 @@ def test_a_run_on_another_node_is_replaced_when_its_heartbeat_stops(tmp_path, mo
     with pytest.raises(ownership.InUse):
         ownership.acquire(tmp_path)
     os.utime(path, (now, now - ownership.STALE_SECONDS - 60))
-    assert "it gave no sign of life for" in ownership.acquire(tmp_path)[1]
+    assert "it had no heartbeat for" in ownership.acquire(tmp_path)[1]
 
 
 def test_the_heart_beats(tmp_path, monkeypatch):

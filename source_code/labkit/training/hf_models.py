@@ -1,7 +1,7 @@
-"""Models of Hugging Face's transformers: built without memory, cut into units, given first values.
+"""Build, initialize, load, and save models of Hugging Face's transformers, sharded before they have any memory.
 
-transformers initialises module by module (``_init_weights``, private, the same since 5.0), buffers such as the tables of
-rotary positions among them; that is used here to fill what has been sharded before it had any memory.
+transformers initializes weights module by module (``_init_weights``, private, unchanged since 5.0), including buffers such
+as tables of rotary embeddings. That makes it possible to fill a model that was sharded on the meta device.
 """
 
 import contextlib
@@ -22,80 +22,91 @@ from labkit.training import hf_weights, text
 from labkit.training.units import units_of
 
 try:
-    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed, where there is one, is imported too, and prints
+    with contextlib.redirect_stdout(io.StringIO()):  # it imports DeepSpeed if it is installed, which prints
         import transformers.modeling_utils
     import transformers.masking_utils
     from transformers import AutoModelForCausalLM, PreTrainedModel
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-except ImportError:  # said by ``configuration``
+except ImportError:  # reported by ``configuration``
     transformers = None
-ADAPTER = "default"  # peft's name for the only adapter there is
-NOT_MODELS = {"attn_config", "ffn_config"}  # parts of a configuration that are of the same model
+ADAPTER = "default"  # peft's name of the only adapter
+NOT_MODELS = {"attn_config", "ffn_config"}  # sub-configurations that do not describe another model
 
 
 def configuration(path: str, option: str):
-    """The configuration in a config.json, or in the folder it lies in. option: what named it.
+    """Read a model's configuration.
 
-    UserError: there is none, or it is of no dense, text-only, unquantized causal language model that transformers knows
-    by itself.
+    Args:
+        path: of a config.json, or of its folder.
+        option: the option that set ``path``, for messages.
+
+    Raises:
+        UserError: it cannot be read, or does not describe a dense, text-only, unquantized causal language model that
+            transformers supports without remote code.
     """
     if transformers is None:
         raise UserError("transformers is not installed here: python -m pip install 'transformers>=5' safetensors")
     transformers.logging.set_verbosity_error()
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
-        given = json.loads(file.read_text())
+        settings = json.loads(file.read_text())
     except OSError as error:
         raise UserError(f"{option} {path} cannot be read ({error.strerror}): name a model's folder") from None
     except (ValueError, RecursionError):
-        given = None
-    if not isinstance(given, dict):
+        settings = None
+    if not isinstance(settings, dict):
         raise UserError(f"{option} {path} is not JSON with named values: name a model's config.json")
-    kind = given.get("model_type")
+    kind = settings.get("model_type")
     if kind not in CONFIG_MAPPING:
-        its = "brings code of its own, which is never run here" if given.get("auto_map") else "is not one it knows"
-        raise UserError(f"{option} {path}: model_type {kind!r} {its} (transformers {transformers.__version__})")
+        why = "brings code of its own, which is never run here" if settings.get("auto_map") else "is not one it knows"
+        raise UserError(f"{option} {path}: model_type {kind!r} {why} (transformers {transformers.__version__})")
     if CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"{option} {path}: {kind} is no causal language model, which is what this lab trains")
     if parts := sorted(CONFIG_MAPPING[kind].sub_configs.keys() - NOT_MODELS):
         raise UserError(
             f"{option} {path}: {kind} is several models in one ({', '.join(parts)}): take a text-only model"
         )
-    if experts := next((name for name in huggingface.EXPERTS if given.get(name)), None):
+    if experts := next((name for name in huggingface.EXPERTS if settings.get(name)), None):
         raise UserError(f"{option} {path}: {kind} is a mixture of experts ({experts}): take a dense model")
-    if quantized := given.get("quantization_config") or given.get("compression_config"):
+    if quantized := settings.get("quantization_config") or settings.get("compression_config"):
         method = quantized.get("quant_method", "of an unknown kind") if isinstance(quantized, dict) else quantized
         raise UserError(f"{option} {path}: its weights are quantized ({method}): take the model in bf16 or fp32")
     try:
-        return CONFIG_MAPPING[kind].from_pretrained(file)  # it decodes numbers that JSON does not have, such as inf
-    except Exception as error:  # each family checks its own
+        return CONFIG_MAPPING[kind].from_pretrained(file)  # it decodes values that JSON lacks, such as inf
+    except Exception as error:  # each family has its own checks
         raise UserError(f"{option} {path}: {str(error).strip().splitlines()[-1]}") from None
 
 
 def on_meta(config, dtype: torch.dtype, lora: int | None = None):
-    """The model of a configuration on the meta device: shapes, and nothing allocated. lora: width of adapters, or None."""
+    """Build a model on the meta device, which allocates nothing.
+
+    Args:
+        config: as ``configuration`` returns it.
+        dtype: of its parameters.
+        lora: rank of LoRA adapters to add; None: no adapters.
+    """
     with torch.device("meta"):
         return without_weights(config, dtype, lora)
 
 
 def without_weights(config, dtype: torch.dtype, lora: int | None = None):
-    """Make the model of a configuration, with new tensors where PyTorch makes them by default."""
+    """Build a model on the current default device, without loading weights. Arguments: see ``on_meta``."""
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.config.use_cache = False  # what generation keeps of each token; training has no use for it
+    model.config.use_cache = False  # the KV cache of generation, which training does not need
     if lora:
         add_lora(model, lora)
     return model
 
 
 def flops_per_token(config) -> float | None:
-    """Return the floating-point operations that training on a token takes (``planner.flops.per_token``).
+    """Return the model FLOPs of training on one token (``planner.flops.per_token``).
 
     Args:
         config: hf_fsdp.py's options.
 
     Returns:
-        None for a family that the planner does not know, and for peft's adapters, whose layers differ from the course's.
+        FLOPs; None for a family that the planner does not know, and for peft's adapters, which are not planned.
     """
     try:
         return None if config.lora else flops.per_token(huggingface.load(config.model or config.config), config.seq_len)
@@ -104,7 +115,10 @@ def flops_per_token(config) -> float | None:
 
 
 def lora_settings(width: int):
-    """peft's settings of the adapters: on every linear layer but the head, with an alpha of twice the width."""
+    """Return peft's configuration of the adapters: on every linear layer except the head, with alpha = 2 · rank.
+
+    width: rank of the adapters.
+    """
     try:
         from peft import LoraConfig
     except ImportError:
@@ -113,27 +127,33 @@ def lora_settings(width: int):
 
 
 def add_lora(model, width: int):
-    """Freeze the model and put peft's adapters into it, in place."""
+    """Freeze a model and add peft's adapters of rank ``width`` to it, in place."""
     from peft import inject_adapter_in_model
 
     inject_adapter_in_model(lora_settings(width), model, ADAPTER)
 
 
 def blocks(model) -> list[nn.Module]:
-    """The decoder's blocks."""
+    """Return the decoder's blocks."""
     return units_of(model.base_model)
 
 
 def tied(model) -> bool:
+    """Return whether embedding and head share one weight."""
     head = model.get_output_embeddings()
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
 def initial_weights(pattern, seed: int, but: frozenset = frozenset()):
-    """Yield (name, tensor on the CPU) of every parameter and buffer whose name is not in ``but``.
+    """Yield (name, tensor on the CPU) with the initial weights of every parameter and buffer.
 
-    pattern: a model on the meta device that nobody shards. A block is filled at a time, or what lies outside of blocks
-    module by module, from a seed of its own: who holds which part of it has no say in the values.
+    One block at a time is initialized, or one module outside of blocks, each from its own seed, so that the values do not
+    depend on the sharding.
+
+    Args:
+        pattern: the model on the meta device, not sharded.
+        seed: any integer.
+        but: names to leave out.
     """
     owners = {name: module for name, module in pattern.named_modules() if isinstance(module, PreTrainedModel)}
     inside = {module for block in blocks(pattern) for module in block.modules()}
@@ -152,14 +172,14 @@ def initial_weights(pattern, seed: int, but: frozenset = frozenset()):
             continue
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            # The innermost of the library's models around a module knows how to initialize it.
-            around = (owner for owner in owners if not owner or f"{name}.".startswith(f"{owner}."))
-            _initialise(owners[max(around, key=len)], part)
+            # The innermost PreTrainedModel that contains a module initializes it.
+            enclosing = (owner for owner in owners if not owner or f"{name}.".startswith(f"{owner}."))
+            _initialize(owners[max(enclosing, key=len)], part)
         yield from wanted.items()
 
 
 def _with_memory(part, prefix: str, but) -> dict:
-    """Give memory to the tensors of a part that are wanted; return {name: tensor}."""
+    """Allocate the tensors of a part, except those in ``but``, and return {name: tensor}."""
     wanted = {}
     for path, module in part.named_modules():
         for tensors in (module._parameters, module._buffers):
@@ -167,14 +187,14 @@ def _with_memory(part, prefix: str, but) -> dict:
                 name = prefix + (f"{path}.{own}" if path else own)
                 if tensor is None or name in but:
                     continue
-                # What the library leaves as it is, is NaN then, and does not pass for a value.
+                # NaN, so that a tensor that the library does not initialize is noticed.
                 fill = math.nan if tensor.is_floating_point() else 0
                 tensors[own] = wanted[name] = torch.full_like(tensor, fill, device="cpu")
     return wanted
 
 
-def _initialise(owner, part):
-    for module in reversed(list(part.modules())):  # children before what they are in, as the library does
+def _initialize(owner, part):
+    for module in reversed(list(part.modules())):  # children before their parents, as the library does
         owner._init_weights(module)
     for module in part.modules():
         if hasattr(module, "reset_lora_parameters"):
@@ -182,11 +202,11 @@ def _initialise(owner, part):
 
 
 def stored(model, every_name: bool = False) -> dict[str, torch.Tensor]:
-    """Return what a model's files hold, {name: tensor}: parameters and persistent buffers, without adapters.
+    """Return the tensors that a model's files contain, {name: tensor}: parameters and persistent buffers, no adapters.
 
     Args:
-        model: Sharded or not, with memory or without.
-        every_name: Whether a tensor that is shared has all its names, instead of the first alone.
+        model: Sharded or not, with memory or on the meta device.
+        every_name: Whether to list a shared tensor under all its names, instead of the first only.
     """
     persistent = model.state_dict().keys()
     named = [*model.named_parameters(remove_duplicate=not every_name), *model.named_buffers()]
@@ -194,17 +214,17 @@ def stored(model, every_name: bool = False) -> dict[str, torch.Tensor]:
 
 
 def read(model, path: str) -> tuple[frozenset, int]:
-    """Fill what a model's files hold, on each rank its rows.
+    """Load a model's files; each rank reads its own rows.
 
     Args:
-        model: Has memory on this rank for what it keeps.
+        model: Allocated; may be sharded.
         path: The folder of the files.
 
     Returns:
-        The names in the model of what was filled, and how many bytes this rank has read.
+        (names of the loaded tensors, number of bytes that this rank has read).
 
     Raises:
-        UserError: The files do not have exactly the model's tensors, apart from those that the library leaves out, too.
+        UserError: The files do not have exactly the model's tensors, except those that the library ignores, too.
     """
     tensors = stored(model, every_name=True)
     # Adapters put a ``base_layer`` between a layer and its weight.
@@ -214,15 +234,27 @@ def read(model, path: str) -> tuple[frozenset, int]:
 
 
 def _left_out(model) -> list[str]:
-    """Return regular expressions of old files' tensors that the library leaves out: it does not share its own list."""
+    """Return regular expressions of tensors in old files that the library ignores; its own list is not accessible."""
     buffers = [name.rpartition(".")[2] for name, _ in model.named_buffers()]
     once_stored = {"inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
     patterns = [pattern for name, pattern in once_stored.items() if name in buffers]
     return [*(model._keys_to_ignore_on_load_unexpected or ()), *patterns]
 
 
-def tokens_for(config, architecture, device) -> tuple[str, torch.Tensor]:
-    """(name of the text, its tokens on the device) that a lab's ``--data`` and ``--tokens`` name. UserError."""
+def load_tokens(config, architecture, device) -> tuple[str, torch.Tensor]:
+    """Read and tokenize the text of ``--data``, as ``--tokens`` specifies.
+
+    Args:
+        config: hf_fsdp.py's options.
+        architecture: as ``configuration`` returns it.
+        device: where the tokens go.
+
+    Returns:
+        (name of the text, its tokens: int32, (tokens,)).
+
+    Raises:
+        UserError: the text or the tokenizer cannot be read, or does not fit the model or --seq-len.
+    """
     name, raw = text.read(config.data)
     if (config.tokens or ("model" if config.model else "bytes")) == "bytes":
         tokens = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(torch.int32)
@@ -237,47 +269,53 @@ def tokens_for(config, architecture, device) -> tuple[str, torch.Tensor]:
         )
     longest = getattr(architecture, "max_position_embeddings", None)
     if longest and 0 < longest < config.seq_len:  # XLNet's -1 is no limit
-        raise UserError(f"--seq-len {config.seq_len} is more than the {longest} positions that the model knows")
+        raise UserError(f"--seq-len {config.seq_len} is more than the {longest} positions that the model supports")
     return name, tokens.to(device)
 
 
 def _encoded(raw: bytes, file: Path) -> torch.Tensor:
-    """The text in the tokens of a tokenizer.json: int32, (tokens,)."""
+    """Tokenize a text with a tokenizer.json: int32, (tokens,)."""
     from tokenizers import Tokenizer
 
     if not file.is_file():
         raise UserError(f"there is no {file}: give --tokens bytes, or put the model's tokenizer.json there")
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises no class of its own
-        raise UserError(f"{file} is no tokenizer ({error}): fetch it again, or give --tokens bytes") from None
+    except Exception as error:  # the library has no exception class of its own
+        raise UserError(f"{file} is not a tokenizer ({error}): fetch it again, or give --tokens bytes") from None
     return torch.tensor(tokenizer.encode(raw.decode(errors="replace")).ids, dtype=torch.int32)
 
 
 def save(model, architecture, config):
-    """Write what was trained to --save, in the library's form: the model, or the adapters in peft's. Collective."""
-    named, about = stored(model), architecture
+    """Save the model to --save in the library's format, or the adapters in peft's. Collective.
+
+    Args:
+        model: the trained model.
+        architecture: as ``configuration`` returns it.
+        config: hf_fsdp.py's options.
+    """
+    named, metadata = stored(model), architecture
     if config.lora:
         named = {
             f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": parameter
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         }
-        about = lora_settings(config.lora)
-        about.base_model_name_or_path, about.inference_mode = config.model, True
+        metadata = lora_settings(config.lora)
+        metadata.base_model_name_or_path, metadata.inference_mode = config.model, True
     else:
-        about.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(about)].__name__]
-        about.dtype, about.use_cache = config.dtype, True
+        metadata.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(metadata)].__name__]
+        metadata.dtype, metadata.use_cache = config.dtype, True
     stem = "adapter_model" if config.lora else "model"
-    hf_weights.save(named, config.save, about, config.model, stem)
+    hf_weights.save(named, config.save, metadata, config.model, stem)
 
 
 @contextlib.contextmanager
-def masks_as_in_a_run():
-    """Have the library choose attention masks for simulated tensors as it does for real ones.
+def untraced_masks():
+    """Make the library choose attention masks for fake tensors as it does for real ones.
 
-    It makes whole masks where it believes to be traced, as on fake tensors; and where sequences are packed into one,
-    which it reads from the positions' elements: the lab packs none.
+    It materializes masks when it detects tracing, as with fake tensors, and for packed sequences, which it detects by
+    reading the elements of the positions. The lab packs no sequences.
     """
     masks = transformers.masking_utils
     with replaced(masks, is_tracing=lambda *_, **__: False, find_packed_sequence_indices=lambda *_, **__: None):

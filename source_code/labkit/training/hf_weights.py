@@ -1,6 +1,6 @@
-"""A Hugging Face model's folder: safetensors read part by part, each rank what it keeps; and written for everybody.
+"""Read a Hugging Face model's safetensors, on each rank only its shard, and write a gathered model.
 
-Layout: https://huggingface.co/docs/safetensors and, where there are several files, model.safetensors.index.json with
+Format: https://huggingface.co/docs/safetensors and, for several files, model.safetensors.index.json with
 {"weight_map": {name of a tensor: its file}}.
 """
 
@@ -23,12 +23,16 @@ from labkit.measuring.trace import local
 from labkit.training import checkpoints
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
-LARGEST_FILE = 5 * 10**9  # bytes; what the writing rank holds at a time. The library's own files are of this size
+LARGEST_FILE = 5 * 10**9  # bytes, which the writing rank has in memory at a time; the library's own limit
 BESIDE = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "*.jinja", "generation_config.json")
 
 
 class Folder:
-    """The weights in a model's folder. UserError: there are none, or a file is missing or not whole."""
+    """The weights in a model's folder.
+
+    Raises:
+        UserError: there are none, or a file is missing or incomplete.
+    """
 
     def __init__(self, path: str):
         self.path = Path(path)
@@ -61,10 +65,14 @@ class Folder:
             raise UserError(f"{file} is not whole ({why}): fetch it again") from None
 
     def _matched(self, tensors: dict, prefix: str, left_out) -> list[tuple[torch.Tensor, list[str]]]:
-        """Return [(tensor, its names in the files)]. UserError where the model and the files have other tensors."""
+        """Return [(tensor, its names in the files), …].
+
+        Raises:
+            UserError: the model and the files have different tensors.
+        """
         shared = {}  # by the tensor's identity: a tensor may have several names
         for name, tensor in tensors.items():
-            # A file of the base model alone has its names without the prefix.
+            # In files of a base model the names lack the prefix.
             for stored in dict.fromkeys((name, name.removeprefix(f"{prefix}."))):
                 shared.setdefault(id(tensor), (tensor, []))[1].append(stored)
         known = {name for _, names in shared.values() for name in names}
@@ -86,14 +94,14 @@ class Folder:
 
     @torch.no_grad()
     def read_into(self, tensors: dict[str, torch.Tensor], prefix: str, left_out=()) -> int:
-        """Fill {name: tensor}, which have memory, of a DTensor this rank's rows; return how many bytes were read.
+        """Load the files into allocated tensors, into a DTensor only this rank's rows, and return the bytes read.
 
-        A file is open for one tensor at a time: what has been read of it counts as this process's memory while it is.
+        A file is opened anew for each tensor, because its mapped pages count as this process's memory while it is open.
 
         Args:
-            tensors: All that the model wants of the files. A tensor may have several names.
+            tensors: {name: tensor} of all that the files must contain. A tensor may have several names.
             prefix: Of the base model's names.
-            left_out: Regular expressions of tensors that the files may have besides.
+            left_out: Regular expressions of further tensors in the files, to be ignored.
 
         Raises:
             UserError: The files have other tensors than these, or other shapes, or two values for one tensor.
@@ -112,18 +120,18 @@ class Folder:
         return size
 
     def _part(self, name: str, tensor) -> torch.Tensor:
-        """Return the rows of a stored tensor that this rank keeps, in the file's number format."""
+        """Return this rank's rows of a stored tensor, in the file's dtype."""
         begin, end = rows(tensor)
         with self._opened(self.files[name]) as opened:
-            kept = opened.get_slice(name)
-            if kept.get_shape() != list(tensor.shape):
-                there = f"{name} has the shape {kept.get_shape()}"
+            stored = opened.get_slice(name)
+            if stored.get_shape() != list(tensor.shape):
+                there = f"{name} has the shape {stored.get_shape()}"
                 raise UserError(f"{self.path}: {there}, and by its config.json {list(tensor.shape)}")
-            return kept[begin:end] if tensor.dim() else opened.get_tensor(name)
+            return stored[begin:end] if tensor.dim() else opened.get_tensor(name)
 
 
 def rows(tensor) -> tuple[int, int]:
-    """The rows of a tensor that this rank keeps, [begin, end). FSDP2 cuts the first dimension as torch.chunk does."""
+    """Return this rank's rows [begin, end) of a tensor: FSDP2 shards the first dimension as torch.chunk does."""
     whole = tensor.shape[0] if tensor.dim() else 0
     if not isinstance(tensor, DTensor) or Shard(0) not in tensor.placements:
         return 0, whole
@@ -135,7 +143,11 @@ def rows(tensor) -> tuple[int, int]:
 
 
 def check_new(folder: str):
-    """UserError, before hours of training, where a model cannot be saved to ``folder``."""
+    """Check before training that a model can be saved to a new folder.
+
+    Raises:
+        UserError: the folder exists, or cannot be written.
+    """
     path = Path(folder)
     if path.exists():
         raise UserError(f"--save {folder} is there already: name another folder")
@@ -146,49 +158,58 @@ def check_new(folder: str):
         raise UserError(f"--save {folder} cannot be written ({error.strerror}): name another folder") from None
 
 
-def save(named: dict[str, torch.Tensor], folder: str, about, source: str | None = None, stem: str = "model"):
-    """Write {name: parameter} and ``about`` as the library's ``save_pretrained`` does. Collective.
+def save(named: dict[str, torch.Tensor], folder: str, metadata, source: str | None = None, stem: str = "model"):
+    """Save a model as the library's ``save_pretrained`` does. Collective.
 
-    about: what describes them and has a ``save_pretrained`` of its own, a model's configuration or peft's. source: the
-    folder the model came from, whose tokenizer goes with it. Rank 0 writes, and holds one file's tensors whole; the
-    others one parameter at a time, while it is gathered. The folder is there when it is whole. UserError: no room.
+    Rank 0 writes, and has the unsharded tensors of one file in memory; the other ranks one parameter at a time, while it
+    is gathered. The folder appears when it is complete.
+
+    Args:
+        named: {name: parameter}, sharded or not.
+        folder: the new folder.
+        metadata: a model's configuration or peft's, with a ``save_pretrained`` method.
+        source: the original model's folder, whose tokenizer is copied.
+        stem: of the files' names.
+
+    Raises:
+        UserError: it could not be written.
     """
     partial, parts = Path(f"{folder}.partial"), _parts(named)
-    checkpoints.on_one(lambda: _made_anew(partial))
+    checkpoints.rank0_then_broadcast(lambda: _recreate(partial))
     files = [f"{stem}-{n:05d}-of-{len(parts):05d}.safetensors" for n in range(1, len(parts) + 1)]
     files = files if len(parts) > 1 else [f"{stem}.safetensors"]
     for file, part in zip(files, parts, strict=True):
-        tensors = _whole(part, keep=dist.get_rank() == 0)
-        _on_one(partial, functools.partial(save_file, tensors, partial / file, {"format": "pt"}))
-    _on_one(partial, functools.partial(_finish, partial, folder, about, source, files, parts))
+        tensors = _gathered(part, keep=dist.get_rank() == 0)
+        _write_on_rank0(partial, functools.partial(save_file, tensors, partial / file, {"format": "pt"}))
+    _write_on_rank0(partial, functools.partial(_finish, partial, folder, metadata, source, files, parts))
 
 
-def _made_anew(partial: Path):
+def _recreate(partial: Path):
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
 
 
-def _on_one(partial: Path, write):
-    """``write()`` on rank 0. UserError on all, and nothing left, where it fails."""
+def _write_on_rank0(partial: Path, write):
+    """Call ``write()`` on rank 0; if it fails, remove the folder and raise UserError on all ranks."""
 
-    def tried():
+    def attempt():
         try:
             write()
         except (OSError, SafetensorError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise UserError(f"{partial.stem} could not be saved ({error}): make room, or name another --save") from None
 
-    checkpoints.on_one(tried)
+    checkpoints.rank0_then_broadcast(attempt)
 
 
-def _finish(partial, folder, about, source, files, parts):
-    """What lies beside the weights, and the folder's name."""
+def _finish(partial, folder, metadata, source, files, parts):
+    """Write the files other than the weights, and rename the folder."""
     if len(parts) > 1:
         weight_map = {name: file for file, part in zip(files, parts, strict=True) for name in part}
         size = sum(parameter.nbytes for part in parts for parameter in part.values())
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (partial / INDEX).write_text(json.dumps(index, indent=1))
-    about.save_pretrained(partial)
+    metadata.save_pretrained(partial)
     for pattern in BESIDE if source else ():
         for file in Path(source).glob(pattern):
             shutil.copy(file, partial)
@@ -196,7 +217,7 @@ def _finish(partial, folder, about, source, files, parts):
 
 
 def _parts(parameters: dict) -> list[dict]:
-    """{name: parameter} in parts of at most LARGEST_FILE bytes each, or of one parameter that has more."""
+    """Divide {name: parameter} into parts of at most LARGEST_FILE bytes, or of one larger parameter."""
     parts, room = [], 0
     for name, parameter in parameters.items():
         if parameter.nbytes > room:
@@ -208,13 +229,13 @@ def _parts(parameters: dict) -> list[dict]:
 
 
 @torch.no_grad()
-def _whole(part, keep: bool) -> dict:
-    """{name: the whole tensor on the CPU}, of what is kept; gathered one after the other, on all ranks."""
-    kept = {}
+def _gathered(part, keep: bool) -> dict:
+    """Gather parameters one after another, and return {name: unsharded tensor on the CPU}; {} without ``keep``."""
+    gathered = {}
     for name, parameter in part.items():
         value = parameter.detach()
         value = value.full_tensor() if isinstance(value, DTensor) else value
         if keep:
-            kept[name] = value.cpu().contiguous()
+            gathered[name] = value.cpu().contiguous()
         del value
-    return kept
+    return gathered

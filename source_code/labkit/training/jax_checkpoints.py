@@ -1,6 +1,6 @@
-"""Checkpoints of gpt_jax.py by Orbax: each device's part written where it lies, and read for any number of devices.
+"""Save and resume gpt_jax.py with Orbax, which writes each device's shard and reads it for any number of devices.
 
-Folders, and what must be the same when a run is resumed, are those of labkit/training/checkpoints.py.
+The folders, and the values that a resumed run must share, are those of labkit/training/checkpoints.py.
 """
 
 import logging
@@ -15,11 +15,11 @@ from labkit.training import checkpoints, jax_world, manifest
 from labkit.training.checkpoint_folder import CheckpointFolder, clear, step_of, to_disk
 from labkit.training.saving import SaveFailed
 
-STATE = "state"  # what Orbax writes within a checkpoint's folder
+STATE = "state"  # name of Orbax's folder within a checkpoint
 
 
 class Saver:
-    """Resumes and saves a run as its options say; without --checkpoint it does nothing.
+    """Resume and save a run according to its options; without --checkpoint do nothing.
 
     Args:
         config: gpt_jax.py's options.
@@ -30,50 +30,56 @@ class Saver:
     """
 
     def __init__(self, config, run: dict):
-        self.config, self.run, self.found = config, run, None
+        self.config, self.run, self.path = config, run, None
         # Orbax takes absolute paths only
         self.folder = CheckpointFolder.of(config) if config.checkpoint else None
 
     def find(self, last_step: int) -> int:
-        """Return the step from which to train, judged before anything is made; 0 without a checkpoint.
+        """Find and verify the newest checkpoint, before anything is allocated, and return its step; 0 if there is none.
+
+        Args:
+            last_step: number of steps at the end of training.
 
         Raises:
-            UserError: the checkpoint is damaged, of another run, or leaves nothing to train: see ``checkpoints.resume``.
+            UserError: the checkpoint is damaged, belongs to another run, or training is complete (``checkpoints.resume``).
         """
         if not self.folder:
             return 0
 
-        def judged(path: Path) -> int:
+        def verify(path: Path) -> int:
             checkpoints.checked(path, self.run)
-            self.found = path
+            self.path = path
             return step_of(path)
 
-        return checkpoints.resume(self.folder, self.config, last_step, judged)
+        return checkpoints.resume(self.folder, self.config, last_step, verify)
 
     def load(self, training):
-        """Read the checkpoint that was found, whatever devices wrote it, in the place of the arrays there are.
+        """Load the checkpoint that ``find`` has found, if any, and replace the arrays of ``training``.
 
         Args:
-            training: gpt_jax.py's.
+            training: gpt_jax.py's. Its arrays define dtypes and shardings; the devices may differ from those that saved.
 
         Raises:
-            UserError: it is of arrays of other shapes, or cannot be read.
+            UserError: its arrays have other shapes, or it cannot be read.
         """
-        if not self.found:
+        if not self.path:
             return
-        checkpoints.check_shapes(self.found, manifest.read(self.found), _named(training))
-        # Number formats and where the parts are to lie: what is read takes these.
+        checkpoints.check_shapes(self.path, manifest.read(self.path), _named(training))
         wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), _named(training))
         try:
             with _checkpointer() as checkpointer:
-                found = checkpointer.restore(self.found.absolute() / STATE, wanted)
-        except Exception as error:  # of many kinds
-            raise checkpoints.unreadable(self.found, error) from None
+                arrays = checkpointer.restore(self.path.absolute() / STATE, wanted)
+        except Exception as error:  # of many types
+            raise checkpoints.unreadable(self.path, error) from None
         structure = jax.tree.structure((training.params, training.state))
-        training.params, training.state = jax.tree.unflatten(structure, found.values())
+        training.params, training.state = jax.tree.unflatten(structure, arrays.values())
 
     def save(self, step: int, training):
-        """Write the state after ``step`` steps.
+        """Save the state after ``step`` steps.
+
+        Args:
+            step: number of steps trained.
+            training: gpt_jax.py's.
 
         Raises:
             Diverged: it has values that are not finite; nothing was written.
@@ -95,11 +101,11 @@ class Saver:
                 checkpointer.save(partial / STATE, named)
             paths = [path for path in partial.rglob("*") if path.is_file()]
             files = {str(path.relative_to(partial)): manifest.digest(path) for path in paths}
-            about = {"run": self.run, "options": checkpoints.changeable(self.config)}
-            about["ranks"] = len(training.mesh.devices.flat)
-            about["shapes"] = {name: list(array.shape) for name, array in named.items()}
-            about["formats"] = {name: str(array.dtype) for name, array in named.items()}
-            manifest.write(partial, files, **about, versions=jax_world.versions())
+            metadata = {"run": self.run, "options": checkpoints.changeable(self.config)}
+            metadata["ranks"] = len(training.mesh.devices.flat)
+            metadata["shapes"] = {name: list(array.shape) for name, array in named.items()}
+            metadata["formats"] = {name: str(array.dtype) for name, array in named.items()}
+            manifest.write(partial, files, **metadata, versions=jax_world.versions())
             to_disk(partial)
             self.folder.commit(partial)
         except OSError as error:
@@ -110,17 +116,17 @@ class Saver:
             ) from None
 
     def close(self):
-        """Let the next run have the folder at once."""
+        """Release the folder for the next run."""
         if self.folder:
             self.folder.close()
 
 
 def _named(training) -> dict:
-    """{name: array} of all that is saved, in the order of the tree's leaves."""
+    """Return {name: array} of everything to save, in the order of the tree's leaves."""
     leaves, _ = jax.tree_util.tree_flatten_with_path((training.params, training.state))
     return {f"{number:03d}{jax.tree_util.keystr(path)}": leaf for number, (path, leaf) in enumerate(leaves)}
 
 
 def _checkpointer():
-    logging.getLogger("absl").setLevel(logging.ERROR)  # it tells each phase of each save
+    logging.getLogger("absl").setLevel(logging.ERROR)  # it logs each phase of each save
     return ocp.StandardCheckpointer()

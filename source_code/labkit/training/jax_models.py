@@ -1,8 +1,8 @@
-"""The transformer of labkit/training/models.py in JAX (flax nnx). It is pure: how it is shared is not its business.
+"""The transformer of labkit/training/models.py in JAX (flax nnx). The model is pure: it contains no parallelism.
 
-Its blocks are one block whose parameters have an axis more, the first: that of the layers. A loop (``jax.lax.scan``)
-runs over it, so that the compiler sees one block however many there are. Names are those of PyTorch's modules; a
-linear layer's ``kernel`` is its weight transposed: (in, out).
+All blocks are one block whose parameters have an additional first axis, the layers. A loop (``jax.lax.scan``) runs over
+this axis, so that the compiler sees a single block. Names are those of PyTorch's modules; a linear layer's ``kernel`` is
+the transposed weight, (in, out).
 """
 
 import jax
@@ -13,15 +13,15 @@ from planner.models.shapes import GPTShape
 
 from labkit.training import models
 
-STACK = "blocks"  # the part of the model whose leaves have the axis of the layers
+STACK = "blocks"  # the part of the model whose leaves have a layer axis
 
 
-def _as_it_is(name, module):
+def _identity(name, module):
     return module
 
 
 class GPT(nnx.Module):
-    """Input: token numbers of shape (batch, sequence). Output: logits of shape (batch, sequence, vocabulary)."""
+    """A decoder-only transformer. Input: token ids (batch, sequence). Output: logits (batch, sequence, vocabulary)."""
 
     def __init__(self, shape: GPTShape, dtype=jnp.float32):
         self.shape, self.dtype, rngs = shape, dtype, nnx.Rngs(0)
@@ -30,10 +30,14 @@ class GPT(nnx.Module):
         self.norm = _norm(shape, dtype, rngs)
         self.head = None if shape.tie_word_embeddings else _linear(shape.hidden_size, shape.vocab_size, dtype, rngs)
 
-    def __call__(self, tokens, whole=_as_it_is, recompute: bool = False):
-        """whole(name, module): called with each part of the model just before it computes; what it returns computes.
+    def __call__(self, tokens, whole=_identity, recompute: bool = False):
+        """Compute logits.
 
-        recompute: backward computes each block again, from its input, instead of keeping what lies within.
+        Args:
+            tokens: token ids, (batch, sequence).
+            whole: called with (name, module) of each part of the model just before it runs; the returned module runs
+                instead, for example with gathered parameters.
+            recompute: checkpoint each block: save its input only, and recompute the rest in backward.
         """
         rotation = rotary(tokens.shape[1], self.shape, self.dtype)
         embedding = whole("embedding", self.embedding)
@@ -43,7 +47,7 @@ class GPT(nnx.Module):
         def one_block(x, layer):
             return whole(STACK, nnx.merge(block, layer))(x, rotation), None
 
-        # In a loop nothing else is there that the compiler could reuse: it need not be kept from looking (CSE).
+        # Within a loop there is nothing that common-subexpression elimination could reuse, so it need not be prevented.
         one_block = jax.checkpoint(one_block, prevent_cse=False) if recompute else one_block
         x, _ = jax.lax.scan(one_block, x, layers)
         x = whole("norm", self.norm)(x)
@@ -51,7 +55,7 @@ class GPT(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention and a feed-forward part, each added to what comes in. Shape in and out: (batch, sequence, width)."""
+    """Attention and a feed-forward network, each with a residual connection: (batch, sequence, hidden_size)."""
 
     def __init__(self, shape: GPTShape, dtype, rngs):
         self.attention_norm = _norm(shape, dtype, rngs)
@@ -80,8 +84,8 @@ class Attention(nnx.Module):
             layer(x).reshape(batch, length, -1, self.head_dim) for layer in (self.query, self.key, self.value)
         )
         query, key = apply_rope(query, *rotation), apply_rope(key, *rotation)
-        # jax.nn.dot_product_attention would do; but its softmax is in fp32 whatever it is given, hence not in fp64.
-        query = query.reshape(batch, length, key.shape[2], -1, self.head_dim)  # those that share a key side by side
+        # jax.nn.dot_product_attention would work, but its softmax is always in fp32, even for fp64 inputs.
+        query = query.reshape(batch, length, key.shape[2], -1, self.head_dim)  # grouped by key head
         scores = jnp.einsum("bqkgd,bskd->bkgqs", query, key) / self.head_dim**0.5
         scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -jnp.inf)
         mixed = jnp.einsum("bkgqs,bskd->bqkgd", jax.nn.softmax(scores), value)
@@ -109,13 +113,18 @@ def _norm(shape: GPTShape, dtype, rngs):
 
 
 def rotary(length: int, shape: GPTShape, dtype):
-    """``models.rotary``, by PyTorch: cosines and sines, each (length, 1, width of a head), the same to the last bit."""
+    """Return PyTorch's ``models.rotary`` as JAX arrays, bitwise equal: cosines and sines, each (length, 1, head_dim)."""
     like = torch.empty(0, dtype=torch.float64 if dtype == jnp.float64 else torch.float32)
     return [jnp.asarray(table.numpy())[:, None] for table in models.rotary(length, shape.head_dim, like)]
 
 
 def apply_rope(x, cos, sin):
-    """Each pair of numbers of a head, (x[i], x[i + width/2]), turned by the angle of its position."""
+    """Rotate each pair (x[i], x[i + head_dim/2]) of a head by the angle of its position.
+
+    Args:
+        x: (batch, length, heads, head_dim).
+        cos, sin: as ``rotary`` returns them.
+    """
     first, second = jnp.split(x, 2, axis=-1)
     return x * cos + jnp.concatenate([-second, first], axis=-1) * sin
 
@@ -124,19 +133,22 @@ def apply_rope(x, cos, sin):
 
 
 def structure(shape: GPTShape, dtype=jnp.float32):
-    """(what the model is, its parameters as shapes): nothing is allocated. ``nnx.merge`` of both is the model."""
+    """Return (graph definition, parameters as shapes) without allocating; ``nnx.merge`` of both is the model."""
     return nnx.split(nnx.eval_shape(lambda: GPT(shape, dtype)))
 
 
 def names(tree) -> list[str]:
-    """The names of a tree's leaves, in the order of ``jax.tree.leaves``: blocks.attention.query.kernel."""
+    """Return the names of a tree's leaves (blocks.attention.query.kernel), in the order of ``jax.tree.leaves``."""
     return [".".join(str(part) for part in path) for path, _ in nnx.to_flat_state(tree)]
 
 
 def import_weights(model: models.GPT, shapes, shardings):
-    """The parameters of a PyTorch model, in the CPU's memory, as those of this one, each device with its part.
+    """Convert the parameters of a PyTorch model on the CPU to sharded JAX arrays, one leaf at a time.
 
-    shapes, shardings: trees of shapes (of ``structure``) and of what JAX calls shardings. Leaf by leaf.
+    Args:
+        model: the PyTorch model.
+        shapes: tree of shapes, as ``structure`` returns it.
+        shardings: tree of JAX's shardings.
     """
     weights = dict(model.named_parameters())
 
@@ -155,7 +167,7 @@ def _stacked(weights: dict, name: str) -> torch.Tensor:
 
 
 def _as_jax(weights: dict, name: str) -> torch.Tensor:
-    """The weight that ``name`` (embedding.embedding, norm.scale, head.kernel) has in PyTorch, the way JAX has it."""
+    """Return PyTorch's weight for a JAX name (embedding.embedding, norm.scale, head.kernel), in JAX's layout."""
     module, _, kind = name.rpartition(".")
     weight = weights[f"{module}.weight"].detach()
     return weight.T if kind == "kernel" else weight

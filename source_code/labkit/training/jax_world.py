@@ -1,6 +1,6 @@
-"""JAX behind one door: whether it is there, the devices that a run computes on, the record's and the refusals' share.
+"""Use JAX: check its version, select devices, and measure a run for its record.
 
-Nothing here imports JAX before it is asked for: the course does without it, and gpt_jax.py and notebook 14 need it.
+JAX is optional: it is imported only when a function of this file is called, for gpt_jax.py and notebook 14.
 """
 
 import contextlib
@@ -23,23 +23,27 @@ from labkit.running import options, progress, ranks
 
 OLDEST = (0, 10)  # jax.shard_map, AxisType, jax_num_cpu_devices, and recomputation that saves memory
 PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint")
-VIRTUAL = 8  # devices that the CPU is taken for, where nobody says how many
+VIRTUAL = 8  # default number of virtual devices on the CPU
 
 
 @dataclass(frozen=True)
 class World(ranks.Rank):
-    """One process that drives all devices. In a record they are its ranks: ``world_size`` is their number."""
+    """The one process that drives all devices. Its record counts devices as ranks: ``world_size`` is their number."""
 
-    devices: tuple = ()  # as JAX has them
+    devices: tuple = ()  # JAX's
 
     @property
     def hardware(self) -> str:
-        """What computes, in a few words, as ``records.hardware`` has them."""
+        """Name of the devices for a figure's caption, as in ``records.hardware``."""
         return self.devices[0].device_kind if self.device.type == "cuda" else records.hardware(self.device)
 
 
 def check():
-    """UserError: JAX, or what the lab needs beside it, is not installed, or JAX is too old."""
+    """Check that JAX and the other ``PACKAGES`` are installed.
+
+    Raises:
+        UserError: one is missing, or JAX is too old.
+    """
     for package in PACKAGES:
         try:
             version = importlib.metadata.version(package)
@@ -47,55 +51,64 @@ def check():
             raise UserError(f"{package} is not installed, which FSDP in JAX needs: run make jax") from None
         if package == "jax" and tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST:
             oldest = ".".join(map(str, OLDEST))
-            raise UserError(f"JAX {version} is installed, and {oldest} is the oldest that will do: run make jax")
+            raise UserError(f"JAX {version} is installed, and {oldest} is the oldest supported version: run make jax")
 
 
 @contextlib.contextmanager
 def imports(name: str) -> Iterator[None]:
-    """Around the imports of JAX in a file called ``name``: if it cannot be had, a UserError; of a script, its end."""
+    """Check JAX around its imports in the module ``name``; in a script, exit with the message instead of raising.
+
+    Raises:
+        UserError: JAX is not available.
+    """
     try:
         check()
     except UserError as error:
         if name == "__main__":
             options.exit_with_error(str(error), launched=True)
         raise
-    # JAX would take three quarters of a GPU's memory when it first computes, PyTorch's in the same notebook included.
+    # By default JAX reserves three quarters of a GPU's memory, which PyTorch in the same notebook would lack.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     yield
 
 
 def load(devices: int | None = None, device: str = "auto", precision: str = "fp32") -> World:
-    """The devices of a run, ready to compute. UserError: there are not so many, or not of this kind.
+    """Configure JAX, and return the devices of a run.
 
-    devices: how many (default: every GPU, or 8 virtual devices of the CPU). device: "cpu", "cuda", or "auto": GPUs
-    where JAX sees one. precision: fp64 lets JAX compute in it, which it otherwise does not, whatever it is given.
+    Args:
+        devices: their number (default: every GPU, or 8 virtual devices on the CPU).
+        device: "cpu", "cuda", or "auto": GPUs if JAX sees any.
+        precision: "fp64" enables JAX's 64-bit types, which are otherwise converted to 32 bits.
+
+    Raises:
+        UserError: there are fewer devices, or none of this type.
     """
     with imports(__name__):
         jax = import_module("jax")
     if device == "cpu":
         jax.config.update("jax_platforms", "cpu")  # or JAX would look for GPUs, and take memory on them
-    with contextlib.suppress(RuntimeError):  # JAX has its devices already: those of an earlier call
+    with contextlib.suppress(RuntimeError):  # JAX has created its devices in an earlier call
         jax.config.update("jax_num_cpu_devices", devices or VIRTUAL)
     jax.config.update("jax_enable_x64", precision == "fp64")
     on_gpus = device != "cpu" and jax.default_backend() == "gpu"
-    # There JAX multiplies fp32 matrices with fewer digits (TF32) unless told otherwise, which PyTorch does not. On the
-    # CPU it never does, and the same words would keep it from its fastest kernels.
+    # On GPUs, JAX by default computes fp32 matmuls in TF32; PyTorch does not. On the CPU it never does, and the same
+    # setting would disable its fastest kernels.
     jax.config.update("jax_default_matmul_precision", "highest" if on_gpus else None)
     if device == "cuda" and not on_gpus:
         raise UserError("--device cuda, but JAX sees no GPU here: use --device cpu, or install JAX for your GPUs")
-    there = jax.devices("gpu" if on_gpus else "cpu")
-    if devices and devices > len(there):
+    available = jax.devices("gpu" if on_gpus else "cpu")
+    if devices and devices > len(available):
         what = "GPU" if on_gpus else "device"
         rest = "or --device cpu" if on_gpus else "or start a new process: JAX makes devices of a CPU once"
-        seen = f"JAX has {len(there)} {what}{'s' * (len(there) > 1)} here"
-        raise UserError(f"--devices {devices}, but {seen}: give at most {len(there)}, {rest}")
-    used = tuple(there[: devices or len(there)])
+        seen = f"JAX has {len(available)} {what}{'s' * (len(available) > 1)} here"
+        raise UserError(f"--devices {devices}, but {seen}: give at most {len(available)}, {rest}")
+    used = tuple(available[: devices or len(available)])
     kind = torch.device("cuda" if on_gpus else "cpu")
     return World(0, 0, len(used), socket.gethostname(), kind, "xla", devices=used)
 
 
 def run(main, config):
-    """Call ``main(config, world)``. A user's error ends the process with a sentence and exit code 2."""
+    """Call ``main(config, world)``; exit with one sentence and code 2 after a user's error."""
     try:
         progress.report()
         refuse_several(dict(os.environ))
@@ -103,13 +116,17 @@ def run(main, config):
     except UserError as error:
         with contextlib.suppress(SystemExit):
             options.exit_with_error(str(error), launched=True)
-        os._exit(2)  # at once: the threads of a read that failed would each end in a traceback
+        os._exit(2)  # immediately: the threads of a failed read would each print a traceback
     except KeyboardInterrupt:
         sys.exit(130)
 
 
 def refuse_several(environ: dict):
-    """UserError where torchrun, or srun with several tasks, would start one whole run each."""
+    """Check that a launcher has started one process only: each process would be a complete run.
+
+    Raises:
+        UserError: torchrun or srun has started several.
+    """
     step = environ.get("SLURM_STEP_NUM_TASKS", "1") if "SLURM_STEP_ID" in environ else "1"
     several = max(environ.get("WORLD_SIZE", "1"), step, key=int)
     if several != "1":
@@ -117,7 +134,7 @@ def refuse_several(environ: dict):
 
 
 def free_memory(world: World) -> float:
-    """Bytes that each device can still allocate: its own on a GPU, its part of what the machine has on the CPU."""
+    """Return the bytes that each device can still allocate: a GPU's own, or an equal part of the host's memory."""
     if world.device.type == "cpu":
         return host_memory.free() / world.world_size
     stats = [device.memory_stats() for device in world.devices]
@@ -125,36 +142,44 @@ def free_memory(world: World) -> float:
 
 
 def needed(step) -> int:
-    """Bytes that each device needs for a compiled step, as the compiler has planned it: nothing is allocated yet."""
+    """Return the bytes that a compiled step needs on each device, as planned by XLA, before anything is allocated."""
     compiled = hlo.memory(step)
     return compiled["arguments"] + _within(compiled)
 
 
 def _within(compiled: dict) -> int:
-    """Of ``hlo.memory``: what a step needs beside what it is given. Donated arguments become results."""
+    """Return the bytes that a step needs in addition to its arguments; donated arguments become outputs."""
     return compiled["temporary"] + compiled["outputs"] - compiled["aliased"]
 
 
 def versions() -> dict[str, str]:
-    """{package: version}, for a record."""
+    """Return {package: version}, for a record."""
     return {package: importlib.metadata.version(package) for package in PACKAGES}
 
 
-# What is measured
+# Measurements
 
 
 def bytes_on_each(tree, world: World) -> list[int]:
-    """Bytes of a tree of arrays that lie on each device."""
+    """Return the bytes of a tree of arrays on each device."""
     leaves = import_module("jax").tree.leaves(tree)
     shards = [shard for leaf in leaves for shard in leaf.addressable_shards]
     return [sum(shard.data.nbytes for shard in shards if shard.device == device) for device in world.devices]
 
 
 def measured(training, world: World, ends: list[float], global_batch: int) -> dict:
-    """{"memory", "time", "traffic", "compile_seconds"} for a record (``meters.Meter.summary``).
+    """Return the measurements of a run for its record, as ``meters.Meter.summary`` does.
 
-    training: gpt_jax.py's. ends: when each step was done, in seconds. What persists is counted on the devices; what a
-    step needs beside it, and what it sends, is read from the compiled program.
+    Persistent memory is counted on the devices; transient memory and traffic are read from the compiled program.
+
+    Args:
+        training: gpt_jax.py's.
+        world: the devices.
+        ends: time at the end of each step, in seconds.
+        global_batch: sequences per step, on all devices together.
+
+    Returns:
+        {"memory", "time", "traffic", "compile_seconds"}.
     """
     durations = [end - start for start, end in itertools.pairwise(ends)][meters.FIRST_TIMED_STEP - 1 :]
     return {

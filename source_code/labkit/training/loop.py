@@ -1,4 +1,4 @@
-"""Run what surrounds the steps of a training loop: resume, learning rate, meter, progress, logs, preemption, record.
+"""Run everything around the steps of a training loop: resume, learning rate, meter, progress, logs, preemption, record.
 
   loop = Loop(config, me, saver, last_step=config.max_steps, global_batch=32)
   while loop.step < loop.last_step:
@@ -10,7 +10,7 @@
       saver.save(loop.step)
   record = loop.finish()
 
-The lab keeps everything that a chapter teaches. Nothing in this file computes a gradient or updates a parameter.
+The lab contains everything that a chapter teaches. Nothing in this file computes a gradient or updates a parameter.
 """
 
 import math
@@ -26,15 +26,21 @@ LOG_EVERY = 50  # steps between two reductions of the losses
 
 
 def keep_norm(optimizer, norm, config):
-    """Keep the gradient's norm for --log, where the loop finds it; without --log, let it be freed."""
+    """Store the gradient's norm on the optimizer for --log; without --log it is freed.
+
+    Args:
+        optimizer: the loop reads its attribute ``gradient_norm``.
+        norm: a scalar tensor.
+        config: the lab's options.
+    """
     if config.log:
         optimizer.gradient_norm = norm
 
 
 class Loop:
-    """Resume a run, then watch its steps and report them.
+    """Resume a run, measure its steps, and report them.
 
-    Every rank makes one and calls it at the same steps: most methods are collective.
+    Every rank creates one and calls it at the same steps: most methods are collective.
 
     Attributes:
         step: Number of steps trained so far, including those of the run being resumed.
@@ -54,7 +60,7 @@ class Loop:
         learning_rate: Callable[[int], float] | None = None,
         flops_per_token: float | None = None,
     ):
-        """Resume from the newest checkpoint if the options say so, and print where the run starts. Collective.
+        """Resume from the newest checkpoint if --resume is given, and print the first step. Collective.
 
         Args:
             config: The lab's options. A lab whose samples are sequences has ``seq_len``, their number of tokens.
@@ -64,7 +70,7 @@ class Loop:
             global_batch: Number of samples (images or sequences) per step, all ranks together.
             learning_rate: Maps a step's index, counted from 0, to its learning rate; by default ``--lr-schedule``'s. As it
                 is a function of the step, a resumed run needs no saved state.
-            flops_per_token: Floating-point operations that training on a token takes, for the MFU that --log writes.
+            flops_per_token: Model FLOPs of training on one token, for --log's MFU.
 
         Raises:
             UserError: There is nothing to resume or to train (``Saver.resume``).
@@ -99,14 +105,14 @@ class Loop:
         return self.config.checkpoint_every or self.last_step
 
     def save_is_due(self) -> bool:
-        """Return whether ``--checkpoint-every`` or the end of the run asks for a checkpoint after the current step."""
+        """Return whether to save after the current step, because of ``--checkpoint-every`` or the end of the run."""
         return self.step % self._save_every == 0 or self.step == self.last_step
 
     def watch(self, batches: Iterable) -> Iterator:
-        """Yield each batch, set its step's learning rate first, and measure what the caller does with it. Collective.
+        """Yield each batch after setting its step's learning rate, and measure the caller's step. Collective.
 
         Raises:
-            Preempted: The ranks were asked to end and have saved a checkpoint.
+            Preempted: The run was preempted, and a checkpoint is saved.
         """
         for batch in self.meter.watch(self.stop.until_preempted(batches)):
             for group in self.optimizer.param_groups:
@@ -117,17 +123,19 @@ class Loop:
         self.stop.raise_if_preempted(self.me, self.saver, self.step, self.last_step)
 
     def interruptible(self, batches: Iterable) -> Iterator:
-        """Yield the batches of an evaluation, which may take longer than a preemption warning leaves. Collective.
+        """Yield the batches of an evaluation until the run is preempted. Collective.
 
         Raises:
-            Preempted: The ranks were asked to end and have saved a checkpoint; not after the last step, where the run ends
-                anyway.
+            Preempted: The run was preempted, and a checkpoint is saved; not after the last step, where it ends anyway.
         """
         yield from batches if self.step == self.last_step else self.stop.until_preempted(batches)
         self.stop.raise_if_preempted(self.me, self.saver, self.step, self.last_step)
 
     def log(self, losses: list[float]) -> bool:
-        """Keep the losses of the steps since the last call, averaged over the ranks, and write --log's scalars. Collective.
+        """Record the losses of the steps since the last call, and write --log's scalars. Collective.
+
+        Args:
+            losses: One per step, averaged over the ranks.
 
         Returns:
             Whether every loss is finite. If not, ``records.report`` raises ``Diverged`` at the end of the run, and the
@@ -145,7 +153,7 @@ class Loop:
         return all(map(math.isfinite, losses))
 
     def log_scalars(self, **scalars: float):
-        """Write more scalars of the current step to the event files, such as a validation loss."""
+        """Write further scalars of the current step to the event files, such as a validation loss."""
         self._write({name: [(self.step, value)] for name, value in scalars.items()})
 
     def _write(self, scalars: dict):
@@ -153,23 +161,23 @@ class Loop:
             self.events.write(scalars)
 
     def _speed_and_memory(self) -> dict[str, float | None]:
-        """Return the scalars of the steps since the last log together. Collective: the matmul ceiling is measured once."""
+        """Return speed and memory of the steps since the last log. Collective: the matmul ceiling is measured once."""
         memory = self.meter.peak_memory()
         seconds = self.meter.step_times(self.timed)
         self.timed += len(seconds)
         rate = self.global_batch * len(seconds) / sum(seconds) if seconds else None
-        found = {"peak_memory_gib": memory and memory / 2**30}
+        scalars = {"peak_memory_gib": memory and memory / 2**30}
         if not self.seq_len:
-            return found | {"samples_per_second": rate}
+            return scalars | {"samples_per_second": rate}
         tokens = rate and rate * self.seq_len
         if tokens and self.flops_per_token:
             self.peaks = self.peaks or meters.measured_peaks(self.config.precision, self.me)
             shares = meters.utilization(tokens, self.flops_per_token, self.config.precision, self.me, self.peaks)
-            found |= {name: share and share["value"] for name, share in shares.items()}
-        return found | {"tokens_per_second": tokens}
+            scalars |= {name: share and share["value"] for name, share in shares.items()}
+        return scalars | {"tokens_per_second": tokens}
 
     def finish(self) -> dict:
-        """Wait for the last checkpoint, close what is open, and return this run's part of a record. Collective."""
+        """Wait for the last checkpoint, close meter and folder, and return the run's part of its record. Collective."""
         self.saver.finish(self.step)
         self.meter.finish()
         measured = self.meter.summary(self.global_batch)

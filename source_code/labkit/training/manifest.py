@@ -1,10 +1,10 @@
-"""A checkpoint's manifest: which files it has, their lengths and checksums, and what they are of. Imports no torch.
+"""Write and verify a checkpoint's manifest: its files, their lengths and checksums, and metadata. Imports no torch.
 
-It is written last and read first: a folder without one was never finished, and what differs from it is damaged. The
-checksums are against accidents: a truncated copy, a flipped bit, files of two checkpoints mixed up. In a terminal
-``sha256sum`` gives the same.
+The manifest is written last and read first: a checkpoint without one is incomplete, and one that differs from it is
+damaged. The checksums detect accidents: a truncated copy, a flipped bit, mixed files of two checkpoints. ``sha256sum``
+computes the same.
 
-Storage that does not answer is not damage: see ``patiently``.
+Storage that does not respond is not damage: see ``with_retries``.
 """
 
 import errno
@@ -17,28 +17,28 @@ from pathlib import Path
 from labkit import UserError
 
 NAME = "manifest.json"
-FORMAT = 1  # of the checkpoint as a whole; a higher one was written by a later version of this course
-# A file that is missing or of another kind was lost or replaced. Any other error says nothing about what is stored.
+FORMAT = 1  # of the whole checkpoint; a higher one was written by a later version of this course
+# Errors that mean that a file is missing or was replaced. With any other error the file may be intact.
 LOST = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 WAITS = (0.5, 2.0, 8.0)  # seconds before each further attempt to read
 
 
 class Damaged(UserError):
-    """A checkpoint is not what was written, or was not written to its end."""
+    """A checkpoint differs from its manifest, or is incomplete."""
 
     def __init__(self, path: Path, reason: str):
-        super().__init__(path, reason)  # as it came: one rank sends it to the others, where it is made again
+        super().__init__(path, reason)  # the arguments of __init__, so that it can be pickled for other ranks
         self.path, self.reason = path, reason
 
     def __str__(self):
         return (
-            f"the checkpoint {self.path} is damaged ({self.reason}): give --fallback to go on from the newest whole "
+            f"the checkpoint {self.path} is damaged ({self.reason}): give --fallback to resume from the newest whole "
             "one, or remove it"
         )
 
 
 class Unreadable(UserError):
-    """A checkpoint cannot be read now; it may be whole."""
+    """A checkpoint cannot be read now; it may be intact."""
 
     exit_code = 75  # EX_TEMPFAIL: the same command may work later
 
@@ -48,16 +48,20 @@ class Unreadable(UserError):
 
     def __str__(self):
         return (
-            f"the checkpoint {self.path} cannot be read now ({self.reason}): try again when its storage answers, or give "
-            "--fallback to go on from an older one"
+            f"the checkpoint {self.path} cannot be read now ({self.reason}): try again when its storage responds, or give "
+            "--fallback to resume from an older one"
         )
 
 
-def patiently(read, path: Path):
-    """Return ``read()``, called again after a while where the storage of a checkpoint fails to answer.
+def with_retries(read, path: Path):
+    """Return ``read()``, and retry it while the storage of a checkpoint does not respond.
+
+    Args:
+        read: called without arguments.
+        path: the checkpoint, for messages.
 
     Raises:
-        OSError: a file is not there (``LOST``).
+        OSError: a file is missing (``LOST``).
         Unreadable: it still fails after the last of ``WAITS``.
     """
     for wait in (*WAITS, None):
@@ -72,17 +76,20 @@ def patiently(read, path: Path):
 
 
 def digest(path: Path) -> dict:
-    """{"bytes", "sha256"} of a file."""
+    """Return {"bytes", "sha256"} of a file."""
     with open(path, "rb") as file:
         return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": file.tell()}
 
 
-def write(folder: Path, files: dict[str, dict], **about):
-    """Write the manifest of a checkpoint whose files are all there, and see to it that it is on the disk.
+def write(folder: Path, files: dict[str, dict], **metadata):
+    """Write the manifest of a complete checkpoint, and flush it to the disk.
 
-    files: {name within the folder: its ``digest``}. about: what else is to be known of it, as JSON has it.
+    Args:
+        folder: the checkpoint.
+        files: {name within the folder: its ``digest``}.
+        metadata: further JSON values.
     """
-    content = {"format": FORMAT, "files": files} | about
+    content = {"format": FORMAT, "files": files} | metadata
     with open(folder / NAME, "w") as file:
         json.dump(content | {"sha256": _checksum(content)}, file, indent=1)
         file.write("\n")
@@ -91,17 +98,17 @@ def write(folder: Path, files: dict[str, dict], **about):
 
 
 def read(folder: Path) -> dict:
-    """Return what ``write`` wrote.
+    """Read the manifest of a checkpoint, and verify its own checksum.
 
     Raises:
-        Damaged: there is none, or it is not what was written.
-        Unreadable: the storage does not answer.
+        Damaged: it is missing or damaged.
+        Unreadable: the storage does not respond.
         UserError: a later version of the course wrote it.
     """
     try:
-        found = json.loads(patiently((folder / NAME).read_bytes, folder))
-        intact = found.pop("sha256") == _checksum(found)
-        version = found["format"]
+        content = json.loads(with_retries((folder / NAME).read_bytes, folder))
+        intact = content.pop("sha256") == _checksum(content)
+        version = content["format"]
     except FileNotFoundError:
         raise Damaged(folder, f"it has no {NAME}, which is written last") from None
     except OSError as error:
@@ -114,46 +121,46 @@ def read(folder: Path) -> dict:
         raise UserError(
             f"the checkpoint {folder} has format {version}, and this version knows {FORMAT}: update the course"
         )
-    if not _has_its_parts(found):
+    if not _is_valid(content):
         raise Damaged(folder, f"{NAME} is not what this course writes")
-    return found
+    return content
 
 
-def _has_its_parts(found: dict) -> bool:
-    """Whether a manifest says what the course reads in it. One made elsewhere may have a right checksum over nonsense."""
-    files, maps = found.get("files"), ("files", "run", "shapes")
-    return all(isinstance(found.get(part), dict) for part in maps) and all(
+def _is_valid(content: dict) -> bool:
+    """Return whether a manifest has the required keys: another program's may have a correct checksum, too."""
+    files, maps = content.get("files"), ("files", "run", "shapes")
+    return all(isinstance(content.get(part), dict) for part in maps) and all(
         name.isprintable() and isinstance(each, dict) and isinstance(each.get("bytes"), int)
         for name, each in files.items()
     )
 
 
 def _checksum(content: dict) -> str:
-    """Of the manifest itself, without this: of its content, however it is laid out."""
+    """Return the checksum of a manifest's content, without the checksum itself, independent of its formatting."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def difference(folder: Path, files: dict[str, dict], lengths_only: bool = False) -> str | None:
-    """Say in what a folder's files first differ from their digests.
+    """Compare a folder's files with their digests.
 
     Args:
         folder: the checkpoint.
         files: {name within the folder: its ``digest``}.
-        lengths_only: compare how long they are and do not read them.
+        lengths_only: compare the lengths only, without reading the files.
 
     Returns:
-        A few words, or None if they do not differ.
+        A description of the first difference; None if there is none.
 
     Raises:
-        Unreadable: the storage does not answer.
+        Unreadable: the storage does not respond.
     """
     for name, expected in files.items():
         path = folder / name
         try:
-            # The length first: it costs nothing, and says more.
-            if (size := patiently(path.stat, folder).st_size) != expected["bytes"]:
+            # The length first: it is cheap, and more informative.
+            if (size := with_retries(path.stat, folder).st_size) != expected["bytes"]:
                 return f"{name} has {size:,} bytes instead of {expected['bytes']:,}"
-            if not lengths_only and patiently(lambda path=path: digest(path), folder) != expected:
+            if not lengths_only and with_retries(lambda path=path: digest(path), folder) != expected:
                 return f"{name} is not what was written: its checksum differs"
         except OSError as error:
             return f"{name}: {error.strerror}"

@@ -1,4 +1,4 @@
-"""The networks of the course. They are pure: nothing here knows that there is more than one rank."""
+"""The models of the course. They are pure: they contain no parallelism."""
 
 import hashlib
 
@@ -13,8 +13,8 @@ from labkit.training.chunked_loss import chunked_loss
 class Net(nn.Module):
     """The MNIST network: two convolutions, two linear layers, 1,199,882 parameters.
 
-    ``fc1`` holds 1,179,776 of them (98.3 %), which is what makes this small network a good subject
-    for sharding: there is one thing worth splitting, and everybody can see which.
+    ``fc1`` has 1,179,776 of them (98.3 %), which makes this small network a good example for sharding: there is one layer
+    that is worth sharding, and it is easy to see which.
 
     Input: float images of shape (batch, 1, 28, 28). Output: log-probabilities of shape (batch, 10).
     """
@@ -29,6 +29,7 @@ class Net(nn.Module):
         self.fc2 = nn.Linear(128, 10)
 
     def forward(self, images):
+        """Return log-probabilities (batch, 10) of images (batch, 1, 28, 28)."""
         x = F.relu(self.conv1(images))
         x = F.relu(self.conv2(x))
         x = F.max_pool2d(x, 2)  # 24×24 → 12×12
@@ -37,7 +38,7 @@ class Net(nn.Module):
         return F.log_softmax(self.fc2(x), dim=1)
 
 
-# What computes attention, by device, number format and version of PyTorch
+# The operators of attention, depending on device, dtype, and PyTorch's version
 ATTENTION_OPERATORS = [
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -47,10 +48,10 @@ ATTENTION_OPERATORS = [
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer in the form of Llama 3: pre-norm, rotary positions, grouped-query attention, SwiGLU.
+    """A decoder-only transformer like Llama 3: pre-norm, rotary embeddings, grouped-query attention, SwiGLU.
 
-    Input: token numbers of shape (batch, sequence). Output: logits of shape (batch, sequence, vocabulary). With
-    targets, of the input's shape, it is their mean cross-entropy: see ``Head``.
+    Input: token ids of shape (batch, sequence). Output: logits of shape (batch, sequence, vocabulary). With targets, which
+    have the input's shape, the output is their mean cross-entropy: see ``Head``.
     """
 
     def __init__(self, shape: GPTShape):
@@ -64,15 +65,15 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     def tie(self):
-        """Make one parameter of the embedding's weight and the head's, if the shape says so.
+        """Share one parameter between embedding and head if the shape has tied embeddings.
 
-        To be repeated after ``to_empty``, which gives every module a parameter of its own.
+        Repeat this after ``to_empty``, which gives every module its own parameter.
         """
         if self.shape.tie_word_embeddings:
             self.head.weight = self.embedding.weight
 
     def reset_parameters(self):
-        """Give every parameter its first value: a normal distribution for the weights, ones for the norms."""
+        """Draw every weight from N(0, 0.02²), and set the norms to one."""
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
@@ -80,6 +81,16 @@ class GPT(nn.Module):
                 nn.init.ones_(module.weight)
 
     def forward(self, tokens, targets=None, chunks: int = 1):
+        """Compute logits, or the loss.
+
+        Args:
+            tokens: token ids, (batch, sequence).
+            targets: int64, (batch, sequence); None: return logits.
+            chunks: number of chunks of tokens in which to compute the loss.
+
+        Returns:
+            Logits (batch, sequence, vocabulary), or the mean cross-entropy in nats per token, a scalar.
+        """
         x = self.embedding(tokens)
         rotation = rotary(tokens.shape[1], self.shape.head_dim, x)
         for block in self.blocks:
@@ -88,16 +99,18 @@ class GPT(nn.Module):
 
 
 class Head(nn.Linear):
-    """Hidden states to logits; with targets, to their mean cross-entropy, of one in ``chunks`` parts of the tokens at a
-    time. It is computed in here, where FSDP has gathered the weight.
+    """Compute logits from hidden states; with targets, their mean cross-entropy, in ``chunks`` chunks of tokens.
+
+    The loss is computed inside this module, where FSDP has gathered the weight.
     """
 
     def forward(self, x, targets=None, chunks: int = 1):
+        """Return logits or the loss of x (batch, sequence, hidden_size): see ``GPT.forward``."""
         return super().forward(x) if targets is None else chunked_loss(x, self.weight, targets, chunks)
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward part, each added to what comes in. Shape in and out: (batch, sequence, width)."""
+    """Attention and a feed-forward network, each with a residual connection."""
 
     def __init__(self, shape: GPTShape):
         super().__init__()
@@ -107,6 +120,12 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(shape)
 
     def forward(self, x, rotation):
+        """Return the block's output, of x's shape.
+
+        Args:
+            x: (batch, sequence, hidden_size).
+            rotation: (cos, sin), as ``rotary`` returns them.
+        """
         x = x + self.attention(self.attention_norm(x), rotation)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
@@ -123,6 +142,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)
 
     def forward(self, x, rotation):
+        """Return attention's output, of x's shape. Arguments: see ``Block.forward``."""
         query, key, value = (
             layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )
@@ -145,9 +165,9 @@ class FeedForward(nn.Module):
 
 
 class LoRALinear(nn.Linear):
-    """A frozen linear layer with a trained low-rank addition, LoRA (arXiv:2106.09685): x Wᵀ + (x downᵀ) upᵀ.
+    """A frozen linear layer with a trainable low-rank adapter, LoRA (arXiv:2106.09685): x Wᵀ + (x downᵀ) upᵀ.
 
-    ``up`` starts at zero, so that training starts from exactly what the frozen layer computes.
+    ``up`` starts at zero, so that the layer initially computes exactly what the frozen layer does.
     """
 
     def __init__(self, layer: nn.Linear, rank: int):
@@ -162,9 +182,9 @@ class LoRALinear(nn.Linear):
 
 
 def add_lora(model: GPT, rank: int):
-    """Freeze a GPT, and give the query and value projections of each block an adapter of that rank to train.
+    """Freeze a GPT, and add a LoRA adapter of that rank to the query and value projections of each block.
 
-    The frozen parameters keep their names. The adapters have no values yet: see ``init_weights``.
+    The frozen parameters keep their names. The adapters are not initialized: see ``init_weights``.
     """
     model.requires_grad_(False)
     for block in model.blocks:
@@ -176,23 +196,23 @@ DRAWN_AT_ONCE = 2**16  # elements of a matrix that one generator draws, in whole
 
 
 def whole_parameter(parameter):
-    """Return a parameter that no other rank shares, and its indices along each dimension: all of them."""
+    """Return an unsharded parameter and, for each dimension, all of its indices."""
     return parameter, [torch.arange(size) for size in parameter.shape]
 
 
 @torch.no_grad()
 def init_weights(model: nn.Module, seed: int, part_of=whole_parameter):
-    """Fill the parameters of a model, or this rank's parts of them, with their initial weights.
+    """Initialize the parameters of a model, or this rank's shards of them.
 
-    Each element is a function of the seed, the parameter's name and its position in the whole parameter: the same for
-    every strategy, every number of ranks and every device. A rank draws only the blocks of rows that it has a part in,
-    one at a time. So the time is that of its part, and a model that fits on no rank as a whole can be initialized.
+    Each element is a function of the seed, the parameter's name, and its position in the unsharded parameter: the same
+    for every strategy, number of ranks, and device. A rank draws only the blocks of rows that its shard overlaps, one at a
+    time. The time is therefore proportional to the shard, and the model need not fit on one rank.
 
     Args:
         model: contains only modules of this file. Parameters of any other kind are left as they are.
         seed: any integer.
         part_of: maps a parameter to the tensor to fill and, for each dimension, the indices that this tensor holds of
-            the whole parameter (a 1-D integer tensor on the CPU).
+            the unsharded parameter (a 1-D integer tensor on the CPU).
     """
     filled = set()
     for module_name, module in model.named_modules():
@@ -216,7 +236,7 @@ def _draw(part, rows, columns, shape, key: str):
     pieces = zip(blocks.tolist(), rows.split(counts.tolist()), part.split(counts.tolist()), strict=True)
     for block, mine, piece in pieces:
         first = block * per_block
-        # A hash, as the CPU's generator takes 32 bits of a seed, and and nearby numbers could meet those of another matrix.
+        # A hash, because the CPU's generator uses 32 bits of a seed, and consecutive seeds could collide between matrices.
         mixed = hashlib.sha256(f"{key} {block}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(mixed[:4]))
         values = torch.empty(min(per_block, shape[0] - first), shape[1]).normal_(std=0.02, generator=generator)
@@ -224,13 +244,30 @@ def _draw(part, rows, columns, shape, key: str):
 
 
 def rotary(length: int, width: int, like) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cosines and sines of rotary position embedding, each (length, width), on ``like``'s device (arXiv:2104.09864)."""
+    """Return the cosines and sines of rotary position embedding (RoPE, arXiv:2104.09864).
+
+    Args:
+        length: number of positions.
+        width: head_dim.
+        like: a tensor with the device and the dtype of the result.
+
+    Returns:
+        (cos, sin), each (length, head_dim).
+    """
     frequencies = 500_000.0 ** (-torch.arange(0, width, 2, device=like.device) / width)  # Llama 3's base
     angles = torch.outer(torch.arange(length, device=like.device), frequencies).repeat(1, 2)
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
 def apply_rope(x, cos, sin):
-    """Each pair of numbers of a head, (x[i], x[i + width/2]), turned by the angle of its position."""
+    """Rotate each pair (x[i], x[i + head_dim/2]) of a head by the angle of its position.
+
+    Args:
+        x: (batch, heads, length, head_dim).
+        cos, sin: (length, head_dim), as ``rotary`` returns them.
+
+    Returns:
+        As x.
+    """
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin

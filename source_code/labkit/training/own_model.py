@@ -1,6 +1,6 @@
 """Simulate a training step of the user's own model: any module, on one rank of a simulated world.
 
-Used by plan.py; labkit/measuring/simulate.py does the work, on tensors without memory.
+Used by plan.py; based on labkit/measuring/simulate.py.
 """
 
 import contextlib
@@ -25,17 +25,20 @@ from labkit.training.units import units_of
 
 
 def step(build, ranks: int, strategy: str, precision: str = "fp32", reshard: str = "true") -> dict:
-    """Simulate a step with AdamW on rank 0 of a world of ``ranks``. A process can do so once.
+    """Simulate a step with AdamW on rank 0 of a world of ``ranks``.
 
     Args:
-        build: returns (module, inputs, loss), where loss(module, *inputs) is the number to minimize.
+        build: returns (module, inputs, loss), where loss(module, *inputs) is the scalar to minimize.
         ranks: size of the simulated world.
         strategy: "single", "fsdp1" or "fsdp2".
         precision: "fp32" or "bf16" (FSDP's mixed precision; on one rank, autocast).
-        reshard: "true", "false", or a number of parts, as --reshard-after-forward.
+        reshard: "true", "false", or a number of shards, as --reshard-after-forward.
 
     Returns:
         Memory and traffic as ``simulate.step`` returns them.
+
+    Raises:
+        UserError: the strategy or the model cannot be simulated.
     """
     if strategy not in ("single", "fsdp1", "fsdp2"):
         raise UserError(f"{strategy} cannot be simulated: choose single, fsdp1 or fsdp2")
@@ -64,17 +67,24 @@ def step(build, ranks: int, strategy: str, precision: str = "fp32", reshard: str
 
 
 def sharded(module, strategy, precision, reshard, mesh):
-    """Wrap the units and the module itself by FSDP1 or FSDP2."""
+    """Wrap the FSDP units of a module, and the module itself, with FSDP1 or FSDP2.
+
+    Args:
+        module: any module.
+        strategy: "fsdp1" or "fsdp2".
+        precision, reshard: as for ``step``.
+        mesh: a one-dimensional device mesh.
+    """
     bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if precision == "bf16" else {}
     units = units_of(module)
     if strategy == "fsdp1":
-        whole = ShardingStrategy.FULL_SHARD if reshard == "true" else ShardingStrategy.SHARD_GRAD_OP
+        sharding = ShardingStrategy.FULL_SHARD if reshard == "true" else ShardingStrategy.SHARD_GRAD_OP
         return FullyShardedDataParallel(
             module,
             device_mesh=mesh,
             device_id=torch.device("cpu"),
             auto_wrap_policy=lambda module, recurse, **_: recurse or any(module is unit for unit in units),
-            sharding_strategy=whole,
+            sharding_strategy=sharding,
             mixed_precision=MixedPrecision(**bf16) if bf16 else None,
         )
     keep = int(reshard) if reshard.isdecimal() else reshard == "true"
@@ -84,13 +94,17 @@ def sharded(module, strategy, precision, reshard, mesh):
 
 
 def load(text: str):
-    """Load the function that FILE.py:function names."""
+    """Load a function from "FILE.py:function".
+
+    Raises:
+        UserError: there is no such file or function, or the file cannot be imported.
+    """
     path, _, name = text.rpartition(":")
     if not Path(path).is_file():
         raise UserError(f"--module {text}: there is no file {path}")
     spec = importlib.util.spec_from_file_location("own_model", path)
     if spec is None:
-        raise UserError(f"--module {text}: {path} is not a file of Python")
+        raise UserError(f"--module {text}: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(Path(path).resolve().parent))
     with as_user_error(f"{path} cannot be imported"):
@@ -102,7 +116,7 @@ def load(text: str):
 
 @contextlib.contextmanager
 def as_user_error(what: str):
-    """Turn an error of the user's own code into a UserError of one sentence that begins with ``what``."""
+    """Convert an error in the user's own code to a UserError of one sentence that begins with ``what``."""
     try:
         yield
     except UserError as error:
@@ -113,7 +127,15 @@ def as_user_error(what: str):
 
 
 def blueprint(name: str, build) -> networks.Blueprint:
-    """Describe the user's own network by its parameters: enough for persistent memory and traffic."""
+    """Describe the user's own model by its parameters, which is enough for persistent memory and traffic.
+
+    Args:
+        name: for messages.
+        build: as for ``step``.
+
+    Raises:
+        UserError: ``build`` fails, or returns something else.
+    """
     with as_user_error(f"{name} fails"), torch.device("meta"):
         returned = build()
         if not (isinstance(returned, tuple) and len(returned) == 3 and isinstance(returned[0], torch.nn.Module)):

@@ -1,13 +1,12 @@
-"""One run per checkpoint folder: who owns it, checked before anything in it is changed.
+"""Ensure that only one run at a time owns a checkpoint folder.
 
-Each owner makes a file of its own, ``.owner-000001``, ``.owner-000002``, …: the highest number owns the folder. Creating
-a file that must not exist yet is atomic, on NFS too, so that of two runs that start at once one becomes the owner and
-the other is refused. The number is a fencing token: a run that finds a higher one than its own, because it hung or its
-node was cut off while the job started elsewhere, must not touch the folder any more.
+Each owner creates a file, ``.owner-000001``, ``.owner-000002``, …: the highest number owns the folder. Exclusive creation
+of a file is atomic, on NFS, too, so that of two runs that start at the same time one becomes the owner and the other is
+refused. The number is a fencing token: a run that finds a higher one than its own, because it hung or its node was cut
+off while the job restarted elsewhere, must not change the folder any more.
 
-While it lives, the owner sets the file's modification time every few seconds (its heartbeat). A new run takes over if
-the owner has released the folder, if it was an earlier start of the same job, if its process is gone from this machine,
-or if its heartbeat has stopped.
+The owner updates the file's modification time every few seconds (its heartbeat). A new run takes over if the owner has
+released the folder, was an earlier start of the same job, has no process on this machine any more, or has no heartbeat.
 """
 
 import json
@@ -24,7 +23,7 @@ from pathlib import Path
 from labkit import UserError
 
 HEARTBEAT_SECONDS = 10
-STALE_SECONDS = 120  # without a heartbeat. Longer than a busy file server makes a client wait
+STALE_SECONDS = 120  # without a heartbeat; longer than the delays of a busy file server
 NAME = re.compile(r"\.owner-(\d{6,})")
 
 
@@ -37,12 +36,12 @@ class TakenOver(UserError):
 
 
 class Owner:
-    """This run's ownership of a checkpoint folder. One process of a run has it: rank 0.
+    """This run's ownership of a checkpoint folder, on rank 0.
 
     Attributes:
-        folder: the folder, which exists.
-        token: a short name of this run, unique among all that ever owned the folder.
-        number: of this run's file, higher than those of all owners before.
+        folder: an existing folder.
+        token: a short unique name of this run.
+        number: of this run's file, higher than those of all earlier owners.
     """
 
     def __init__(self, folder: Path, number: int, token: str):
@@ -51,7 +50,7 @@ class Owner:
         threading.Thread(target=self._beat, daemon=True).start()
 
     def check(self):
-        """Make sure that this run still owns the folder.
+        """Check that this run still owns the folder.
 
         Raises:
             TakenOver: another run does.
@@ -63,13 +62,13 @@ class Owner:
             )
 
     def release(self):
-        """Let the next run have the folder at once."""
+        """Release the folder for the next run."""
         self._over.set()
         if (path := _path(self.folder, self.number)).exists():
             _write(path, {**_read(path), "released": True})
 
     def withdraw(self):
-        """Leave the folder as it was before: this run was refused before it changed anything."""
+        """Remove this run's file, because the run was refused before it changed anything."""
         self._over.set()
         _path(self.folder, self.number).unlink(missing_ok=True)
 
@@ -78,20 +77,20 @@ class Owner:
         while not self._over.wait(HEARTBEAT_SECONDS):
             try:
                 os.utime(path)
-            except OSError:  # away for a moment, or for good: then others see the heartbeat stop
+            except OSError:  # the file server may recover; if not, others see that the heartbeat has stopped
                 continue
 
 
 def acquire(folder: Path) -> tuple[Owner, str | None]:
-    """Become the owner of a folder that exists.
+    """Become the owner of an existing folder.
 
     Returns:
-        The ownership, and a sentence about the run it was taken over from; None if there was none, or it had released
-        the folder.
+        (the ownership, a sentence about the previous owner). The sentence is None if there was no owner, or it had
+        released the folder.
 
     Raises:
         InUse: another run owns it and may be alive.
-        OSError: no file can be made there.
+        OSError: the folder cannot be written to.
     """
     me = _this_run()
     while True:
@@ -102,7 +101,7 @@ def acquire(folder: Path) -> tuple[Owner, str | None]:
             reason = _why_over(owner, me, _age(newest[1]))
             if reason is None:
                 raise InUse(
-                    f"{folder} is in use by {_described(owner)}, which gave a sign of life {_age(newest[1]):.0f} s ago: "
+                    f"{folder} is in use by {_described(owner)}, whose last heartbeat was {_age(newest[1]):.0f} s ago: "
                     "name another --checkpoint, or wait until that run has ended"
                 )
         number = newest[0] + 1 if newest else 1
@@ -120,7 +119,7 @@ RELEASED = "it had released the folder"
 
 
 def _why_over(owner: dict, me: dict, age: float) -> str | None:
-    """Why an owner need not be asked any more; None if it may be alive. age: seconds since its last heartbeat."""
+    """Return why an owner has lost the folder; None if it may be alive. age: seconds since its last heartbeat."""
     if owner.get("released"):
         return RELEASED
     same_job = owner.get("job") and owner["job"] == me["job"]
@@ -129,11 +128,11 @@ def _why_over(owner: dict, me: dict, age: float) -> str | None:
         return "this is a later start of the same job"
     if (owner.get("host"), owner.get("boot")) == (me["host"], me["boot"]):
         if (owner.get("pid"), owner.get("started")) == (me["pid"], me["started"]):
-            return RELEASED  # an earlier run in this process, which an error has ended
+            return RELEASED  # an earlier run in this process, ended by an error
         if not _lives(owner):
             return "its process has ended"
     if age > STALE_SECONDS:
-        return f"it gave no sign of life for {age:.0f} s"
+        return f"it had no heartbeat for {age:.0f} s"
     return None
 
 
@@ -143,7 +142,7 @@ def _this_run() -> dict:
         "run": uuid.uuid4().hex[:8],
         "job": environ.get("SLURM_JOB_ID"),
         "launch": environ.get("TORCHELASTIC_RUN_ID"),
-        # How often Slurm has requeued the job, and then torchrun started its ranks again: compared in this order.
+        # Number of requeues by Slurm, then of restarts by torchrun; compared in this order.
         "restarts": [int(environ.get(name) or 0) for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")],
         "host": socket.gethostname(),
         "boot": _boot(),
@@ -154,7 +153,7 @@ def _this_run() -> dict:
 
 
 def _boot() -> str | None:
-    """An identifier of this machine since it was started; None where there is none (macOS)."""
+    """Return an identifier of this boot of the machine; None if there is none (macOS)."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -162,7 +161,7 @@ def _boot() -> str | None:
 
 
 def _started(process: int) -> str | None:
-    """When a process of this machine began, in the kernel's ticks; None if it is not there, or not known."""
+    """Return the start time of a process on this machine, in ticks; None if there is no such process, or no /proc."""
     try:
         # The second field is the program's name in parentheses, and may contain anything.
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
@@ -171,7 +170,7 @@ def _started(process: int) -> str | None:
 
 
 def _lives(owner: dict) -> bool:
-    """Whether the owner, a process of this machine, is still there (and is not another with its number)."""
+    """Return whether the owner, a process on this machine, still exists (and not another one with its id)."""
     if owner.get("started") is not None:
         return _started(owner.get("pid", 0)) == owner["started"]
     try:
@@ -188,20 +187,20 @@ def _path(folder: Path, number: int) -> Path:
 
 
 def _all(folder: Path) -> list[tuple[int, Path]]:
-    """(number, file) of every owner that has a file, the newest last."""
-    found = ((NAME.fullmatch(name), name) for name in os.listdir(folder))
-    return sorted((int(match[1]), folder / name) for match, name in found if match)
+    """Return (number, file) of every owner, the newest last."""
+    matches = ((NAME.fullmatch(name), name) for name in os.listdir(folder))
+    return sorted((int(match[1]), folder / name) for match, name in matches if match)
 
 
 def _newest(folder: Path) -> tuple[int, Path] | None:
-    """The newest owner's number and file. Asks the file server, not what this node remembers of the folder."""
-    with _probe(folder):  # making a file has NFS look at the folder again
-        found = _all(folder)
-    return found[-1] if found else None
+    """Return the newest owner's number and file, from the file server, not from this node's cache."""
+    with _probe(folder):  # creating a file makes NFS refresh its cache of the folder
+        owners = _all(folder)
+    return owners[-1] if owners else None
 
 
 def _age(path: Path) -> float:
-    """Seconds since a file was touched, by the clock of its file server."""
+    """Return the seconds since a file was modified, by the clock of its file server."""
     with _probe(path.parent) as probe:
         now = probe.stat().st_mtime
     try:
@@ -211,7 +210,7 @@ def _age(path: Path) -> float:
 
 
 class _probe:
-    """A file that is there for a moment."""
+    """Create a file in a folder for the duration of the context."""
 
     def __init__(self, folder: Path):
         self.path = folder / f".probe-{uuid.uuid4().hex}"
@@ -224,19 +223,19 @@ class _probe:
         self.path.unlink(missing_ok=True)
 
 
-def _write(path: Path, about: dict, mode: str = "w"):
+def _write(path: Path, owner: dict, mode: str = "w"):
     with open(path, mode) as file:
-        json.dump(about, file)
+        json.dump(owner, file)
         file.flush()
         os.fsync(file.fileno())
 
 
 def _read(path: Path) -> dict:
-    """What an owner says of itself; {} if it has not written it yet, or is gone."""
+    """Return the content of an owner's file; {} if it is not written yet, or was removed."""
     for _ in range(5):
         try:
-            found = json.loads(path.read_text())
-            return found if isinstance(found, dict) else {}
+            owner = json.loads(path.read_text())
+            return owner if isinstance(owner, dict) else {}
         except ValueError:  # it is being written
             time.sleep(0.05)
         except OSError:
@@ -245,7 +244,7 @@ def _read(path: Path) -> dict:
 
 
 def _described(owner: dict) -> str:
-    """A run in a few words: "job 123 on node7 (python mnist_fsdp.py --epochs 4)"."""
+    """Describe a run: "job 123 on node7 (python mnist_fsdp.py --epochs 4)"."""
     if not owner:
         return "another run"
     job = f"job {owner['job']}" if owner.get("job") else f"process {owner.get('pid')}"

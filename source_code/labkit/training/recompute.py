@@ -1,25 +1,25 @@
-"""Which results recomputation keeps, where a list of operators does not say it."""
+"""Selective activation checkpointing that a list of operators cannot express."""
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from labkit.training import models
 
-PRODUCT = torch.ops.aten.mm.default  # with a weight; bmm is where attention is several operators
+MATMUL = torch.ops.aten.mm.default  # of linear layers; bmm is part of attention if that is several operators
 ATTENTION = {torch.ops.aten.bmm.default, *models.ATTENTION_OPERATORS}
 
 
-def keeping_every_second_product():
-    """For ``checkpoint(context_fn=…)``: keep what attention returns, and the first, third, … matrix product of the call.
+def save_every_second_matmul():
+    """Save the outputs of attention, and of the first, third, … matmul; pass this as ``checkpoint(context_fn=…)``.
 
-    The rule of torchtitan's selective recomputation by operators (torchtitan/distributed/activation_checkpoint.py, 2024
-    and 2025; since 2026 it keeps what is named).
+    This is torchtitan's selective activation checkpointing by operators (torchtitan/distributed/activation_checkpoint.py,
+    2024 and 2025; since 2026 it saves a list of operators).
     """
-    products = {False: 0, True: 0}  # in forward; and in recomputation, where PyTorch before 2.15 asks again
+    matmuls = {False: 0, True: 0}  # in forward, and in recomputation, where PyTorch before 2.15 calls the policy, too
 
     def policy(context, operator, *_, **__):
-        products[context.is_recompute] += operator == PRODUCT
-        kept = products[context.is_recompute] % 2 if operator == PRODUCT else operator in ATTENTION
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        matmuls[context.is_recompute] += operator == MATMUL
+        saved = matmuls[context.is_recompute] % 2 if operator == MATMUL else operator in ATTENTION
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

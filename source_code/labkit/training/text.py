@@ -1,7 +1,7 @@
-"""The text that the transformer lab reads: what Python's ``help()`` says, which comes with every Python.
+"""Load the training text of the transformer labs: the topics of ``help()``, which are part of every Python.
 
-Tokens are bytes, so the vocabulary is 256; a model with a larger one leaves the rest of it unused. The text
-differs a little from one version of Python to the next, and so do the losses.
+Tokens are bytes, so the vocabulary has 256 tokens; a model with a larger vocabulary does not use the rest. The text
+differs slightly between versions of Python, and so do the losses.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,18 @@ NAME = "pydoc-topics"
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """Two parts of one text, each a uint8 tensor of bytes; the last tenth is for validation."""
+    """Training and validation text, each a uint8 tensor of bytes; the last tenth is for validation."""
 
     train: torch.Tensor
     validation: torch.Tensor
 
 
 def read(file: str | None = None) -> tuple[str, bytes]:
-    """(name, bytes) of a file of text, or of the course's own. UserError: it cannot be read."""
+    """Read a text file, or the course's own text, and return (name, bytes).
+
+    Raises:
+        UserError: it cannot be read.
+    """
     if file:
         try:
             return Path(file).name, Path(file).read_bytes()
@@ -39,14 +43,14 @@ def read(file: str | None = None) -> tuple[str, bytes]:
 
 
 def load(device: torch.device, seq_len: int = 1) -> Text:
-    """Load the whole text onto the device: it is half a megabyte.
+    """Load the whole text, half a megabyte, onto a device.
 
     Args:
         device: Where the tokens go.
         seq_len: Number of tokens in a sequence.
 
     Raises:
-        UserError: This Python came without the text, or its validation part is too short for a sequence.
+        UserError: This Python lacks the text, or the validation text is shorter than a sequence.
     """
     tokens = torch.frombuffer(bytearray(read()[1]), dtype=torch.uint8).to(device)
     cut = len(tokens) * 9 // 10
@@ -56,15 +60,33 @@ def load(device: torch.device, seq_len: int = 1) -> Text:
 
 
 def starts(tokens, length: int, count: int, seed: int, step: int) -> torch.Tensor:
-    """Where the ``count`` sequences of a step's global batch begin: int64, (count,), on the CPU.
+    """Draw the start positions of the sequences of a step's global batch.
 
-    The n-th is a function of seed, step and n alone, so ranks and accumulation only decide who reads which.
+    The n-th position depends only on seed, step, and n, and not on the number of ranks or micro-batches.
+
+    Args:
+        tokens: the text, (tokens,).
+        length: tokens in a sequence.
+        count: number of sequences.
+        seed, step: of the run, and of its step.
+
+    Returns:
+        int64, (count,), on the CPU.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     return torch.randint(len(tokens) - length, (count,), generator=generator)
 
 
 def sequences(tokens, starts, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(inputs, targets) that begin at ``starts``: int64, (*starts.shape, length); a target is the byte that follows."""
-    places = starts.to(tokens.device)[..., None] + torch.arange(length, device=tokens.device)
-    return tokens[places].long(), tokens[places + 1].long()
+    """Return inputs and targets that begin at ``starts``; each target is the next token.
+
+    Args:
+        tokens: the text, (tokens,).
+        starts: start positions, any shape.
+        length: tokens in a sequence.
+
+    Returns:
+        (inputs, targets), each int64, (*starts.shape, length), on the text's device.
+    """
+    positions = starts.to(tokens.device)[..., None] + torch.arange(length, device=tokens.device)
+    return tokens[positions].long(), tokens[positions + 1].long()

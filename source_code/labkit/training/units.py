@@ -1,13 +1,13 @@
-"""Which modules of a model become FSDP units of their own."""
+"""Choose the FSDP units of a model: its wrapping policy."""
 
 from torch import nn
 
 
 def units_of(module: nn.Module) -> list[nn.Module]:
-    """Return the modules that become FSDP units: the members of the outermost ModuleLists, each of them once.
+    """Return the modules that become FSDP units: the members of the outermost ModuleLists, each once.
 
-    A list inside a member, such as the experts of a block, is gathered with it. A member that is a list itself has no
-    forward around which to gather: its members stand for it.
+    A list inside a member, such as the experts of a block, is gathered with it. A member that is itself a list has no
+    forward: its members become units instead.
     """
     units = []
     for child in module.children():

@@ -1,13 +1,13 @@
-"""Choose which parameters AdamW pulls towards zero."""
+"""Choose the parameters to which AdamW applies weight decay."""
 
 
 def parameter_groups(model, config) -> list[dict]:
     """Return the trained parameters as one or two parameter groups for AdamW, each with its weight decay.
 
-    With ``--no-decay-1d`` norms and biases, which have one dimension, are not decayed; matrices are, embeddings included
-    (as in nanoGPT). A sharded parameter (DTensor) has as many dimensions as the whole one. FSDP1's flat parameters do not.
-    The planner knows one group: of two, AdamW's intermediate results exist for one at a time, so that the optimizer's
-    step needs at most the smaller group's bytes less than it plans.
+    With ``--no-decay-1d`` norms and biases, which have one dimension, are not decayed; matrices are, including embeddings
+    (as in nanoGPT). A sharded parameter (DTensor) has as many dimensions as the unsharded one; FSDP1's flat parameters do
+    not. The planner assumes one group. With two groups, AdamW's intermediate results exist for one at a time, so that the
+    optimizer's step needs up to the smaller group's bytes less than planned.
 
     Args:
         model: The model, after sharding.
