@@ -1,22 +1,22 @@
-"""Find out why a run hangs: compare what its ranks left, and name the rank that the others wait for.
+"""Diagnose a hang: compare the flight records of all ranks, and name the rank that the others wait for.
 
-  python diagnose_hang.py --folder flight     what labkit/measuring/flight_recorder.py wrote, or PyTorch's own dumps
-  python diagnose_hang.py                     the dumps where PyTorch writes them: in ~/.cache/torch, unless
-                                               TORCH_FR_DUMP_TEMP_FILE or XDG_CACHE_HOME says otherwise
+  python diagnose_hang.py --folder flight     records of labkit/measuring/flight_recorder.py, or PyTorch's own dumps
+  python diagnose_hang.py                     dumps in PyTorch's default folder: ~/.cache/torch, unless
+                                               TORCH_FR_DUMP_TEMP_FILE or XDG_CACHE_HOME is set
 
-It follows who waits for whom, through all process groups (FSDP, HSDP, tensor parallelism, pipelines), and reports first
-the root: a rank that waits for nobody and did not arrive at a collective, or ranks that wait for each other in a circle;
-then the ranks that wait because of them. It also names a rank that called another collective, with other sizes or of
-another type (dtype) than the rest, even if it went on; a rank that is dead or stopped (kill -STOP); and the line of the
-program where each is. It needs no rank to be alive, and compares no clocks of different ranks to order events.
+It follows who waits for whom through all process groups (FSDP, HSDP, tensor parallelism, pipelines). It first reports the
+root: a rank that waits for no other and did not arrive at a collective, or ranks that wait for each other in a circle;
+then the ranks that wait because of them. It also reports a rank that called a different collective, or with different
+shapes or dtypes, even if it went on; a rank that is dead or stopped (kill -STOP); and the current line of each rank. No
+rank needs to be alive, and events are not ordered by clocks of different ranks.
 
 Dumps are called flight_<rank> (the recorder's), comm_lib_trace_rank_<rank> (PyTorch 2.11 to 2.15) or nccl_trace_rank_<rank>
-(older). PyTorch 2.15 writes one when a collective of NCCL times out, without being asked to. Which ranks write depends on
-what "nccl" is: ProcessGroupNCCL (in older versions, or with TORCH_DIST_USE_NCCL2=0) tells its peers through the store, so
-that all ranks do that still can; nccl2, the default of 2.15, writes only on ranks whose own collective failed or timed
-out, so that a rank that waits in no collective has no dump. A dump of an earlier run is left out, and reported as such.
+(older). PyTorch 2.15 writes one by default when a collective of NCCL times out. Which ranks write depends on the backend:
+ProcessGroupNCCL (in older versions, or with TORCH_DIST_USE_NCCL2=0) notifies its peers through the store, so that all ranks
+that can write do so. nccl2, the default of 2.15, writes only on ranks whose own collective failed or timed out, so that a
+rank that waits in no collective has no dump. Dumps of earlier runs are ignored, and reported as such.
 
-Is the job still hanging? On a node of it, first ask NCCL itself (2.24 or later): ncclras -v, or
+If the job still hangs, first query NCCL itself on one of its nodes (2.24 or later): ncclras -v, or
 echo verbose status | nc localhost 28028
 (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting/ras.html).
 """
@@ -43,18 +43,18 @@ WORDS = {"kind": "what they called", "dtypes": "the type of the numbers", "sizes
 
 @dataclass(frozen=True)
 class Config(options.Options):
-    folder: str | None = options.option(None, "where the ranks' dumps are; without it, where PyTorch writes them")
-    prefix: str | None = options.option(None, "how the dumps' names begin, before the rank; without it, as usual")
+    folder: str | None = options.option(None, "folder of the ranks' dumps (default: PyTorch's)")
+    prefix: str | None = options.option(None, "prefix of the dumps' names, before the rank (default: any known one)")
 
 
 @dataclass(frozen=True)
 class Blocked:
-    """Calls of a process group that cannot complete, since other ranks have not joined them."""
+    """Calls in a process group that cannot complete, because other ranks have not joined them."""
 
     title: str  # "collective 2 of group tp (ranks 2-3)"
     where: str  # "in group tp, collective 2"
     waiting: dict[int, flight_recorder.Call]
-    missing: frozenset[int]  # ranks that have not arrived; for all that is known, where they have left no record
+    missing: frozenset[int]  # ranks that have not arrived, or have no record
     hint: tuple[str, ...] = ()  # lines to add
 
 
@@ -77,9 +77,9 @@ def diagnosis(run: flight_recorder.Run) -> str:
     """Report on a run that has been read, as ``report`` does."""
     groups, places, valid_until = _by_group(run.dumps), run.places, run.valid_until
     lost = _lost(places, valid_until)
-    unsaid = lost | _outdated(groups, valid_until)  # what these have written may be of a pause before
-    dumps = {rank: dump for rank, dump in run.dumps.items() if rank not in unsaid}
-    groups, valid_until = _by_group(dumps), {rank: until for rank, until in valid_until.items() if rank not in unsaid}
+    unreliable = lost | _outdated(groups, valid_until)  # their records may be of an earlier pause
+    dumps = {rank: dump for rank, dump in run.dumps.items() if rank not in unreliable}
+    groups, valid_until = _by_group(dumps), {r: until for r, until in valid_until.items() if r not in unreliable}
     members = {rank for dump in run.dumps.values() for group in dump.calls for rank in group.ranks}
     silent = sorted((members | set(places)) - set(valid_until))
 
@@ -92,7 +92,9 @@ def diagnosis(run: flight_recorder.Run) -> str:
         lines += findings
         blocked += held
         clashing |= diverged
-    blocked.sort(key=lambda held: min((call.order for call in held.waiting.values()), default=0))  # in step, as a rule
+    blocked.sort(
+        key=lambda held: min((call.order for call in held.waiting.values()), default=0)
+    )  # usually consistent between ranks
     roots, rest = _of_the_waiting(blocked, clashing, dumps, places)
     lines += roots
     lines += ["these wait because of that:"] if lines and rest else []
@@ -126,9 +128,9 @@ def _of_failures(places: dict, valid_until: dict) -> list[str]:
 
 
 def _lost(places: dict, valid_until: dict) -> set:
-    """The ranks that are dead or stopped, as far as can be known.
+    """Return the ranks that are known to be dead or stopped.
 
-    Where all were killed at once, as a launcher may do, the ones that were dead before show in the dates alone.
+    If a launcher has killed all ranks at once, those that died before can be recognized by their last heartbeat only.
     """
     last = max((place.seen for place in places.values()), default=0)
     over = any(place.ended or LOST_CONTACT.search(place.left or "") for place in places.values())
@@ -147,7 +149,7 @@ def _lost(places: dict, valid_until: dict) -> set:
 
 
 def _outdated(groups: dict, valid_until: dict) -> set:
-    """Ranks whose record holds until a moment after which others of their group have called something."""
+    """Return the ranks whose record ends before calls of other ranks in their group."""
     pending = set()
     for calls in groups.values():
         last = max((call.created for of in calls.values() for call in of.values()), default=0) / 1e9
@@ -245,10 +247,10 @@ def _compared(
 
 
 def _missing(group, number: int, arrived: dict, calls: dict, dumps: dict, places: dict) -> frozenset:
-    """Find the ranks of a group that have not arrived at a collective, as far as can be known.
+    """Return the ranks of a group that have not arrived at a collective, as far as is known.
 
-    One that has left no record is missing if the others are not through; so is one that has called so much that its
-    record may have lost the call.
+    A rank without a record is missing if the others have not completed the call; so is a rank whose record may have
+    dropped it.
     """
     known = {rank for rank in group.ranks if rank in dumps and (calls.get(rank) or not dumps[rank].cut)}
     unknown = set(group.ranks) - known - set(arrived)
@@ -258,13 +260,13 @@ def _missing(group, number: int, arrived: dict, calls: dict, dumps: dict, places
 
 
 def _timed_out(rank: int, call: flight_recorder.Call, dumps: dict, places: dict) -> bool:
-    """Check whether a rank lost contact in this call: gloo records that as it does a call that completed."""
+    """Return whether a rank lost contact in this call, which gloo records like a completed call."""
     place = places.get(rank)
     return bool(place and LOST_CONTACT.search(place.left or "")) and call.order == dumps[rank].last
 
 
 def _messages(dumps: dict) -> list[Blocked]:
-    """Find the sends and receives in which ranks wait, since the other rank has not called its part."""
+    """Return the sends and receives in which ranks wait, because the peer has not called its counterpart."""
     both = {(group, rank, call.peer, call.kind) for rank, dump in dumps.items() for group, call in dump.messages}
     other = {"send": "recv", "recv": "send"}
     pending = {}
@@ -310,13 +312,13 @@ def _of_the_waiting(blocked: list[Blocked], clashing: set, dumps: dict, places: 
     rest = []
     for held in blocked:
         some = sorted(set(held.waiting) - circles)
-        if some and not held.missing & roots & set(dumps):  # else it has been said with the root
+        if some and not held.missing & roots & set(dumps):  # else it is reported with the root
             rest += _waits(some, held, held.missing)
     return findings, rest
 
 
 def _waiting_for(some: set, waits_for: dict) -> set:
-    """Find these ranks and all that wait for them, directly or through others."""
+    """Return these ranks and all that wait for them, directly or indirectly."""
     pending, new = set(some), set(some)
     while new:
         new = {rank for rank, others in waits_for.items() if others & new} - pending
@@ -325,7 +327,7 @@ def _waiting_for(some: set, waits_for: dict) -> set:
 
 
 def _circle(waits_for: dict, explained: set) -> list[int]:
-    """Find a circle of ranks, none explained yet: each waits for the next, and the last for the first."""
+    """Return a circle of ranks that are not explained yet: each waits for the next, and the last for the first."""
     path = sorted(set(waits_for) - explained)[:1]
     while path:
         its_next = min(waits_for[path[-1]])
@@ -336,7 +338,7 @@ def _circle(waits_for: dict, explained: set) -> list[int]:
 
 
 def _of_roots(roots: set, blocked: list[Blocked], dumps: dict, places: dict) -> list[str]:
-    """Report at what these ranks did not arrive, who waits there, and where they are instead."""
+    """Report the calls at which these ranks did not arrive, who waits there, and where the ranks are instead."""
     by_absent = defaultdict(list)
     for held in blocked:
         if absent := tuple(sorted(held.missing & roots)):
@@ -353,7 +355,7 @@ def _of_roots(roots: set, blocked: list[Blocked], dumps: dict, places: dict) -> 
 
 
 def _where(rank: int, dump: flight_recorder.Dump, place: flight_recorder.RankState | None) -> str:
-    """Report where a rank is or was, or else what it called last."""
+    """Report where a rank is or was, or else its last call."""
     if place and (place.left or place.line):
         had_left = f"rank {rank} had left", f"({place.left})"
         row = _row(*(had_left if place.left else (f"rank {rank} is at", "")), place.line)
@@ -375,10 +377,10 @@ def _where(rank: int, dump: flight_recorder.Dump, place: flight_recorder.RankSta
 
 
 def _first_divergence(number: int, oldest: int, calls: dict) -> list[str]:
-    """Find the first earlier collective whose calls match by accident only.
+    """Report the first earlier collective whose calls match by accident only.
 
-    Their lines differ, which may be right (``if rank == 0: … else: …``), and a rank has called the line of another one
-    at another time, which then is a rank ahead of or behind the others.
+    The calls come from different lines, which may be correct (``if rank == 0: … else: …``), but one of the ranks has also
+    called another rank's line at another time, so that it is ahead of or behind the others.
     """
     all_paths = {rank: {call.path for call in of.values()} for rank, of in calls.items()}
     for earlier in range(oldest, number):
@@ -394,13 +396,13 @@ def _first_divergence(number: int, oldest: int, calls: dict) -> list[str]:
 
 
 def _group_compatible(arrived: dict) -> list[dict]:
-    """[{rank: its call}] of the ranks whose calls fit together, most ranks first."""
+    """Group the ranks whose calls are compatible: [{rank: its call}, …], the largest group first."""
     same = defaultdict(dict)
     for rank, call in sorted(arrived.items()):
         if call.kind in UNEVEN:  # and only one of the ranks may have a list
             fits = frozenset(dtype for side in call.dtypes for dtype in side)
         else:
-            fits = call.dtypes, tuple(tuple(map(prod, side)) for side in call.sizes)  # [] and [1] are one number each
+            fits = call.dtypes, tuple(tuple(map(prod, side)) for side in call.sizes)  # [] and [1] have one element each
         same[call.kind, fits][rank] = call
     return sorted(same.values(), key=lambda calls: -len(calls))
 
@@ -416,7 +418,7 @@ def _differing(title: str, alike: list) -> list[str]:
 
 
 def _called(calls: dict, depth: int = 0) -> list[str]:
-    """Format what ranks called, and where. calls: {rank: Call}, which match; depth: callers to show."""
+    """Format the calls of ranks, and their lines. calls: {rank: Call}, which are compatible; depth: callers to show."""
     by_lines = defaultdict(list)
     for rank, call in calls.items():
         by_lines[call.path[: depth + 1]].append(rank)
@@ -424,7 +426,7 @@ def _called(calls: dict, depth: int = 0) -> list[str]:
 
 
 def _waits(ranks: list, held: Blocked, missing) -> list[str]:
-    """Report what ranks wait in, and for whom."""
+    """Report in which calls ranks wait, and for which ranks."""
     by_call = defaultdict(list)
     for rank in ranks:
         by_call[held.waiting[rank].line, _shown(held.waiting[rank])].append(rank)
@@ -446,7 +448,7 @@ def _last_calls(groups: dict) -> list[str]:
 
 
 def _of_no_trouble(groups: dict, places: dict) -> list[str]:
-    """All ranks have called the same."""
+    """Report that all ranks have called the same collectives."""
     counts = ", ".join(f"{max(map(len, calls.values()))} of group {group.label}" for group, calls in groups.items())
     findings = [f"no rank is missing: in each group all ranks have called the same collectives (the last {counts})"]
     hanging = {rank: place for rank, place in places.items() if place.left != "finished"}
@@ -460,14 +462,14 @@ def _of_no_trouble(groups: dict, places: dict) -> list[str]:
 
 
 def _shown(call: flight_recorder.Call) -> str:
-    """all_reduce of [4, 8] Float"""
+    """Format a call: "all_reduce of [4, 8] Float"."""
     inputs, dtypes = (side[0] or side[1] for side in (call.sizes, call.dtypes))
     tensors = ", ".join(f"{list(size)} {dtype}" for size, dtype in zip_longest(inputs, dtypes, fillvalue=""))
     return f"{call.kind} of {tensors}" if tensors else call.kind
 
 
 def _row(who: str, what: str, *lines: flight_recorder.Line | None) -> str:
-    """Who did what, and below it the lines of the program, with their text where the file is here."""
+    """Format a rank's action, and below it the program's lines, with their text if the file is available."""
     row = f"  {who} {what}".rstrip()
     for line in filter(None, lines):
         text = linecache.getline(line.file, line.line).strip()
@@ -480,7 +482,7 @@ def _ranks(some) -> str:
 
 
 def _list(some) -> str:
-    """0-3, 6"""
+    """Format ranks: "0-3, 6"."""
     runs = []
     for rank in sorted(some):
         if runs and rank == runs[-1][1] + 1:

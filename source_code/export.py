@@ -1,10 +1,10 @@
-"""Take the trained model out of a checkpoint: one safetensors file, whole tensors, no optimizer.
+"""Export the trained model from a checkpoint to one safetensors file of unsharded tensors, without optimizer state.
 
   python export.py ckpt model.safetensors              the newest checkpoint in ckpt
   python export.py ckpt/step-000040 model.safetensors  this one
 
-The file needs nothing of this course, nor the number of ranks that trained: ``safetensors.torch.load_file`` reads it
-as {name: tensor}, for ``model.load_state_dict``. Nothing in it can run.
+The file is independent of this course and of the number of ranks: ``safetensors.torch.load_file`` reads it as
+{name: tensor}, for ``model.load_state_dict``. It contains no code.
 """
 
 import argparse
@@ -17,14 +17,18 @@ from labkit.running import options
 from labkit.training import checkpoints, dcp_reading
 from safetensors.torch import save_file
 
-MODEL = "model."  # how the names of its tensors begin in a checkpoint
+MODEL = "model."  # prefix of its tensors' names in a checkpoint
 
 
 def export(checkpoint: Path, file: Path) -> dict:
-    """Write the model of a checkpoint, or of the newest in a folder, to a file; return its {name: tensor}.
+    """Write the model of a checkpoint to a file, atomically, and return {name: tensor}.
 
-    The file is either whole or not there. UserError: there is no checkpoint, it is damaged, or the file cannot be
-    written.
+    Args:
+        checkpoint: a checkpoint, or a folder, of which the newest checkpoint is exported.
+        file: the new file.
+
+    Raises:
+        UserError: there is no checkpoint, it is damaged, or the file cannot be written.
     """
     path = checkpoint if (checkpoint / dcp_reading.METADATA).exists() else checkpoints.latest(checkpoint)
     if path is None:
@@ -32,10 +36,10 @@ def export(checkpoint: Path, file: Path) -> dict:
     checkpoints.checked(path, {})
     records.check_writable(file, "file")
     try:
-        found = dcp_reading.tensors(path, MODEL)
+        tensors = dcp_reading.tensors(path, MODEL)
     except Exception as error:
         raise checkpoints.unreadable(path, error) from None
-    tensors = {name.removeprefix(MODEL): tensor for name, tensor in found.items()}
+    tensors = {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         save_file(tensors, partial, metadata={"format": "pt", "checkpoint": path.name})
@@ -51,13 +55,13 @@ def main():
     parser = options.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a folder of them")
     parser.add_argument("file", type=Path, help="the file to write")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     try:
-        tensors = export(given.checkpoint, given.file)
+        tensors = export(arguments.checkpoint, arguments.file)
     except UserError as error:
         options.exit_with_error(str(error))
     size = sum(tensor.nbytes for tensor in tensors.values())
-    print(f"{given.file}: {len(tensors)} tensors, {size:,} bytes of them")
+    print(f"{arguments.file}: {len(tensors)} tensors, {size:,} bytes of them")
 
 
 if __name__ == "__main__":

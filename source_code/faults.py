@@ -1,10 +1,10 @@
-"""Twelve faults as they are met on clusters. Notebook 16 runs each, and asks what is wrong before it tells.
+"""Run one of twelve faults that are common on clusters. Notebook 16 runs each as an exercise in diagnosis.
 
-  python faults.py --fault 1 --ranks 4                    here
+  python faults.py --fault 1 --ranks 4                    locally
   srun -p gpu -N 1 --ntasks-per-node=4 --gres=gpu:4 python faults.py --fault 1
 
-Every rank leaves in --flight what ``diagnose_hang.py`` reads. Reading a fault's function is a fair way to diagnose it, if
-not the usual one: in a code base of some size one has to know first where to look.
+Every rank writes its flight record to --flight, for ``diagnose_hang.py``. You may also diagnose a fault by reading its
+function, but in a larger code base you would first have to know where to look.
 """
 
 import dataclasses
@@ -31,26 +31,26 @@ from torch.utils.data import DistributedSampler
 @dataclass(frozen=True)
 class Config(options.Start):
     fault: int = options.option(1, "which one, 1 to 12", least=1, at_most=12)
-    flight: str = options.option("flight", "folder for what the ranks leave behind")
+    flight: str = options.option("flight", "folder for the ranks' flight records")
     timeout: float = options.option(8.0, "seconds that a collective may take (a cluster gives minutes)", above=0)
-    record: str | None = options.option(None, "write what came of it to this JSON file")
+    record: str | None = options.option(None, "write the result to this JSON file")
 
 
 def network() -> nn.Sequential:
-    """Three blocks and a head, 3,432 parameters: 32 numbers in, scores of 8 classes out."""
+    """Return three blocks and a head, 3,432 parameters: (batch, 32) in, logits of 8 classes out."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(3)), nn.Linear(32, 8))
 
 
 def batch(me, step: int = 0, size: int = 16):
-    """(inputs, classes) of a step on this rank: size rows of 32 numbers, and the place of the largest of the first 8."""
+    """Return this rank's (inputs, classes) of a step: (size, 32), and the argmax of each row's first 8 elements, (size,)."""
     draw = torch.Generator().manual_seed(1000 * step + me.rank)
     inputs = torch.randn(size, 32, generator=draw, device="cpu").to(me.device)
     return inputs, inputs[:, :8].argmax(1)
 
 
 def shard(me, model) -> nn.Module:
-    """FSDP2 with each block a unit."""
+    """Apply FSDP2, with each block as a unit."""
     mesh = init_device_mesh(me.device.type, (me.world_size,))
     for block in model[:3]:
         fully_shard(block, mesh=mesh)
@@ -96,7 +96,7 @@ def fault_2(me, config, result):
 
 
 def memory_of_the_node_is_full(me):
-    """Stands in for Linux, which then picks a process."""
+    """Simulate Linux's out-of-memory killer, which selects a process."""
     if me.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -118,7 +118,7 @@ def fault_3(me, config, result):
         finally:
             result["timeline"] = budget.timeline()
             keep(me, config, result)
-            dist.barrier()  # the first rank to fail ends the others: not before this is kept
+            dist.barrier()  # the first rank to fail ends the others: wait until the record is written
 
 
 def fault_4(me, config, result):
@@ -126,7 +126,7 @@ def fault_4(me, config, result):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model = shard(me, model)
     result["losses"] = [train_step(model, optimizer, *batch(me)).item() for _ in range(8)]
-    me.say("losses of one batch, again and again:", *(f"{loss:.4f}" for loss in result["losses"]))
+    me.say("losses of one batch, repeated:", *(f"{loss:.4f}" for loss in result["losses"]))
 
 
 def fault_5(me, config, result):
@@ -142,7 +142,7 @@ def fault_5(me, config, result):
 
 
 def memory_is_short(me) -> bool:
-    """Stands in for a look at how much this rank's GPU has free; on one of them somebody else computes as well."""
+    """Simulate a check of the GPU's free memory: rank 1's GPU is shared with another process."""
     return me.rank == 1
 
 
@@ -170,9 +170,9 @@ def fault_7(me, config, result):
 
 
 def leave_an_earlier_tensors_numbers(model):
-    """Stands in for memory that was used before: ordinary numbers, others in each run. A fresh process often has 0 or NaN.
+    """Simulate memory that was used before: random values, others in each run. A new process often has 0 or NaN.
 
-    Where PyTorch fills what is empty, as it does for deterministic algorithms, nothing would be left, and nothing is.
+    With deterministic algorithms, PyTorch fills uninitialized memory, so this does nothing.
     """
     if not torch.are_deterministic_algorithms_enabled():
         draw = torch.Generator()
@@ -205,12 +205,12 @@ def fault_9(me, config, result):
 
 
 def as_srun_sets_it(me) -> dict:
-    """The variables of a task of srun, which knows nothing of PyTorch."""
+    """Return the environment variables of an srun task, without those of PyTorch."""
     return {"SLURM_PROCID": str(me.rank), "SLURM_NTASKS": str(me.world_size), "SLURM_LOCALID": str(me.local_rank)}
 
 
 def fault_10(me, config, result):
-    """The one fault that comes before the ranks meet, as choosing a device does."""
+    """Fail before the rendezvous, as the selection of a device does."""
     visible = 1  # --gpus-per-task=1: Slurm shows each task one GPU
     print(f"rank {me.rank}: local rank {me.local_rank}, torch.cuda.device_count() {visible}", flush=True)
     set_device(me.local_rank, visible)
@@ -218,7 +218,7 @@ def fault_10(me, config, result):
 
 
 def set_device(index: int, visible: int):
-    """Stands in for torch.cuda.set_device, so that it fails on the CPU as it does where so many GPUs are visible."""
+    """Simulate torch.cuda.set_device on the CPU, for a process that sees ``visible`` GPUs."""
     if index >= visible:
         raise RuntimeError("CUDA error: invalid device ordinal")
 
@@ -234,7 +234,7 @@ def fault_11(me, config, result):
 
 
 def load(me, loaded):
-    """A thread that reads ahead."""
+    """Load the batches in a background thread."""
     for step in range(8):
         try:
             loaded.put(decoded(me, step))

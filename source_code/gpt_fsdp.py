@@ -1,16 +1,16 @@
-"""The transformer lab: a GPT in the style of Llama 3, trained on text by one process, DDP, FSDP1 or FSDP2.
+"""Train a GPT in the style of Llama 3 on text, with one process, DDP, FSDP1 or FSDP2.
 
   python gpt_fsdp.py --ranks 4 --recompute full --record run.json
   python gpt_fsdp.py --ranks 4 --mesh 2x2                   # two replicas, each sharded over two ranks
-  python gpt_fsdp.py --ranks 4 --mesh shard=2,tensor=2      # two ranks share each matrix product: tensor parallelism
-  python gpt_fsdp.py --lora 4 --accumulate 4 --clip 1.0     # a frozen base, four micro-batches a step
+  python gpt_fsdp.py --ranks 4 --mesh shard=2,tensor=2      # tensor parallelism: two ranks share each matmul
+  python gpt_fsdp.py --lora 4 --accumulate 4 --clip 1.0     # a frozen base model, four micro-batches per step
   python gpt_fsdp.py --lr-schedule cosine --warmup-steps 4 --no-decay-1d --log logs     # tensorboard --logdir logs
   python gpt_fsdp.py --checkpoint ckpt && python gpt_fsdp.py --checkpoint ckpt --resume --max-steps 40
-  srun -p gpu -N 1 --gres=gpu:4 --cpus-per-task=16 python gpt_fsdp.py          # one task, which starts its own ranks
+  srun -p gpu -N 1 --gres=gpu:4 --cpus-per-task=16 python gpt_fsdp.py          # one task, which starts the ranks
   torchrun --nproc-per-node 8 gpt_fsdp.py --preset llama3-8b --precision bf16 --recompute selective --compile \\
            --batch-size 1 --seq-len 8192
 
-README.md has every way to start it.
+README.md lists all ways to start it.
 """
 
 import math
@@ -42,21 +42,21 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-# The model is in labkit/training/models.py; here it is built, sharded and trained.
-# Everywhere, me is this rank: its rank, local_rank, world_size, device; me.say prints on rank 0 only.
+# The model is defined in labkit/training/models.py; here it is built, sharded and trained.
+# me is always this rank: its rank, local_rank, world_size, device; me.say prints on rank 0 only.
 VALIDATION_SEQUENCES = 32
 
 
 def build(config, me):
-    """Return (model ready to train, floating-point operations per token)."""
-    with torch.device("meta"):  # shapes and no storage: nothing is allocated, however large the model
+    """Return (model ready to train, model FLOPs per token)."""
+    with torch.device("meta"):  # shapes without storage: nothing is allocated
         model = unsharded(config).to(config.dtype)
     preflight.refuse_if_too_big(config, me)
     return parallelize(model, config, me), flops.per_token(config.shape, config.seq_len, config.lora)
 
 
 def unsharded(config):
-    """The model as one process would train it, wherever new tensors go."""
+    """Return the model as one process would train it, on the current default device."""
     model = models.GPT(config.shape)
     if config.lora:
         models.add_lora(model, config.lora)
@@ -66,14 +66,14 @@ def unsharded(config):
 
 
 def change_forward(block, config, number=0):
-    """Activation checkpointing, compiling: on ``forward``, inside FSDP's hooks, where the parameters are gathered."""
+    """Apply activation checkpointing and compile ``forward``, inside FSDP's hooks, where parameters are gathered."""
     if config.recompute != "none" and number % config.recompute_every == 0:
-        # There is no dropout to repeat, hence no state of a random generator to keep.
+        # There is no dropout to repeat, so the state of the random generator need not be saved.
         settings = {"use_reentrant": False, "preserve_rng_state": False}
-        if config.recompute == "selective":  # the operators whose results are kept: the expensive ones
-            kept = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default, *models.ATTENTION_OPERATORS]
-            settings["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
-        elif config.recompute == "alternate":  # of matrix products every second
+        if config.recompute == "selective":  # save the results of the expensive operators
+            saved = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default, *models.ATTENTION_OPERATORS]
+            settings["context_fn"] = partial(create_selective_checkpoint_contexts, saved)
+        elif config.recompute == "alternate":
             settings["context_fn"] = recompute.save_every_second_matmul
         block.forward = partial(checkpoint, block.forward, **settings)
     if config.compile:
@@ -81,16 +81,16 @@ def change_forward(block, config, number=0):
 
 
 def parallelize(model, config, me):
-    """Apply the strategy to a model on the meta device, and give it memory and values. The model knows nothing of it.
+    """Apply the strategy to a model on the meta device, allocate it, and initialize its weights.
 
-    FSDP2 shards first: then a rank holds and draws its part only. The others get a model that is there whole, FSDP1 in
-    the memory of the CPU.
+    FSDP2 shards first, so that a rank allocates and draws only its shards. The other strategies get an unsharded model,
+    FSDP1 in CPU memory.
     """
     if config.strategy == "fsdp2":
         fsdp2(model, config, me)
-    # FSDP1 moves a model that lies in the CPU's memory to the device unit by unit.
+    # FSDP1 moves a model from CPU memory to the device unit by unit.
     model.to_empty(device="cpu" if config.strategy == "fsdp1" or config.cpu_offload else me.device)
-    model.tie()  # again, if the shape says so: to_empty has given each name a tensor of its own
+    model.tie()  # to_empty has given each name its own tensor
     init_weights(model, config.seed)
     if config.strategy == "ddp":
         return DistributedDataParallel(model)
@@ -98,36 +98,36 @@ def parallelize(model, config, me):
 
 
 def device_mesh(config, me):
-    """All ranks share one model; with --mesh they form a grid. A dimension of one rank is left out, but for FSDP's."""
+    """Return the device mesh: --mesh, or one dimension of all ranks. Dimensions of size 1 are omitted, except FSDP's."""
     sizes = config.arranged(me.world_size).sizes
     names = tuple(name for name in ("replicate", "shard", "tensor") if name == "shard" or sizes[name] > 1)
     return init_device_mesh(me.device.type, tuple(sizes[name] for name in names), mesh_dim_names=names)
 
 
 def fsdp1(model, config, me):
-    """FSDP1, a wrapper class: each unit's parameters become one flat tensor, cut into equal parts."""
+    """Wrap a model with FSDP1, which makes one flat parameter of each unit and shards it evenly."""
     mesh = device_mesh(config, me)
-    whole = fsdp.ShardingStrategy.FULL_SHARD if config.reshard else fsdp.ShardingStrategy.SHARD_GRAD_OP
+    one_dimension = fsdp.ShardingStrategy.FULL_SHARD if config.reshard else fsdp.ShardingStrategy.SHARD_GRAD_OP
     bf16 = fsdp.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     units = {models.Block} | ({nn.Embedding, models.Head} if config.wraps_embeddings else set())
-    # With --lora a block's gradient is as large as all its parameters: FSDP1 warns, once a block and rank.
+    # With --lora a block's gradient is as large as all its parameters: FSDP1 warns for each block on each rank.
     warnings.filterwarnings("ignore", ".*has both parameters with requires_grad")
     return fsdp.FullyShardedDataParallel(
         model,
         device_mesh=mesh,
         device_id=me.device,
         auto_wrap_policy=ModuleWrapPolicy(units),
-        sharding_strategy=fsdp.ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else whole,
+        sharding_strategy=fsdp.ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else one_dimension,
         cpu_offload=fsdp.CPUOffload(offload_params=config.cpu_offload),
         mixed_precision=bf16 if config.mixed else None,
-        # Otherwise a flat tensor is trained or frozen as a whole, and torch.compile cannot trace what is in it.
+        # Otherwise a flat parameter is trained or frozen as a whole, and torch.compile cannot trace its views.
         use_orig_params=bool(config.lora) or config.compile,
     )
 
 
 def fsdp2(model, config, me):
-    """FSDP2, a function: each parameter becomes a DTensor, cut along its first dimension."""
-    pinned = me.device.type == "cuda"  # page-locked memory makes copies to a GPU fast; without one it cannot be had
+    """Apply FSDP2, which makes each parameter a DTensor, sharded along its first dimension."""
+    pinned = me.device.type == "cuda"  # pinned memory makes copies to a GPU fast; it is not available without one
     bf16 = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = device_mesh(config, me)
     if "tensor" in mesh.mesh_dim_names:
@@ -142,17 +142,17 @@ def fsdp2(model, config, me):
         units.insert(0, model.embedding)
     for unit in units:
         fsdp.fully_shard(unit, reshard_after_forward=config.reshard, **settings)
-    if config.wraps_embeddings:  # gathered once, for both; and it stays gathered, as backward begins with it
+    if config.wraps_embeddings:  # one unit for both; it stays gathered, since backward begins with it
         fsdp.fully_shard([model.norm, model.head], reshard_after_forward=False, **settings)
         units.append(model.head)
-    # The root takes the rest: embedding, last norm and head, unless they are units. It stays gathered, too.
+    # The root has the other parameters: embedding, final norm and head, unless they are units. It stays gathered, too.
     fsdp.fully_shard(model, **settings)
     if config.prefetch:
         prefetch(model, units, config.prefetch)
 
 
 def prefetch(model, units, ahead):
-    """Choose which units to gather while another computes, instead of leaving it to FSDP2."""
+    """Set explicitly which units are all-gathered while another one computes, instead of FSDP2's default."""
     model.set_modules_to_forward_prefetch(units[:ahead])
     for i, unit in enumerate(units):
         unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + ahead])
@@ -161,17 +161,17 @@ def prefetch(model, units, ahead):
 
 @torch.no_grad()
 def init_weights(model, seed):
-    """Fill the parameters, which ``to_empty`` left without values, and prove that none was forgotten."""
+    """Initialize the parameters, which ``to_empty`` leaves uninitialized, and check that none was forgotten."""
     for parameter in model.parameters():
         local(parameter).fill_(math.nan)
     models.init_weights(model, seed, part_of)
     forgotten = [name for name, parameter in model.named_parameters() if local(parameter).isnan().any()]
     if forgotten:
-        raise RuntimeError(f"no first value was given to {', '.join(forgotten)}")
+        raise RuntimeError(f"not initialized: {', '.join(forgotten)}")
 
 
 def make_optimizer(model, config):
-    """Return the optimizer. foreach or fused is explicit, as PyTorch's default and its memory differ by device."""
+    """Return the optimizer. foreach or fused is explicit, since PyTorch's default, and so the memory, depends on the device."""
     if config.optimizer in ("momentum", "sgd"):
         trained = [p for p in model.parameters() if p.requires_grad]
         momentum = 0.9 if config.optimizer == "momentum" else 0.0
@@ -188,12 +188,12 @@ def compute_loss(model, inputs, targets, config):
         if config.loss_chunks > 1:  # inside the model: see models.Head
             return model(inputs, targets, config.loss_chunks)
         logits = model(inputs)
-    wide = torch.promote_types(config.dtype, torch.float32)
-    return local(F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten()))
+    loss_dtype = torch.promote_types(config.dtype, torch.float32)
+    return local(F.cross_entropy(logits.flatten(0, 1).to(loss_dtype), targets.flatten()))
 
 
 def gradients_wait(model, config, last):
-    """Return the context of a micro-batch: with --sync last, the ranks average gradients after a step's last one only."""
+    """Return the context of a micro-batch: with --sync last, gradients are averaged only after a step's last micro-batch."""
     wait = config.sync == "last" and not last
     if config.strategy == "fsdp2":
         model.set_requires_gradient_sync(not wait)
@@ -203,11 +203,11 @@ def gradients_wait(model, config, last):
 
 
 def clip(model, config):
-    """Scale the gradient down to the norm allowed, and return the norm it had: of all shards, which is a collective."""
-    most = config.clip or math.inf  # without --clip, --log only measures the norm
+    """Clip the gradient to the norm of --clip, and return its norm before that, over all shards. Collective."""
+    max_norm = config.clip or math.inf  # without --clip, --log only measures the norm
     if config.strategy == "fsdp1":
-        return model.clip_grad_norm_(most)
-    return torch.nn.utils.clip_grad_norm_(model.parameters(), most)
+        return model.clip_grad_norm_(max_norm)
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
 def train_step(model, optimizer, inputs, targets, config):
@@ -240,19 +240,19 @@ def training_batches(tokens, config, me, steps):
 
 @torch.no_grad()
 def evaluate(model, tokens, config, me, compute_loss=compute_loss):
-    """Return the mean loss on the validation text: on the same sequences for up to VALIDATION_SEQUENCES ranks."""
+    """Return the mean loss on the validation text; for up to VALIDATION_SEQUENCES ranks the sequences are the same."""
     mesh = config.arranged(me.world_size)
     total = max(VALIDATION_SEQUENCES, mesh.data)
     starts = torch.linspace(0, len(tokens) - config.seq_len - 1, total).long()
     passes = math.ceil(math.ceil(total / mesh.data) / config.batch_size)
     loss = torch.zeros((), dtype=torch.float64, device=me.device)
     for part in starts[mesh.data_part(me.rank) :: mesh.data].tensor_split(passes):
-        # Under FSDP each forward pass is a collective: a rank with no sequence left makes one that does not count.
+        # Under FSDP each forward pass is a collective: a rank without sequences makes one whose loss does not count.
         inputs, targets = text.sequences(tokens, part if len(part) else starts[:1], config.seq_len)
         with loss_parallel():
             loss += len(part) * compute_loss(model, inputs, targets, config)
     dist.all_reduce(loss)
-    return loss.item() / total * mesh.data / me.world_size  # ranks of the same part have counted the same
+    return loss.item() / total * mesh.data / me.world_size  # tensor-parallel ranks have the same sequences
 
 
 def prepare(config, me):
@@ -263,8 +263,8 @@ def prepare(config, me):
 
 
 def untrained(config, me):
-    """(model, optimizer, batch) of a simulated step (labkit/running/simulated_lab.py): sharded, without memory or values."""
-    from labkit.measuring import simulate  # no run needs it
+    """Return (model, optimizer, batch) for a simulated step (labkit/running/simulated_lab.py), sharded and not initialized."""
+    from labkit.measuring import simulate  # only for simulations
 
     model = unsharded(config)
     with simulate.real_tensors():
@@ -277,9 +277,12 @@ def untrained(config, me):
 
 
 def train(config, me, prepare=prepare, compute_loss=compute_loss):
-    """Train in the current process group and return this run's part of a record.
+    """Train in the current process group, and return the measurements for a record.
 
-    prepare, compute_loss: another lab's functions of these names.
+    Args:
+        config: the options.
+        me: this rank.
+        prepare, compute_loss: functions of other labs that replace those of this file.
     """
     data = text.load(me.device, config.seq_len)
     model, optimizer, train_one = prepare(config, me)
@@ -293,7 +296,7 @@ def train(config, me, prepare=prepare, compute_loss=compute_loss):
             local_losses += train_one(inputs, targets)
 
         summed = torch.stack(local_losses).view(-1, config.accumulate).sum(1)
-        dist.all_reduce(summed)  # once every LOG_EVERY steps: once a step, only to print, would slow the training
+        dist.all_reduce(summed)  # once every LOG_EVERY steps: once per step, only to print, would slow down training
         losses = (summed / me.world_size).tolist()
         me.say(f"step {loop.step}: loss {losses[-1]:.4f}")
         if not loop.log(losses):  # not finite: records.report raises Diverged, and nothing more is saved
@@ -316,11 +319,11 @@ def train(config, me, prepare=prepare, compute_loss=compute_loss):
 
 
 def main(config, me, prepare=prepare, compute_loss=compute_loss):
-    """Run the lab on one rank. me: this rank (labkit/running/ranks.py). prepare, compute_loss: see ``train``."""
+    """Run the lab on one rank. Arguments: see ``train``."""
     begin = time.perf_counter()
-    config.arranged(me.world_size)  # refuses, before anything is allocated, what the ranks cannot share
+    config.arranged(me.world_size)  # raises before anything is allocated if the model cannot be sharded like this
     preflight.check(config, me)
-    # With offload, --clip sums the norms of shards in the CPU's memory, which NCCL cannot.
+    # With offload, --clip reduces the norms of shards in CPU memory, which NCCL does not support.
     backend = "cpu:gloo,cuda:nccl" if config.cpu_offload and me.backend == "nccl" else me.backend
     dist.init_process_group(backend, device_id=me.device if me.device.type == "cuda" else None)
     result = train(config, me, prepare, compute_loss)
@@ -342,7 +345,7 @@ class Config(TransformerTraining):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of the weights. The loss is in it, too, but in fp32 at least."""
+        """Data type of the weights; that of the loss is at least fp32."""
         if self.weights == "bf16":
             return torch.bfloat16
         return torch.float64 if self.precision == "fp64" else torch.float32

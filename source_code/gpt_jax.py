@@ -1,15 +1,15 @@
-"""The transformer of gpt_fsdp.py in JAX: one process, many devices, and a compiler that is told where arrays lie.
+"""Train the transformer of gpt_fsdp.py in JAX: one process, many devices, and shardings for the compiler.
 
   python gpt_jax.py --devices 8 --strategy fsdp --record run.json       8 virtual devices of the CPU, or 8 GPUs
-  python gpt_jax.py --strategy fsdp-explicit --recompute full           the collectives written out, in jax.shard_map
-  python gpt_jax.py --mesh fsdp=4,tensor=2                              matrix products split, too
+  python gpt_jax.py --strategy fsdp-explicit --recompute full           explicit collectives, in jax.shard_map
+  python gpt_jax.py --mesh fsdp=4,tensor=2                              with tensor parallelism
   python gpt_jax.py --checkpoint ckpt && python gpt_jax.py --checkpoint ckpt --resume --devices 4 --batch-size 16
 
-  replicated      every device has all of the model, and a part of the batch
-  fsdp            parameters and optimizer state are cut along one axis of the mesh; what must be sent, the compiler finds
-  fsdp-explicit   the same, with the all-gather where the model needs it, and with its transpose, a reduce-scatter
+  replicated      every device has the whole model, and a part of the batch
+  fsdp            parameters and optimizer state are sharded along one mesh axis; the compiler inserts the collectives
+  fsdp-explicit   explicit all-gathers where the model needs parameters, and their transposes, reduce-scatters
 
-Model, first values, batches and losses are those of gpt_fsdp.py, step by step. It needs what make jax installs.
+Model, initial weights, batches and losses are those of gpt_fsdp.py, step by step. It needs the packages of make jax.
 """
 
 import math
@@ -31,7 +31,7 @@ from planner.models import flops
 from planner.models.shapes import GPT_SHAPES, GPTShape
 from planner.parallel import jax_sharding
 
-with jax_world.imports(__name__):  # if it is not installed: one sentence
+with jax_world.imports(__name__):  # one sentence if JAX is not installed
     import jax
     import jax.numpy as jnp
     import optax
@@ -40,27 +40,36 @@ with jax_world.imports(__name__):  # if it is not installed: one sentence
     from jax.sharding import PartitionSpec as P
     from labkit.training import jax_checkpoints, jax_models
 
-# The model is in labkit/training/jax_models.py; here it is cut, compiled and trained. The options come last.
-CUT = ("fsdp", "fsdp-explicit")  # strategies under which nothing large is whole on a device
-# The dimension of a weight, (in, out), that lies along the axis "tensor": the first product of a pair makes parts of a
-# result, the second takes them (arXiv:1909.08053).
+# The model is defined in labkit/training/jax_models.py; here it is sharded, compiled and trained. The options come last.
+CUT = ("fsdp", "fsdp-explicit")  # strategies that shard all large arrays
+# The dimension of a weight, (in, out), that is sharded along the axis "tensor": the first matmul of a pair is
+# column-parallel, the second row-parallel (arXiv:1909.08053).
 TENSOR = {name: -1 for name in ("query", "key", "value", "gate", "up", "head")} | {"output": -2, "down": -2}
 
 
 def device_mesh(config, world):
-    """The devices as a grid with named axes. Auto: the compiler decides how a result lies, where nobody says."""
+    """Return the device mesh with named axes. With type Auto, the compiler chooses the shardings of results."""
     axes = config.axes(world.world_size)
-    kinds = (AxisType.Auto,) * len(axes)  # else JAX wants to be told how each result lies (since 0.9)
+    kinds = (AxisType.Auto,) * len(axes)  # or JAX would require the sharding of each result (since 0.9)
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds, devices=world.devices)
 
 
 def partition(name: str, shape: tuple, config, axes: dict) -> P:
-    """Which dimension of a leaf lies along which axis of the mesh: P(None, "fsdp") cuts the second, P() none.
+    """Return the partition spec of a leaf: P(None, "fsdp") shards the second dimension, P() none.
 
-    The axis fsdp cuts the largest dimension that it divides, but for that of the layers, over which the model's loop
-    runs; tensor the one that ``TENSOR`` names. Leaves of fewer elements than --min-size stay whole: there is little to
-    save, and each would be a collective. UserError: a leaf that is large enough, and that an axis does not divide. It
-    is not left whole in silence, so that each device has exactly its part of all that is cut.
+    The axis fsdp shards the largest dimension that it divides, except the layer axis, over which the model's loop runs.
+    The axis tensor shards the dimension in ``TENSOR``. Leaves of fewer elements than --min-size are replicated: there is
+    little to save, and each would need a collective.
+
+    Args:
+        name: of the leaf.
+        shape: of the leaf.
+        config: the options.
+        axes: {axis of the mesh: number of devices along it}.
+
+    Raises:
+        UserError: no dimension of a large leaf is divisible. It is not replicated silently, so that each device has
+            exactly its share of all sharded leaves.
     """
     if config.strategy not in CUT or prod(shape) < config.min_size:
         return P()
@@ -80,7 +89,7 @@ def partition(name: str, shape: tuple, config, axes: dict) -> P:
 
 
 def shardings(shapes, config, mesh):
-    """The shardings of a tree of shapes, such as the parameters, each leaf's by ``partition``."""
+    """Return the shardings of a tree of shapes, such as the parameters, by ``partition``."""
     leaves, structure = jax.tree.flatten(shapes)
     axes = dict(mesh.shape)
     specs = [
@@ -90,71 +99,79 @@ def shardings(shapes, config, mesh):
 
 
 def gather(specs, name, module):
-    """A part of the model with its parameters whole, as FSDP's hook makes it before forward; for ``shard_map``.
+    """All-gather the parameters of a part of the model, within ``shard_map``, as FSDP's hook does before forward.
 
-    specs: what ``partition`` says of each parameter. The transpose of gathering tiles is to sum them and to scatter the
-    sums: where forward runs this, backward runs a reduce-scatter.
+    The transpose of a tiled all-gather is a reduce-scatter, which backward therefore runs.
+
+    Args:
+        specs: tree of partition specs.
+        name, module: of the part of the model.
     """
 
     def whole(leaf, spec):
-        axes = spec[len(spec) - leaf.ndim :]  # in the loop a leaf is a layer's, without the first axis
+        axes = spec[len(spec) - leaf.ndim :]  # in the loop a leaf is one layer's, without the layer axis
         return jax.lax.all_gather(leaf, "fsdp", axis=axes.index("fsdp"), tiled=True) if "fsdp" in axes else leaf
 
     return with_parameters(module, whole, specs[name])
 
 
-def say_whole(mesh, specs, name, module):
-    """The same, said to the compiler: here the parameters lie whole along fsdp. It finds what must be sent for it.
+def constrain_gathered(mesh, specs, name, module):
+    """Constrain the parameters of a part of the model to be unsharded along fsdp; the compiler inserts the all-gathers.
 
-    Left to itself, it gathers activations, too: a cut matrix can be multiplied by without ever being whole.
+    Without this constraint it would gather activations, too: a matmul with a sharded weight does not need a gather.
     """
 
     def whole(leaf, spec):
         axes = spec[len(spec) - leaf.ndim :]
-        uncut = NamedSharding(mesh, P(*(None if axis == "fsdp" else axis for axis in axes)))
-        return jax.lax.with_sharding_constraint(leaf, uncut) if "fsdp" in axes else leaf
+        gathered = NamedSharding(mesh, P(*(None if axis == "fsdp" else axis for axis in axes)))
+        return jax.lax.with_sharding_constraint(leaf, gathered) if "fsdp" in axes else leaf
 
     return with_parameters(module, whole, specs[name])
 
 
 def with_parameters(module, change, specs):
-    """A module like this one, with other parameters: change(leaf, spec) of each."""
-    what, parameters = nnx.split(module)
-    return nnx.merge(what, jax.tree.map(change, parameters, specs))
+    """Return a copy of a module with each parameter replaced by change(leaf, spec)."""
+    definition, parameters = nnx.split(module)
+    return nnx.merge(definition, jax.tree.map(change, parameters, specs))
 
 
 def make_losses(config, mesh, model, placed):
-    """losses(params, inputs, targets): of each sequence the mean cross-entropy, in nats per token; shape (batch,).
+    """Return losses(params, inputs, targets): the mean cross-entropy of each sequence, in nats per token, (batch,).
 
-    model: as ``jax_models.structure`` has it. placed: the parameters' shardings.
+    Args:
+        config: the options.
+        mesh: the device mesh.
+        model: the graph definition of ``jax_models.structure``.
+        placed: the parameters' shardings.
     """
     specs = jax.tree.map(lambda sharding: sharding.spec, placed)
     explicit = config.strategy == "fsdp-explicit"
-    whole = partial(gather, specs) if explicit else partial(say_whole, mesh, specs)
+    whole = partial(gather, specs) if explicit else partial(constrain_gathered, mesh, specs)
 
     def losses(params, inputs, targets):
         logits = nnx.merge(model, params)(inputs, whole, config.recompute == "full")
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean(axis=-1)
 
-    # In shard_map a function sees what lies on one device; what it needs of others it must ask for.
+    # In shard_map a function sees the shards of one device, and needs collectives for the others.
     batch = P("fsdp")
     return jax.shard_map(losses, mesh=mesh, in_specs=(specs, batch, batch), out_specs=batch) if explicit else losses
 
 
 def make_optimizer(config):
-    """torch.optim.AdamW with its own settings. Optax's decay is a hundredth of that, unless it is told."""
+    """Return AdamW with the defaults of torch.optim.AdamW; Optax's default weight decay is a hundred times smaller."""
     return optax.adamw(config.lr, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.01)
 
 
 def train_step(params, state, inputs, targets, losses, optimizer, placed):
-    """One step of all devices; inputs and targets of shape (accumulate, batch, seq_len). This is what is compiled.
+    """Train one step on all devices; inputs and targets: (accumulate, batch, seq_len). This function is compiled.
 
-    Returns (parameters, optimizer state, loss).
+    Returns:
+        (parameters, optimizer state, loss).
     """
 
     def micro_batch(total, batch):
         loss, gradient = jax.value_and_grad(lambda params: losses(params, *batch).mean())(params)
-        gradient = jax.lax.with_sharding_constraint(gradient, placed)  # what is summed stays cut
+        gradient = jax.lax.with_sharding_constraint(gradient, placed)  # accumulated gradients stay sharded
         return jax.tree.map(jnp.add, total, (loss, gradient)), None
 
     zero = jnp.zeros((), jax.tree.leaves(params)[0].dtype), jax.tree.map(jnp.zeros_like, params)
@@ -166,7 +183,7 @@ def train_step(params, state, inputs, targets, losses, optimizer, placed):
 
 @dataclass
 class Training:
-    """What ``prepare`` makes of the options: arrays that lie where they are to lie, and compiled programs."""
+    """The result of ``prepare``: sharded arrays and compiled programs."""
 
     mesh: object
     params: object
@@ -177,17 +194,17 @@ class Training:
 
 
 def prepare(config, world) -> Training:
-    """Everything that training needs. Whatever can be refused is refused before anything is allocated."""
+    """Compile the step and initialize the model; raise UserError before anything is allocated, if possible."""
     model, shapes = jax_models.structure(config.shape, config.dtype)
     mesh = device_mesh(config, world)
     placed = shardings(shapes, config, mesh)
     refuse_if_too_big(planned(config, world), config, world)
 
     optimizer = make_optimizer(config)
-    states, everywhere = jax.eval_shape(optimizer.init, shapes), NamedSharding(mesh, P())
-    # The moments are trees like the parameters, and lie as these do; the number of steps is on every device.
+    states, replicated = jax.eval_shape(optimizer.init, shapes), NamedSharding(mesh, P())
+    # The moments are trees like the parameters, with the same shardings; the step counter is replicated.
     states_placed = jax.tree.map(
-        lambda part: placed if isinstance(part, nnx.State) else everywhere,
+        lambda part: placed if isinstance(part, nnx.State) else replicated,
         states,
         is_leaf=lambda part: isinstance(part, nnx.State),
     )
@@ -196,23 +213,23 @@ def prepare(config, world) -> Training:
     step = jax.jit(
         partial(train_step, losses=losses, optimizer=optimizer, placed=placed),
         in_shardings=(placed, states_placed, batch, batch),
-        out_shardings=(placed, states_placed, everywhere),
-        # Donated: the new parameters and state take the place of the old; otherwise both would be there at once.
+        out_shardings=(placed, states_placed, replicated),
+        # Donated: the new parameters and state reuse the memory of the old ones.
         donate_argnums=(0, 1),
     )
-    numbers = jax.ShapeDtypeStruct(config.batch_shape(world.world_size), jnp.int32)
+    tokens = jax.ShapeDtypeStruct(config.batch_shape(world.world_size), jnp.int32)
     begin = time.perf_counter()
-    step = step.lower(shapes, states, numbers, numbers).compile()
+    step = step.lower(shapes, states, tokens, tokens).compile()
     compile_seconds = time.perf_counter() - begin
-    refuse_if_too_big(jax_world.needed(step), config, world)  # the rest of it, as the compiler has planned it
+    refuse_if_too_big(jax_world.needed(step), config, world)  # all of it, as planned by the compiler
 
     params = jax_models.import_weights(pytorch_model(config), shapes, placed)
-    state = jax.jit(optimizer.init, out_shardings=states_placed)(params)  # made in parts: it is never whole anywhere
+    state = jax.jit(optimizer.init, out_shardings=states_placed)(params)  # created sharded
     return Training(mesh, params, state, step, jax.jit(losses), compile_seconds)
 
 
 def pytorch_model(config):
-    """gpt_fsdp.py's model with its first values, whole, in the CPU's memory."""
+    """Return gpt_fsdp.py's model with its initial weights, unsharded, in CPU memory."""
     with torch.device("meta"):
         model = models.GPT(config.shape)
     model.to_empty(device="cpu")
@@ -222,17 +239,21 @@ def pytorch_model(config):
 
 
 def planned(config, world) -> int:
-    """Bytes that a device needs in any case: what persists, and gradients or what backward needs at the very least."""
+    """Return a lower bound of the bytes per device: persistent memory, and the gradients or the blocks' inputs."""
     shape, cut, itemsize = config.shape, config.strategy in CUT, 8 if config.precision == "fp64" else 4
-    kept = jax_sharding.persistent(shape, world.world_size if cut else 1, config.min_size, itemsize)
+    persistent = jax_sharding.persistent(shape, world.world_size if cut else 1, config.min_size, itemsize)
     inputs = (
         shape.num_hidden_layers * config.batch_size * config.seq_len * shape.hidden_size * itemsize
     )  # of the blocks
-    return sum(kept.values()) + max(kept["parameters", "parameters"], inputs)
+    return sum(persistent.values()) + max(persistent["parameters", "parameters"], inputs)
 
 
 def refuse_if_too_big(needed: int, config, world):
-    """UserError if a device has fewer bytes than that."""
+    """Check that each device has ``needed`` free bytes.
+
+    Raises:
+        UserError: it has not.
+    """
     free = jax_world.free_memory(world)
     if needed > free:
         raise UserError(
@@ -244,9 +265,9 @@ def refuse_if_too_big(needed: int, config, world):
 
 
 def training_batches(tokens, config, mesh, steps):
-    """A step's micro-batches: (inputs, targets), each of shape (accumulate, batch, seq_len), cut along the batch.
+    """Yield the micro-batches of each step: (inputs, targets), each (accumulate, batch, seq_len), sharded along the batch.
 
-    Those of gpt_fsdp.py: a device along the axis fsdp reads what there a rank reads.
+    They are gpt_fsdp.py's: each device along the axis fsdp reads the sequences of one rank there.
     """
     accumulate, batch, _ = config.batch_shape(mesh.size)
     for step in steps:
@@ -255,27 +276,27 @@ def training_batches(tokens, config, mesh, steps):
 
 
 def on_devices(batch, sharding):
-    """Token numbers, PyTorch's tensors, as arrays of the devices."""
+    """Convert token ids from PyTorch tensors to sharded JAX arrays."""
     return [jax.device_put(part.numpy().astype("int32"), sharding) for part in batch]
 
 
 def evaluate(training, tokens, config):
-    """Mean loss on the validation text: of the sequences that gpt_fsdp.py takes."""
+    """Return the mean loss on the validation text, on the same sequences as gpt_fsdp.py."""
     _, batch, _ = config.batch_shape(training.mesh.size)
     total = max(gpt_fsdp.VALIDATION_SEQUENCES, training.mesh.shape["fsdp"])
     starts = torch.linspace(0, len(tokens) - config.seq_len - 1, total).long()
-    found = []
-    for first in range(0, total, batch):  # each of the same shape, or it would be compiled again
+    losses = []
+    for first in range(0, total, batch):  # always the same shape, which needs only one compilation
         part = starts[torch.arange(first, first + batch) % total]
         inputs, targets = on_devices(
             text.sequences(tokens, part, config.seq_len), NamedSharding(training.mesh, P("fsdp"))
         )
-        found += training.losses(training.params, inputs, targets).tolist()
-    return sum(found[:total]) / total
+        losses += training.losses(training.params, inputs, targets).tolist()
+    return sum(losses[:total]) / total
 
 
 def train(config, world) -> dict:
-    """Train as ``config`` says; returns this run's part of a record."""
+    """Train, and return the measurements for a record."""
     data = text.load(torch.device("cpu"), config.seq_len)
     accumulate, batch, _ = config.batch_shape(world.world_size)
     saver = jax_checkpoints.Saver(config, checkpoints.identity(config, accumulate * batch, text.NAME))
@@ -295,7 +316,7 @@ def train(config, world) -> dict:
         bar.advance()
         if (step + 1) % loop.LOG_EVERY == 0 or step + 1 == config.max_steps:
             world.say(f"step {step + 1}: loss {losses[-1]:.4f}")
-        if not math.isfinite(losses[-1]):  # records.report says so, and ends the run; nothing more is saved
+        if not math.isfinite(losses[-1]):  # records.report raises Diverged, and nothing more is saved
             break
         if (step + 1) % save_every == 0 or step + 1 == config.max_steps:
             saver.save(step + 1, training)
@@ -314,9 +335,9 @@ def train(config, world) -> dict:
 
 
 def main(config, world):
-    """What the process runs. world: its devices (labkit/training/jax_world.py)."""
+    """Run the lab. world: the devices (labkit/training/jax_world.py)."""
     begin = time.perf_counter()
-    config.axes(world.world_size)  # refuses what the devices cannot share
+    config.axes(world.world_size)  # raises if the model cannot be sharded like this
     if config.record:
         records.check_writable(config.record)
     result = train(config, world)
@@ -345,29 +366,29 @@ class Config(options.Training):
     preset: Literal[tuple(GPT_SHAPES)] = option("tiny", "size of the model", resumed=True)
     devices: int | None = option(
         None,
-        "how many; on the CPU, virtual ones that share it (default: every GPU, or 8 on the CPU)",
+        "number of devices; on the CPU, virtual ones (default: every GPU, or 8 on the CPU)",
         least=1,
         at_most=1024,
     )
-    strategy: Literal["replicated", *CUT] = option("fsdp", "how the devices share")
+    strategy: Literal["replicated", *CUT] = option("fsdp", "sharding strategy")
     mesh: str | None = option(
         None,
-        "fsdp=4,tensor=2 splits matrix products between two devices, too",
+        "device mesh: fsdp=4,tensor=2 adds tensor parallelism on two devices",
         form=(r"fsdp=[1-9]\d*(,tensor=[1-9]\d*)?", "fsdp=SIZE,tensor=SIZE"),
         only=("fsdp",),
     )
-    min_size: int = option(
-        2**14, "arrays of fewer elements, all layers together, stay whole on every device", least=0, only=CUT
-    )
-    max_steps: int = option(20, "steps to train, those of the run being resumed included", least=1)
+    min_size: int = option(2**14, "replicate arrays of fewer elements (of all layers together)", least=0, only=CUT)
+    max_steps: int = option(20, "steps to train, including those before a resume", least=1)
     batch_size: int = option(8, "sequences in a micro-batch on each device", least=1)
     seq_len: int = option(128, "tokens in a sequence", least=1, resumed=True)
-    precision: Literal["fp32", "fp64"] = option("fp32", "number format of everything", resumed=True)
-    recompute: Literal["none", "full"] = option("none", "what backward computes again: nothing, or each block")
+    precision: Literal["fp32", "fp64"] = option("fp32", "dtype of weights and computation", resumed=True)
+    recompute: Literal["none", "full"] = option(
+        "none", "activation checkpointing: none, or full (save a block's input)"
+    )
     accumulate: int = option(1, "micro-batches in a step", least=1)
     lr: float = option(1e-3, "learning rate", above=0, resumed="print")
-    seed: int = option(1, "seed of the weights and the order of the text", resumed=True)
-    checkpoint_every: int | None = option(None, "save after every so many steps too", least=1, needs="checkpoint")
+    seed: int = option(1, "seed of the initial weights and the order of the text", resumed=True)
+    checkpoint_every: int | None = option(None, "also save every N steps", least=1, needs="checkpoint")
 
     @property
     def shape(self) -> GPTShape:
@@ -378,7 +399,11 @@ class Config(options.Training):
         return jnp.float64 if self.precision == "fp64" else jnp.float32
 
     def axes(self, devices: int) -> dict[str, int]:
-        """{axis of the mesh: how many devices lie along it}. UserError: the options do not fit the devices."""
+        """Return {axis of the mesh: number of devices along it}.
+
+        Raises:
+            UserError: the options do not fit the number of devices.
+        """
         if not self.mesh:
             return {"fsdp": devices}
         axes = {name: int(size) for name, size in (pair.split("=") for pair in self.mesh.split(","))}
@@ -386,7 +411,7 @@ class Config(options.Training):
             raise UserError(f"--mesh {self.mesh} is for {prod(axes.values())} devices, but there are {devices}")
         parts = {
             "heads of keys and values": self.shape.num_key_value_heads,
-            "hidden numbers": self.shape.intermediate_size,
+            "columns of the feed-forward network": self.shape.intermediate_size,
         }
         for what, count in parts.items():
             if count % axes.get("tensor", 1):
@@ -394,7 +419,7 @@ class Config(options.Training):
         return axes
 
     def batch_shape(self, devices: int) -> tuple[int, int, int]:
-        """Of a step's token numbers, all devices together: (accumulate, batch, seq_len)."""
+        """Return the shape of a step's token ids, for all devices together: (accumulate, batch, seq_len)."""
         return self.accumulate, self.batch_size * self.axes(devices)["fsdp"], self.seq_len
 
 

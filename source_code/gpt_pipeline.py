@@ -1,12 +1,12 @@
-"""The pipeline lab: the transformer of gpt_fsdp.py in stages, one on each rank, by torch.distributed.pipelining.
+"""Train the transformer of gpt_fsdp.py with pipeline parallelism (torch.distributed.pipelining), one stage per rank.
 
-  python gpt_pipeline.py --ranks 4 --record run.json                 1F1B: a backward as soon as there can be one
+  python gpt_pipeline.py --ranks 4 --record run.json                 1F1B: each backward as early as possible
   python gpt_pipeline.py --ranks 4 --schedule gpipe                  all forwards, then all backwards
   python gpt_pipeline.py --ranks 4 --mesh pipeline=4 --accumulate 16 --recompute full
   torchrun --nproc-per-node 8 gpt_pipeline.py --preset 1b --precision bf16 --accumulate 32
 
---accumulate is the number of micro-batches: a step's batch flows through the stages in so many parts.
-README.md has every way to start it.
+--accumulate is the number of micro-batches into which a step's batch is split.
+README.md lists all ways to start it.
 """
 
 import math
@@ -29,11 +29,16 @@ SCHEDULES = dict(zip(pipeline.SCHEDULES, (ScheduleGPipe, Schedule1F1B), strict=T
 
 
 class Stage(nn.Module):
-    """Some of a GPT's parts, under the names that they have in the whole: first values and checkpoints go by these.
+    """One stage of a GPT. Its parameters have the names of the whole model, on which initial weights and checkpoints depend.
 
-    Input: of the first stage token numbers, (batch, sequence); of the others (batch, sequence, width), which is also
-    every output but the last stage's: logits, (batch, sequence, vocabulary).
-    bf16: compute in it by autocast; what flows between stages stays in fp32, as in the whole model between blocks.
+    Input: token ids (batch, sequence) for the first stage, hidden states (batch, sequence, hidden_size) for the others.
+    Output: logits (batch, sequence, vocabulary) of the last stage, hidden states of the others.
+
+    Args:
+        gpt: the whole model, on the meta device.
+        index: of this stage.
+        stages: their number.
+        bf16: compute in bf16 by autocast. Hidden states between stages stay in fp32, as between blocks of the whole model.
     """
 
     def __init__(self, gpt: models.GPT, index: int, stages: int, bf16: bool):
@@ -56,7 +61,7 @@ class Stage(nn.Module):
         with torch.autocast(x.device.type, torch.bfloat16) if self.bf16 else nullcontext():
             if self.first:
                 x = self.embedding(x)
-            # Every stage makes these tables for itself: that is less than to send them.
+            # Every stage computes these tables, which is cheaper than sending them.
             rotation = models.rotary(x.shape[1], self.shape.head_dim, x)
             for block in self.blocks.values():
                 x = block(x, rotation)
@@ -64,8 +69,8 @@ class Stage(nn.Module):
 
 
 def build(config, me) -> PipelineStage:
-    """This rank's stage, with memory and values, as torch.distributed.pipelining wants it."""
-    with torch.device("meta"):  # the whole model, without storage; a rank gives memory to its own part only
+    """Return this rank's stage, allocated and initialized."""
+    with torch.device("meta"):  # the whole model, without storage; a rank allocates only its stage
         gpt = models.GPT(config.shape).to(config.dtype)
     preflight.refuse_if_too_big(config, me)
     model = Stage(gpt, me.rank, me.world_size, config.precision == "bf16")
@@ -77,32 +82,35 @@ def build(config, me) -> PipelineStage:
 
 
 def schedule_of(stage: PipelineStage, config):
-    """In which order the stage computes its micro-batches' forwards and backwards, and what it waits for between."""
+    """Return the schedule of a stage: the order of its micro-batches' forwards and backwards."""
 
     def part_of_loss(logits, targets):
         return mean_loss(logits, targets, config) / config.accumulate
 
-    # The loss is divided here, so the gradients need not be: otherwise PyTorch divides them when the step ends.
+    # The loss is divided above, so PyTorch must not divide the gradients at the end of the step, as it does by default.
     return SCHEDULES[config.schedule](stage, config.accumulate, part_of_loss, scale_grads=False)
 
 
 def mean_loss(logits, targets, config):
-    """Mean cross-entropy of logits (batch, sequence, vocabulary) and targets (batch, sequence), in nats per token."""
+    """Return the mean cross-entropy of logits (batch, sequence, vocabulary) and targets (batch, sequence), in nats per token."""
     return F.cross_entropy(logits.flatten(0, 1).to(config.dtype), targets.flatten())
 
 
 def train_step(model, schedule, optimizer, inputs, targets, config):
-    """One step: inputs and targets, each of shape (accumulate, batch_size, seq_len), are the same on every rank.
+    """Train one step. inputs and targets, each (accumulate, batch_size, seq_len), are the same on every rank.
 
-    Only the first stage looks at the inputs, and only the last at the targets. Returns the micro-batches' parts of the
-    loss, whose sum it is, in such a way that their mean over the ranks is right: none but the last knows them.
+    Only the first stage uses the inputs, and only the last one the targets.
+
+    Returns:
+        One term of the loss per micro-batch, scaled so that the mean over the ranks is correct, although all stages but
+        the last return zeros.
     """
     losses = []
     schedule.step(
         *([inputs.flatten(0, 1)] if model.first else []),
         target=targets.flatten(0, 1) if model.last else None,
         losses=losses,
-        return_outputs=False,  # otherwise the last stage keeps the logits of all micro-batches, and joins them
+        return_outputs=False,  # or the last stage would retain and concatenate the logits of all micro-batches
     )
     if config.clip or config.log:
         keep_norm(optimizer, clip(model, config), config)
@@ -114,7 +122,7 @@ def train_step(model, schedule, optimizer, inputs, targets, config):
 
 
 def clip(model, config):
-    """Scale the gradient down to the norm allowed, and return the norm it had: of all stages, whose squares add up."""
+    """Clip the gradient to the norm of --clip, and return its norm before that, over all stages. Collective."""
     square = nn.utils.get_total_norm([p.grad for p in model.parameters()]) ** 2
     dist.all_reduce(square)
     norm = square.sqrt()
@@ -123,9 +131,9 @@ def clip(model, config):
 
 
 def compute_loss(model, inputs, targets, config):
-    """Mean cross-entropy of one batch, for validation: it passes the stages one after the other, while the others wait.
+    """Return the validation loss of one batch, scaled as in ``train_step``: zero except on the last stage.
 
-    A loss as ``train_step`` has it: zero but on the last stage, and there as many times what it is.
+    The batch passes through the stages one after another, without pipelining.
     """
     x = inputs
     if not model.first:
@@ -139,7 +147,7 @@ def compute_loss(model, inputs, targets, config):
 
 
 def prepare(config, me):
-    """(model, optimizer, step): see ``gpt_fsdp.prepare``. The model is this rank's stage."""
+    """Return (model, optimizer, step) as ``gpt_fsdp.prepare`` does; the model is this rank's stage."""
     stage = build(config, me)
     model, schedule = stage.submod, schedule_of(stage, config)
     optimizer = gpt_fsdp.make_optimizer(model, config)
@@ -147,7 +155,7 @@ def prepare(config, me):
 
 
 def main(config, me):
-    """What every rank runs. me: which rank this is (labkit/running/ranks.py)."""
+    """Run the lab on one rank. me: this rank (labkit/running/ranks.py)."""
     gpt_fsdp.main(config, me, prepare, compute_loss)
 
 

@@ -1,16 +1,16 @@
-"""The transformer of gpt_fsdp.py under ZeRO, by PyTorch alone or by DeepSpeed.
+"""Train the transformer of gpt_fsdp.py with ZeRO, by PyTorch alone or by DeepSpeed.
 
   python gpt_zero.py --ranks 4 --stage 1 --record run.json
   python gpt_zero.py --ranks 4 --stage 3 --engine deepspeed           # after make deepspeed
   torchrun --nproc-per-node 8 gpt_zero.py --stage 2 --engine deepspeed --preset 1b --precision bf16 --cpu-offload
 
   stage                   torch                                      DeepSpeed
-  0  nothing is split     DistributedDataParallel                    ZeRO disabled
+  0  no partitioning      DistributedDataParallel                    ZeRO disabled
   1  optimizer state      DDP and ZeroRedundancyOptimizer            stage 1
   2  and gradients        FSDP2, reshard_after_forward=False         stage 2
   3  and parameters       FSDP2, reshard_after_forward=True          stage 3
 
-ZeRO: arXiv:1910.02054. Model, first values, batches and losses are those of gpt_fsdp.py, step by step.
+ZeRO: arXiv:1910.02054. Model, initial weights, batches and losses are those of gpt_fsdp.py, step by step.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ compute_loss = gpt_fsdp.compute_loss  # a lab has a Config, prepare and compute_
 
 
 def prepare(config, me):
-    """(model, optimizer, step) as gpt_fsdp.prepare has them."""
+    """Return (model, optimizer, step) as ``gpt_fsdp.prepare`` does."""
     if config.engine == "deepspeed":
         return prepare_deepspeed(config, me)
     model, _ = gpt_fsdp.build(config, me)  # DDP or FSDP2: config.strategy
@@ -37,12 +37,12 @@ def prepare(config, me):
 
 
 def zero_1(model, config):
-    """AdamW for whole parameters, each kept and stepped by one rank, which then broadcasts it to the others."""
+    """Return ZeRO-1's AdamW: one rank has each parameter's state, updates the parameter, and broadcasts it."""
     return ZeroRedundancyOptimizer(parameter_groups(model, config), torch.optim.AdamW, lr=config.lr, foreach=True)
 
 
 def prepare_deepspeed(config, me):
-    """DeepSpeed takes a model that is there whole, and a torch optimizer that has not yet stepped."""
+    """Prepare DeepSpeed, which takes an unsharded model and a torch optimizer that has not stepped yet."""
     with torch.device("meta"):
         model = models.GPT(config.shape).to(config.dtype)
     preflight.refuse_if_too_big(config, me)
@@ -58,23 +58,23 @@ def prepare_deepspeed(config, me):
 
 
 def settings(config, block: int) -> dict:
-    """DeepSpeed's configuration, https://www.deepspeed.ai/docs/config-json; block: how many parameters a block has.
+    """Return DeepSpeed's configuration, https://www.deepspeed.ai/docs/config-json; block: number of a block's parameters.
 
-    Its defaults are those of models with billions of parameters: with them a small one would not be split at all, in
-    two gigabytes of buffers. Sizes are numbers of elements.
+    Its defaults suit billions of parameters: a small model would not be partitioned at all, and use two gigabytes of
+    buffers. Sizes are in elements.
     """
     zero = {
         "stage": int(config.stage),
-        # Gradients are summed over the ranks when there are so many of them, in a buffer of this size (default 5e8).
+        # Size of the buffer in which gradients are collected and reduced (default 5e8).
         "reduce_bucket_size": block,
-        # Stage 3: parameters smaller than this stay whole on every rank (default 1e5).
+        # Stage 3: smaller parameters are not partitioned (default 1e5).
         "stage3_param_persistence_threshold": 0,
-        # Gathered parameters are freed after use only when more than so many are live (default 1e9), unless they are
-        # used again soon (default 1e9); so many are gathered before they are needed (default 5e7).
+        # Gathered parameters are freed after use if more than this are live (default 1e9), unless they are reused within
+        # this distance (default 1e9). The last one is the number of elements to prefetch (default 5e7).
         "stage3_max_live_parameters": 0,
         "stage3_max_reuse_distance": 0,
         "stage3_prefetch_bucket_size": 0,
-        "overlap_comm": False,  # by default stage 3's, with another buffer
+        "overlap_comm": False,  # stage 3's default is True, with another buffer
     }
     if config.cpu_offload:
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -83,25 +83,25 @@ def settings(config, block: int) -> dict:
         "gradient_accumulation_steps": config.accumulate,
         "zero_optimization": zero,
         "bf16": {"enabled": config.precision == "bf16"},
-        "gradient_clipping": config.clip or 0.0,  # left out, gradients would be clipped to a norm of 1.0
-        "zero_force_ds_cpu_optimizer": False,  # with offload, a torch optimizer will do: DeepSpeed's is compiled
+        "gradient_clipping": config.clip or 0.0,  # by default gradients would be clipped to a norm of 1.0
+        "zero_force_ds_cpu_optimizer": False,  # allow a torch optimizer with offload: DeepSpeed's must be compiled
         "steps_per_print": None,
     }
 
 
 def deepspeed_step(engine, optimizer, inputs, targets, config):
-    """One step, as gpt_fsdp.train_step makes it. The engine divides each loss by their number, clips, and counts."""
+    """Train one step as ``gpt_fsdp.train_step`` does. The engine scales the losses, clips, and counts micro-batches."""
     losses = []
     for micro in range(config.accumulate):
         loss = gpt_fsdp.compute_loss(engine, inputs[micro], targets[micro], config)
         losses.append(engine.backward(loss).detach())
-        optimizer.step()  # for each micro-batch; what is to happen after the last one, happens after the last one
-    keep_norm(optimizer, engine.get_global_grad_norm(), config)  # None where DeepSpeed computes none
+        optimizer.step()  # to be called for each micro-batch; DeepSpeed applies the update after the last one
+    keep_norm(optimizer, engine.get_global_grad_norm(), config)  # None if DeepSpeed computes none
     return losses
 
 
 def main(config, me):
-    """What every rank runs. me: which rank this is (labkit/running/ranks.py)."""
+    """Run the lab on one rank. me: this rank (labkit/running/ranks.py)."""
     if config.engine == "deepspeed":
         deepspeed_zero.check()
     gpt_fsdp.main(config, me, prepare)

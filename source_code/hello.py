@@ -1,11 +1,11 @@
-"""Hello from every rank: who it is, where it is, and one sum over all of them.
+"""Print each rank's identity and device, and check one all-reduce over all ranks.
 
   python hello.py                                        # starts one rank per GPU, or two on the CPU
   torchrun --standalone --nproc-per-node 4 hello.py
   srun -p gpu -N 2 --ntasks-per-node=4 --gres=gpu:4 python hello.py
 
-Run it first on every new machine, and see whether there are as many ranks as you asked for: what is wrong here
-would be wrong, and dearer, in a training run.
+Run it first on every new machine, and check that it starts as many ranks as you requested: a problem that shows here
+would also occur, at a higher cost, in a training run.
 """
 
 import torch
@@ -15,7 +15,7 @@ from labkit.running import options, ranks
 
 
 def main(config, me):
-    """What every rank runs. me: which rank this is (labkit/running/ranks.py)."""
+    """Run the lab on one rank. me: this rank (labkit/running/ranks.py)."""
     dist.init_process_group(me.backend, device_id=me.device if me.device.type == "cuda" else None)
     place = f"rank {me.rank:2} of {me.world_size}: local rank {me.local_rank} on node {me.node}, device {me.device}"
     print(place, flush=True)

@@ -1,13 +1,13 @@
-"""The lab for a model of your own: a causal language model of Hugging Face's transformers, fine-tuned under FSDP2.
+"""Fine-tune your own model, a causal language model of Hugging Face's transformers, with FSDP2.
 
-  python hf_fsdp.py --config samples/llama_small.json --ranks 4        # random weights, of that shape
+  python hf_fsdp.py --config samples/llama_small.json --ranks 4        # train from random weights
   python hf_fsdp.py --model Qwen3-8B --save tuned                      # a folder with config.json and safetensors
   python hf_fsdp.py --model Qwen3-8B --lora 16 --save adapters         # a frozen base, peft's adapters
   srun -p gpu -N 1 --gres=gpu:4 --cpus-per-task=16 python hf_fsdp.py --model Qwen3-8B --precision bf16 --recompute full
   torchrun --nproc-per-node 8 hf_fsdp.py --model Qwen3-8B --data mine.txt --checkpoint ckpt --resume
 
-No rank holds the whole model to load it or to train it: each reads from the files what it keeps. What --save writes, ``from_pretrained``
-reads without this course. README.md has every way to start it.
+No rank ever has the whole model in memory: each reads only its shards from the files. ``from_pretrained`` reads the
+result of --save without this course. README.md lists all ways to start it.
 """
 
 import math
@@ -36,22 +36,22 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
-# Everywhere, me is this rank: its rank, local_rank, world_size, device; me.say prints on rank 0 only.
+# me is always this rank: its rank, local_rank, world_size, device; me.say prints on rank 0 only.
 
 
 def build(config, architecture, me):
-    """The model of a configuration (``hf_models.configuration``), sharded before it has any memory, then filled."""
+    """Build a model of a configuration (``hf_models.configuration``): shard it on the meta device, then initialize it."""
     preflight.refuse_if_too_big(config, me)
     model, pattern = (hf_models.on_meta(architecture, config.dtype, config.lora) for _ in range(2))
     parallelize(model, config, me)
     model.to_empty(device=me.device)
-    model.tie_weights()  # again: to_empty has given each name a tensor of its own
-    fill(model, pattern, config, me)  # the pattern, which nobody shards, is where first values come from
+    model.tie_weights()  # to_empty has given each name its own tensor
+    fill(model, pattern, config, me)  # the pattern is the unsharded model, which initial weights need
     return DistributedDataParallel(model) if config.strategy == "ddp" else model
 
 
 def parallelize(model, config, me):
-    """Recompute blocks, and shard: in this order, as FSDP's hooks must lie around what is computed again."""
+    """Apply activation checkpointing, then shard: FSDP's hooks must enclose the recomputation."""
     if config.recompute == "full":
         for block in hf_models.blocks(model):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -61,7 +61,7 @@ def parallelize(model, config, me):
 
 
 def shard(model, config, me):
-    """Each block is a unit, embedding and head are others, and the root has the rest. A weight that two share: the root."""
+    """Apply FSDP2: each block, the embedding, and the head are units. The root has the rest, including a tied weight."""
     bf16 = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     settings = {
         "mesh": init_device_mesh(me.device.type, (me.world_size,)),
@@ -71,14 +71,14 @@ def shard(model, config, me):
         fsdp.fully_shard(block, **settings)
     if not hf_models.tied(model):
         fsdp.fully_shard(model.get_input_embeddings(), **settings)
-        # Backward begins with the head: freed after forward, it would be gathered again at once.
+        # Backward begins with the head: if it were freed after forward, it would be gathered again immediately.
         fsdp.fully_shard(model.get_output_embeddings(), reshard_after_forward=False, **settings)
     fsdp.fully_shard(model, **settings)
 
 
 @torch.no_grad()
 def fill(model, pattern, config, me):
-    """Give every parameter and buffer its value: from the model's files, else a first value; prove none was forgotten."""
+    """Load parameters and buffers from the model's files, initialize the others, and check that none was forgotten."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     for tensor in tensors.values():
         if tensor.is_floating_point():
@@ -91,9 +91,9 @@ def fill(model, pattern, config, me):
     for name, value in hf_models.initial_weights(pattern, config.seed, read):
         filled.add(name)
         tensor = tensors.get(name)
-        if isinstance(tensor, DTensor):  # every rank draws the whole value and keeps its part: nothing is sent
+        if isinstance(tensor, DTensor):  # every rank draws the unsharded value and takes its shard: nothing is sent
             value = local(distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None))
-        if tensor is not None:  # the second name of a tensor that two share
+        if tensor is not None:  # None for the second name of a shared tensor
             local(tensor).copy_(value)
     forgotten = [name for name, tensor in tensors.items() if name not in filled or local(tensor).isnan().any()]
     if forgotten:
@@ -131,8 +131,8 @@ def train_step(model, optimizer, inputs, targets, config):
 
 
 def untrained(config, me):
-    """(model, optimizer, batch) of a simulated step (labkit/running/simulated_lab.py): sharded, without memory or values."""
-    from labkit.measuring import simulate  # no run needs it
+    """Return (model, optimizer, batch) for a simulated step (labkit/running/simulated_lab.py), sharded and not initialized."""
+    from labkit.measuring import simulate  # only for simulations
 
     architecture = hf_models.configuration(config.model or config.config, "--model" if config.model else "--config")
     model = hf_models.without_weights(architecture, config.dtype, config.lora)
@@ -152,7 +152,7 @@ def training_batches(tokens, config, me, steps):
 
 
 def train(config, me):
-    """Train in the current process group and return this run's part of a record."""
+    """Train in the current process group, and return the measurements for a record."""
     architecture = hf_models.configuration(config.model or config.config, "--model" if config.model else "--config")
     name, tokens = hf_models.load_tokens(config, architecture, me.device)
     model = build(config, architecture, me)
@@ -166,12 +166,12 @@ def train(config, me):
     while loop.step < loop.last_step:
         local_losses = []
         for inputs, targets in loop.watch(training_batches(tokens, config, me, loop.next_steps())):
-            # Dropout as a function of step and rank: resumed on as many ranks, a run draws what it would have drawn.
+            # Dropout depends on step and rank only, so that a run resumed on as many ranks continues exactly.
             torch.manual_seed(config.seed + 1000 * loop.step + me.rank)
             local_losses += train_step(model, optimizer, inputs, targets, config)
 
         summed = torch.stack(local_losses).view(-1, config.accumulate).sum(1)
-        dist.all_reduce(summed)  # once every LOG_EVERY steps: once a step, only to print, would slow the training
+        dist.all_reduce(summed)  # once every LOG_EVERY steps: once per step, only to print, would slow down training
         losses = (summed / me.world_size).tolist()
         me.say(f"step {loop.step}: loss {losses[-1]:.4f}")
         if not loop.log(losses):  # not finite: records.report raises Diverged, and nothing more is saved

@@ -1,10 +1,10 @@
-"""Climb the ladder: train the same network in eight ways on this machine, and show what each costs.
+"""Train the same network in eight ways on this machine, the rungs of a ladder, and compare their costs.
 
   python ladder.py                         (or: make run)
   python ladder.py --data mnist --ranks 4
 
-Each rung is a run of mnist_fsdp.py in processes of its own. Its record and the tables, with the peak memory measured
-on each rung beside what the arithmetic predicts, are in results/runs/ as soon as it is over; at the end, a picture too.
+Each rung is a run of mnist_fsdp.py in new processes. Its record, and tables with the measured and predicted peak memory of
+each rung, are written to results/runs/ after every rung; at the end, a figure, too.
 """
 
 import shutil
@@ -26,7 +26,7 @@ from labkit.training import datasets
 from planner import predict
 from tqdm import tqdm
 
-# (what it is called, options of mnist_fsdp.py)
+# (label, options of mnist_fsdp.py)
 RUNGS = [
     ("one process", {"strategy": "single"}),
     ("DDP", {"strategy": "ddp"}),
@@ -38,28 +38,28 @@ RUNGS = [
     ("FSDP2, resumed", {"strategy": "fsdp2", "wrap": "size"}),
 ]
 EPOCHS = {"mnist": 1, "mnist-5k": 3}
-IMAGES = {"mnist": 60000, "mnist-5k": 4000}  # to train on
-# The meter keeps what it traced from the second traced step on. The second half of a resumed run must come that far:
-# of an odd number of steps it has one more than the first.
+IMAGES = {"mnist": 60000, "mnist-5k": 4000}  # size of the training set
+# The meter's results start with the second traced step, which the second half of a resumed run must reach. With an odd
+# number of steps, it has one more than the first half.
 FEWEST_STEPS = 2 * (meters.TRACED_STEPS[1] + 1) - 1
 
 
 @dataclass(frozen=True)
 class Config(Options):
-    """The whole ladder. The command line is made from these fields."""
+    """The options of the whole ladder."""
 
     data: Literal[("auto", *EPOCHS)] = option(
-        "mnist-5k", "data set; mnist-5k is here already, mnist takes nearly five times as long"
+        "mnist-5k", "data set; mnist-5k needs no download, mnist takes nearly five times as long"
     )
     epochs: int | None = option(None, "passes over the training set (default: 1 of mnist, 3 of mnist-5k)", least=1)
     ranks: int | None = option(
-        None, "ranks of each rung but the first (default: one per GPU, or 4 where there are not two GPUs)", least=1
+        None, "ranks of each rung except the first (default: one per GPU, or 4 with fewer than two GPUs)", least=1
     )
     batch_size: int = option(32, "images per step on each rank", least=1)
 
 
 def climb(config: Config) -> Iterator[dict]:
-    """Run every rung and yield {"label", "record", "predicted"} of each."""
+    """Run every rung, and yield {"label", "record", "predicted"} for each."""
     common, steps = shared(config)
     with tqdm(total=len(RUNGS), unit="rung", position=0) as rungs:
         for label, options in RUNGS:
@@ -77,11 +77,15 @@ def climb(config: Config) -> Iterator[dict]:
 
 
 def shared(config: Config) -> tuple[dict, int]:
-    """(the options that all rungs share, how many steps they train on several ranks). UserError if none can climb so."""
+    """Return (the options that all rungs share, the number of steps on several ranks).
+
+    Raises:
+        UserError: there are too few steps.
+    """
     data = datasets.prepare(config.data)
     epochs = config.epochs or EPOCHS[data]
     gpus = site.gpus_here()
-    world_size = config.ranks or (gpus if gpus > 1 else 4)  # one rank shares nothing
+    world_size = config.ranks or (gpus if gpus > 1 else 4)  # a single rank would not shard anything
     on_gpus = world_size <= gpus
     if gpus and not on_gpus:
         print(f"{world_size} ranks, and GPUs for {gpus}: the ladder climbs on the CPU", flush=True)
@@ -104,7 +108,7 @@ def shared(config: Config) -> tuple[dict, int]:
 
 
 def run_and_resume(half: int, script: str, **options) -> dict:
-    """Stop after ``half`` the steps, start again from the checkpoint, and return the record of the second run."""
+    """Stop after ``half`` steps, resume from the checkpoint, and return the record of the second run."""
     folder = launch.RUNS / f"checkpoints-{datetime.now():%Y%m%d-%H%M%S-%f}"
     try:
         launch.run(script, checkpoint=folder, max_steps=half, **options)
@@ -114,14 +118,14 @@ def run_and_resume(half: int, script: str, **options) -> dict:
 
 
 def predicted_peak(record: dict) -> int | None:
-    """Bytes, by the arithmetic of planner/predict.py; None for offload from a GPU, whose two memories it does not tell apart."""
+    """Return the planner's peak in bytes; None for offload from a GPU, since the total would mix GPU and CPU memory."""
     if not record["memory"] or (record["config"]["cpu_offload"] and record["device"] != "cpu"):
         return None
     return predict.total(predict.peak_of(record)[1])
 
 
 def memory_table(runs: list[dict]) -> pandas.DataFrame:
-    """Peak memory of rank 0 by category in MiB; the total, measured and predicted, in bytes."""
+    """Return a table of rank 0's peak memory by category in MiB, and of the measured and predicted totals in bytes."""
     used = [c for c in CATEGORIES if any(run["record"]["memory"]["peak"][c] for run in runs)]
     rows = []
     for run in runs:
@@ -137,7 +141,7 @@ def memory_table(runs: list[dict]) -> pandas.DataFrame:
 
 
 def speed_table(runs: list[dict]) -> pandas.DataFrame:
-    """Step time, throughput, traffic and accuracy of each rung."""
+    """Return a table of each rung's step time, throughput, traffic and accuracy."""
     return pandas.DataFrame([{"rung": run["label"], **_speed(run["record"])} for run in runs])
 
 
@@ -162,7 +166,7 @@ def as_markdown(table: pandas.DataFrame) -> str:
 
 
 def tables(runs: list[dict]) -> str:
-    """Both tables as text that is also Markdown."""
+    """Format both tables as Markdown."""
     return "\n\n".join(
         [
             plots.caption(runs[-1]["record"]),
@@ -175,7 +179,11 @@ def tables(runs: list[dict]) -> str:
 
 
 def read(folder: Path) -> list[dict]:
-    """The runs of a ladder climbed earlier, from its records. UserError: they are not one of each rung."""
+    """Read the runs of an earlier ladder from its records.
+
+    Raises:
+        UserError: their number is not that of the rungs.
+    """
     loaded = [records.load(path) for path in sorted(folder.glob("*.json"))]
     if len(loaded) != len(RUNGS):
         raise UserError(f"{folder} holds {len(loaded)} records, and a ladder has {len(RUNGS)}: climb it again")
@@ -186,7 +194,7 @@ def read(folder: Path) -> list[dict]:
 
 
 def write_last(runs: list[dict], folder: Path):
-    """Write the record of the last run, and the tables of all so far: a climb that breaks off keeps what it has."""
+    """Write the record of the last run, and the tables of all runs so far, so that a later failure loses nothing."""
     name = runs[-1]["label"].lower().replace(", ", "-").replace(" ", "-")
     records.write(folder / f"{len(runs) - 1}-{name}.json", runs[-1]["record"])
     (folder / "ladder.md").write_text(tables(runs) + "\n")

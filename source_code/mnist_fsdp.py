@@ -1,12 +1,12 @@
-"""The MNIST lab: one network, trained by one process, by DDP, by FSDP1 or by FSDP2.
+"""Train one network on MNIST with one process, DDP, FSDP1 or FSDP2.
 
   python mnist_fsdp.py --strategy ddp --ranks 4
   python mnist_fsdp.py --strategy fsdp2 --wrap size --ranks 4 --record run.json
   python mnist_fsdp.py --checkpoint ckpt --epochs 2 && python mnist_fsdp.py --checkpoint ckpt --resume --epochs 4
   torchrun --nproc-per-node 4 mnist_fsdp.py
-  srun -p gpu -N 1 --gres=gpu:4 --cpus-per-task=16 python mnist_fsdp.py     # one task, which starts its own ranks
+  srun -p gpu -N 1 --gres=gpu:4 --cpus-per-task=16 python mnist_fsdp.py     # one task, which starts the ranks
 
-README.md has every way to start it.
+README.md lists all ways to start it.
 """
 
 import math
@@ -34,12 +34,12 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-# The network is in labkit/training/models.py; here it is sharded and trained.
-# Everywhere, me is this rank: its rank, local_rank, world_size, device; me.say prints on rank 0 only.
+# The network is defined in labkit/training/models.py; here it is sharded and trained.
+# me is always this rank: its rank, local_rank, world_size, device; me.say prints on rank 0 only.
 
 
 def parallelize(model, config, me):
-    """Apply the strategy to the model. Neither the model nor ``train_step`` knows that there is more than one rank."""
+    """Apply the strategy to the model. The model and ``train_step`` do not depend on the number of ranks."""
     if config.strategy == "single":
         return model.to(me.device)
     if config.strategy == "ddp":
@@ -51,7 +51,7 @@ def parallelize(model, config, me):
 
 
 def fsdp1(model, config, me, mesh):
-    """FSDP1, a wrapper class: each unit's parameters become one flat tensor, cut into equal parts."""
+    """Wrap a model with FSDP1, which makes one flat parameter of each unit and shards it evenly."""
     by_size = partial(size_based_auto_wrap_policy, min_num_params=config.min_num_params)
     bf16 = fsdp.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     keep = config.reshard_after_forward == "false"
@@ -67,12 +67,12 @@ def fsdp1(model, config, me, mesh):
 
 
 def fsdp2(model, config, me, mesh):
-    """FSDP2, a function: each parameter becomes a DTensor, cut along its first dimension, on the mesh's device."""
-    pinned = me.device.type == "cuda"  # page-locked memory makes copies to a GPU fast; without one it cannot be had
+    """Apply FSDP2, which makes each parameter a DTensor on the mesh's device, sharded along its first dimension."""
+    pinned = me.device.type == "cuda"  # pinned memory makes copies to a GPU fast; it is not available without one
     bf16 = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     settings = {
         "mesh": mesh,
-        # None: free after forward, except the root, which backward needs again at once
+        # None: free after forward, except the root, which backward needs immediately
         "reshard_after_forward": False if config.reshard_after_forward == "false" else None,
         "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=pinned) if config.cpu_offload else fsdp.OffloadPolicy(),
         "mp_policy": bf16 if config.precision == "bf16" else fsdp.MixedPrecisionPolicy(),
@@ -81,11 +81,11 @@ def fsdp2(model, config, me, mesh):
         for layer in model.children():
             if sum(p.numel() for p in layer.parameters()) >= config.min_num_params:
                 fsdp.fully_shard(layer, **settings)
-    return fsdp.fully_shard(model, **settings)  # the root takes what is left
+    return fsdp.fully_shard(model, **settings)  # the root has the other parameters
 
 
 def units(model):
-    """The modules whose parameters FSDP gathers together (none under "single" and "ddp")."""
+    """Return the FSDP units of a model (none with "single" and "ddp")."""
     return [m for m in model.modules() if isinstance(m, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule))]
 
 
@@ -108,8 +108,8 @@ def train_step(model, optimizer, images, labels, config):
 
 
 def untrained(config, me):
-    """(model, optimizer, batch) of a simulated step (labkit/running/simulated_lab.py): sharded, without memory or values."""
-    from labkit.measuring import simulate  # no run needs it
+    """Return (model, optimizer, batch) for a simulated step (labkit/running/simulated_lab.py), sharded and not initialized."""
+    from labkit.measuring import simulate  # only for simulations
 
     model, size = Net(config.dropout), config.batch_size_of(me.world_size)
     if config.strategy != "single":
@@ -122,7 +122,7 @@ def untrained(config, me):
 def training_batches(digits, config, me, epoch, batch_size, done=0):
     """Yield this rank's batches of an epoch, without the first ``done``: (images, labels) on its device.
 
-    All ranks draw the same order of the images; of each global batch, each takes a slice of its own.
+    All ranks draw the same order of the images; each takes its own slice of every global batch.
     """
     generator = torch.Generator().manual_seed(config.seed + 1_000_003 * epoch)
     order = torch.randperm(len(digits.train_images), generator=generator)
@@ -131,7 +131,7 @@ def training_batches(digits, config, me, epoch, batch_size, done=0):
     if config.loader == "memory":  # the whole data set is one tensor on the device: a batch is an index into it
         for rows in mine.to(me.device):
             yield datasets.to_float(digits.train_images[rows], config.dtype), digits.train_labels[rows]
-    else:  # the usual way: decode and transform image by image, in two worker processes
+    else:  # a DataLoader: decode and transform each image, in two worker processes
         dataset = datasets.PerSample(digits.train_images.cpu(), digits.train_labels.cpu())
         for images, labels in DataLoader(dataset, batch_sampler=mine.tolist(), num_workers=2):
             yield images.to(me.device, config.dtype), labels.to(me.device)
@@ -141,15 +141,15 @@ def training_batches(digits, config, me, epoch, batch_size, done=0):
 def evaluate(model, digits, config, me, watched=iter):
     """Return (correct, total, mean loss) on the test set, with each image seen exactly once.
 
-    A sampler that pads would see 10,002 images on 3 ranks. Here the parts differ in size, by one image or so,
-    but every rank takes part in the same number of forward passes: under FSDP each of them is a collective.
-    watched: yields the batches, and ends the run if it is preempted meanwhile (``Loop.interruptible``).
+    A sampler that pads would see 10,002 images on 3 ranks. Here the ranks' numbers of images may differ by one, but every
+    rank runs the same number of forward passes: under FSDP each of them is a collective.
+    watched: wraps the batches, to end the run if it is preempted (``Loop.interruptible``).
     """
     model.eval()
     total = len(digits.test_images)
     mine = torch.arange(me.rank, total, me.world_size, device=me.device)
     sums = torch.zeros(2, dtype=torch.float64, device=me.device)  # correct, loss
-    # 100 at a time: their activations stay near the processor, and a pass is still long beside the gather of its weights.
+    # 100 at a time: their activations fit into the cache, and a pass still takes long compared with its all-gathers.
     for rows in watched(mine.tensor_split(math.ceil(total / (me.world_size * 100)))):
         images, labels = datasets.to_float(digits.test_images[rows], config.dtype), digits.test_labels[rows]
         loss, output = compute_loss(model, images, labels, config, reduction="sum")
@@ -159,9 +159,9 @@ def evaluate(model, digits, config, me, watched=iter):
 
 
 def train(config, me):
-    """Train in the current process group and return this run's part of a record."""
-    name = [datasets.prepare(config.data) if me.local_rank == 0 else None]  # one rank a node fetches
-    dist.broadcast_object_list(name, device=me.device)  # all learn what rank 0 has
+    """Train in the current process group, and return the measurements for a record."""
+    name = [datasets.prepare(config.data) if me.local_rank == 0 else None]  # one rank per node downloads
+    dist.broadcast_object_list(name, device=me.device)  # rank 0's choice
     digits = datasets.load(name[0]).to(me.device)
     batch_size = config.batch_size_of(me.world_size)
     steps_per_epoch = len(digits.train_images) // (batch_size * me.world_size)
@@ -187,15 +187,15 @@ def train(config, me):
         batches = training_batches(digits, config, me, epoch, batch_size, done)
         local_losses = []
         for images, labels in loop.watch(islice(batches, last_step - loop.step)):
-            # Dropout as a function of step and rank: resumed on as many ranks, a run draws what it would have drawn.
+            # Dropout depends on step and rank only, so that a run resumed on as many ranks continues exactly.
             torch.manual_seed(config.seed + 1000 * loop.step + me.rank)
             local_losses.append(train_step(model, optimizer, images, labels, config))
 
         summed = torch.stack(local_losses)
-        dist.all_reduce(summed)  # once an epoch: once a step, only to print, would slow the training
+        dist.all_reduce(summed)  # once per epoch: once per step, only to print, would slow down training
         losses = (summed / me.world_size).tolist()
         finite = loop.log(losses)
-        if finite:  # otherwise the newest checkpoint stays the one before
+        if finite:  # otherwise the previous checkpoint remains the newest
             saver.save(loop.step)
         correct, total, test_loss = evaluate(model, digits, config, me, loop.interruptible)
         loop.log_scalars(test_loss=test_loss, accuracy=correct / total)
@@ -230,7 +230,7 @@ class Config(MNISTTraining):
 
     @property
     def dtype(self):
-        """Data type of the weights, the input, and the loss; bf16 is a format of the computation between them."""
+        """Data type of the weights, the input, and the loss; bf16 applies only to the computation between them."""
         return torch.float64 if self.precision == "fp64" else torch.float32
 
 

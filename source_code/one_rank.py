@@ -1,12 +1,12 @@
-"""Run one rank of a simulated world: what one rank of gpt_fsdp.py holds and computes, with real tensors on one GPU.
+"""Run one rank of a simulated world: the memory and computation of one rank of gpt_fsdp.py, with real tensors on one GPU.
 
   python one_rank.py --preset llama3-8b --ranks 64 --precision bf16 --recompute full --batch-size 1 --seq-len 8192
   python one_rank.py --ranks 4 --device cpu --record run.json
 
 Tensors, kernels, the allocator and compute time are real. Collectives send nothing: PyTorch's fake process group copies
-this rank's own part to where the other ranks' parts would arrive. So tensors have their true sizes, but their values are
-wrong and the losses mean nothing. A step's time contains those copies instead of communication, and its memory has no
-NCCL buffers. The options are gpt_fsdp.py's; --ranks is the size of the simulated world.
+this rank's own shard in place of the other ranks' shards. Tensors therefore have their true sizes, but wrong values, and
+the losses are meaningless. The time of a step includes those copies instead of communication, and its memory has no NCCL
+buffers. The options are gpt_fsdp.py's; --ranks is the size of the simulated world.
 """
 
 import socket
@@ -28,7 +28,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Config(gpt_fsdp.Config):
-    """gpt_fsdp.py's options, without those that need the other ranks."""
+    """gpt_fsdp.py's options, except those that need the other ranks."""
 
     conflicts = (
         Conflict(
@@ -42,7 +42,7 @@ class Config(gpt_fsdp.Config):
         ),
     )
     launched: ClassVar[bool] = False
-    log: ClassVar[None] = None  # there is nothing worth logging: the losses are wrong
+    log: ClassVar[None] = None  # the losses are wrong
 
     ranks: int = option(8, "size of the simulated world", least=2, at_most=16_384)
     max_steps: int = redeclared(
@@ -50,7 +50,7 @@ class Config(gpt_fsdp.Config):
         "max_steps",
         default=12,
         least=3,
-        help="steps to train: the first 7 watch memory, the rest are timed",
+        help="steps to train: the first 7 measure memory, the others are timed",
     )
 
 
@@ -61,30 +61,30 @@ def simulated_rank(config) -> ranks.Rank:
         torch.cuda.set_device(0)
     else:
         ranks.configure_cpu()
-        # Wrong values soon become too small for the usual format, and a CPU computes with such ones far more slowly.
+        # Wrong values soon become denormal numbers, with which a CPU computes far more slowly.
         torch.set_flush_denormal(True)
     return ranks.Rank(0, 0, config.ranks, socket.gethostname(), torch.device(device), "fake")
 
 
 def train(config, me) -> dict:
-    """Train as gpt_fsdp.py does, and return the meter's part of its record."""
+    """Train as gpt_fsdp.py does, and return the meter's measurements for a record."""
     tokens = text.load(me.device).train
     model, optimizer, step = gpt_fsdp.prepare(config, me)
     bar = progress.Progress(me, config.max_steps)
     meter = meters.Meter(model, optimizer, me.device, progress=bar, profile=config.profile, compiled=config.compile)
-    losses = []  # as the lab keeps its losses
+    losses = []  # retained, as in the lab
     for inputs, targets in meter.watch(gpt_fsdp.training_batches(tokens, config, me, range(config.max_steps))):
         losses += step(inputs, targets)
     meter.finish()
     measured = meter.summary(config.batch_size * config.accumulate * me.world_size)
-    measured["time"]["samples_per_second"] = None  # a rate of all ranks together, and only one ran
+    measured["time"]["samples_per_second"] = None  # the rate of all ranks is unknown
     if measured["memory"]:
         measured["memory"]["peak_by_rank"] = None
     return {"data": {"name": text.NAME}, "batch_size": config.batch_size, **measured}
 
 
 def page(record: dict) -> str:
-    """Format the measured memory, traffic and time next to the plan."""
+    """Format the measured memory, traffic and time, compared with the plan."""
     plan = predict.plan_of(record)
     where, terms = predict.peak_of(record)
     memory, step = record["memory"] or {}, record["time"]["step"]

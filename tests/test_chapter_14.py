@@ -229,7 +229,7 @@ def test_the_page_shows_the_labs_own_lines():
     (shown,) = (
         part for cell in notebook.cells for part in re.findall(r"```python\n(def .+?)```", cell.source, re.DOTALL)
     )
-    (own,) = (each for each in lab.body if getattr(each, "name", "") == "say_whole")
+    (own,) = (each for each in lab.body if getattr(each, "name", "") == "constrain_gathered")
     own.body = own.body[1:]
     assert ast.unparse(ast.parse(shown)) == ast.unparse(own)
 

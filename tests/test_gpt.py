@@ -160,7 +160,7 @@ def test_what_is_not_initialised_is_noticed(world_of_one):
     model = models.GPT(gpt_fsdp.Config().shape)
     gpt_fsdp.init_weights(model, 1)
     model.blocks[2].scale = nn.Parameter(torch.ones(3))
-    with pytest.raises(RuntimeError, match=r"no first value was given to blocks\.2\.scale"):
+    with pytest.raises(RuntimeError, match=r"not initialized: blocks\.2\.scale"):
         gpt_fsdp.init_weights(model, 1)
 
 
