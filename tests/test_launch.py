@@ -189,9 +189,7 @@ SLOW = """
 def test_no_rank_ends_before_the_first_has_said_why(first, tmp_path):
     """The launcher ends all when it sees one end, and the one that speaks may be slow."""
     text = STUB.format(error="ValueError()", arguments="ranks=2").replace("\n    dist.init_process_group", SLOW)
-    late = (
-        f"    while me.rank != {first} and not ranks._store_of_the_run().check([ranks.FAILED]): pass\n    raise UserE"
-    )
+    late = f"    while me.rank != {first} and not ranks._store_of_the_run().check([ranks.FAILED_KEY]): pass\n    raise UserE"
     (tmp_path / "stub.py").write_text(text.replace("    raise UserE", late, 1))
     run = script(tmp_path / "stub.py")
     assert run.returncode == 2 and run.stderr == "stub.py: too small\n"

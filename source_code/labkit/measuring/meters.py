@@ -288,9 +288,7 @@ def _profiler(folder: str, steps: int):
     from torch.profiler import profile, schedule, tensorboard_trace_handler
 
     if steps < (needed := sum(PROFILED.values())):
-        raise UserError(
-            f"--profile needs {needed} steps, of which it records the last, and this run has {steps}: train for more"
-        )
+        raise UserError(f"--profile records the last of {needed} steps, and this run has {steps}: train for more")
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -85,7 +85,7 @@ def ensure_writable_dir(folder: Path) -> Path:
 
 
 def why_full(folder: Path) -> str | None:
-    """Return a sentence that says why nothing more can be written to a folder for runs; None if it is writable."""
+    """Return the reason why nothing more can be written to a folder for runs, as a sentence; None if it is writable."""
     try:
         _probe(folder)
     except OSError as error:

@@ -515,7 +515,7 @@ class PipelineTraining(TransformerTraining, takes=(*COMMON, "preset", "optimizer
     accumulate: int = redeclared(TransformerTraining, "accumulate", default=8)
 
     def arranged(self, world_size: int) -> Mesh:
-        """Return the device mesh of ``world_size`` ranks, each of which is a stage.
+        """Return the device mesh of ``world_size`` ranks; every rank is a stage.
 
         Raises:
             UserError: the options do not fit this number of ranks.

@@ -281,7 +281,7 @@ def rendezvous(rank: int, world_size: int, host: str, ports, job: str):
         job: a name that is unique to this run.
 
     Raises:
-        UserError: no port is free, or rank 0 is not found.
+        UserError: no port is free, or rank 0 does not respond.
     """
     global _store
     if host == LOOPBACK:

@@ -69,7 +69,7 @@ def initialize(model, optimizer, settings: dict, me):
     """
     engine, *_ = load(me).initialize(model=model, optimizer=optimizer, config=settings)
     # Stage 0 in bf16 has already made a step with zero gradients, so that Adam's bias correction is one step ahead and
-    # the losses differ. The first step creates the state again.
+    # the losses differ. The first step recreates the state.
     engine.basic_optimizer.state.clear()
     engine.persistent_tensors = lambda: persistent_tensors(engine)
     return engine, Optimizer(engine)
