@@ -13,7 +13,7 @@ from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
 MIB = 2**20
 
 
-def _kept(ranks: int) -> dict:
+def _persistent(ranks: int) -> dict:
     return predict.persistent("fsdp2", "size", ranks)
 
 
@@ -25,7 +25,7 @@ def _saved(ranks: int, batch: int) -> int:
     return max(map(predict.total, snapshots)) - device
 
 
-KEPT = _kept(8)
+PERSISTENT = _persistent(8)
 PARAMETERS, RANKS, BUS = 8_030_261_248, 8, 31.5e9
 ONE_WAY = PARAMETERS / RANKS * 4 / BUS * 1e3  # milliseconds to transfer a rank's shards once
 
@@ -222,13 +222,13 @@ def host_step(device, gradients, host, optimizer, bus):
         answer=_saved(8, 8) / MIB,
         unit="MiB",
         slips={
-            "that is the parameters alone; Adadelta's state moves with them": KEPT["parameters"] / MIB,
+            "that is the parameters alone; Adadelta's state moves with them": PERSISTENT["parameters"] / MIB,
             "you counted the gradients' shards, too: at the peak none has been reduced yet": (
-                predict.total(KEPT) + KEPT["parameters"]
+                predict.total(PERSISTENT) + PERSISTENT["parameters"]
             )
             / MIB,
-            "that is one element of state per parameter; Adadelta has two": 2 * KEPT["parameters"] / MIB,
-            "that is the whole model; a rank has an eighth of it": predict.total(_kept(1)) / MIB,
+            "that is one element of state per parameter; Adadelta has two": 2 * PERSISTENT["parameters"] / MIB,
+            "that is the whole model; a rank has an eighth of it": predict.total(_persistent(1)) / MIB,
         },
         hint="Which of a rank's bytes at the peak does offload move? Its shard of the parameters, and two elements of "
         "Adadelta's state for each of them. Rounding up to whole rows adds a little.",

@@ -15,7 +15,7 @@ LLAMA = networks.gpt(GPT_SHAPES["llama3-8b"], 1, 8).numel
 MASTER, MOMENTS, HALF = 4, 8, 2  # bytes per parameter: fp32 copy, Adam's two moments in fp32, a number in bf16
 
 
-def _kept(whole: float, shared: float) -> float:
+def _persistent(whole: float, shared: float) -> float:
     """GiB per rank of Llama 3 8B: bytes per parameter that every rank keeps, and those that the ranks share."""
     return LLAMA * (whole + shared / RANKS) / GIB
 
@@ -120,14 +120,18 @@ EXERCISES = {
         title="what ZeRO-2 keeps of Llama 3 8B",
         level=1,
         minutes=4,
-        answer=_kept(HALF, MASTER + MOMENTS),
+        answer=_persistent(HALF, MASTER + MOMENTS),
         unit="GiB",
         slips={
-            "stage 2 leaves the parameters whole on each rank; that is stage 3": _kept(0, HALF + MASTER + MOMENTS),
-            "the fp32 copy of the parameters is shared as well, with the moments": _kept(HALF + MASTER, MOMENTS),
-            "there is a copy of the parameters in fp32, too: the optimizer updates that one": _kept(HALF, MOMENTS),
-            "nothing is shared there; the optimizer's part is": _kept(HALF + MASTER + MOMENTS, 0),
-            "that is in GB of 1000³; a GPU's memory is told in GiB": _kept(HALF, MASTER + MOMENTS) * GIB / 1e9,
+            "stage 2 leaves the parameters whole on each rank; that is stage 3": _persistent(
+                0, HALF + MASTER + MOMENTS
+            ),
+            "the fp32 copy of the parameters is shared as well, with the moments": _persistent(HALF + MASTER, MOMENTS),
+            "there is a copy of the parameters in fp32, too: the optimizer updates that one": _persistent(
+                HALF, MOMENTS
+            ),
+            "nothing is shared there; the optimizer's part is": _persistent(HALF + MASTER + MOMENTS, 0),
+            "that is in GB of 1000³; a GPU's memory is told in GiB": _persistent(HALF, MASTER + MOMENTS) * GIB / 1e9,
         },
         hint="Every rank keeps the parameters in bf16. What the optimizer needs is in fp32, and shared: how many bytes per parameter?",
         solution=f"""
