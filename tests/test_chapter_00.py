@@ -82,11 +82,11 @@ def by_address(tensors):
     ("wrong", "words"),
     [
         (lambda tensors: ..., "not answered yet"),
-        (lambda tensors: sum(4 * t.numel() for t in tensors), "not every number has 4 bytes"),
+        (lambda tensors: sum(4 * t.numel() for t in tensors), "not every element takes 4 bytes"),
         (lambda tensors: sum(t.nbytes for t in tensors), "share one storage"),
         (lambda tensors: sum({t.data_ptr(): t.nbytes for t in tensors}.values()), "keeps the whole storage alive"),
         (lambda tensors: sum({t.untyped_storage().nbytes() for t in tensors}), "not the same storage"),
-        (by_address, "different places of the same storage"),
+        (by_address, "different offsets of the same storage"),
         (lambda tensors: tensors[0].nothing, "AttributeError"),
     ],
 )

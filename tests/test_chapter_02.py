@@ -56,13 +56,13 @@ def test_a_collective_too_many_is_seen_by_the_kernel():
 @pytest.mark.parametrize(
     "breaks, said",
     [
-        ([("chunks[theirs] + shift(", "shift(")], "rank 0 returns 10 instead of 1111: that is one rank's own number"),
+        ([("chunks[theirs] + shift(", "shift(")], "rank 0 returns 10 instead of 1111: that is one rank's contribution"),
         (
             [("chunks[theirs] = chunks[theirs]", "chunks[theirs] = chunks[mine]")],
-            "numbers of different chunks are mixed",
+            "different chunks are mixed",
         ),
         ([("range(W - 1)", "range(W - 2)")], "after 2 steps: too few"),
-        ([("- 1 - step", "- step"), ("- 2 - step", "- 1 - step")], "that is its own number"),
+        ([("- 1 - step", "- step"), ("- 2 - step", "- 1 - step")], "that is its own contribution"),
         ([("return chunks[me.rank]", "return chunks")], "rank 0 returns a list, not a chunk"),
         (
             [
@@ -96,10 +96,13 @@ def pad(parts):
         (lambda parts, all_gather: all_gather(pad(parts)), "the padding is still in"),
         (lambda parts, all_gather: all_gather(pad(parts))[: sum(map(len, parts))], "from the middle stayed in"),
         (lambda parts, all_gather: torch.cat(parts), "called 0 times"),
-        (lambda parts, all_gather: [all_gather(pad(parts)), torch.cat(parts)][1], "not of what all_gather returned"),
-        (lambda parts, all_gather: all_gather([p[: min(map(len, parts))] for p in parts]), "something real was cut"),
+        (
+            lambda parts, all_gather: [all_gather(pad(parts)), torch.cat(parts)][1],
+            "not of the tensor that all_gather returned",
+        ),
+        (lambda parts, all_gather: all_gather([p[: min(map(len, parts))] for p in parts]), "real data was cut"),
         (lambda parts, all_gather: all_gather(pad(parts[::-1]))[: sum(map(len, parts))], "order is not the ranks'"),
-        (lambda parts, all_gather: all_gather(pad(parts)).tolist(), "a tensor is wanted"),
+        (lambda parts, all_gather: all_gather(pad(parts)).tolist(), "must be a tensor"),
         (lambda parts, all_gather: ..., "not answered yet"),
     ],
 )

@@ -49,7 +49,7 @@ REDUCED = "dist.reduce_scatter_tensor(own, gradient)"
 @pytest.mark.parametrize(
     "breaks, says",
     [
-        ([(".div_(world)", "")], "that is the sum over the ranks; a mean is wanted"),
+        ([(".div_(world)", "")], "that is the sum over the ranks, not the mean"),
         ([(REDUCED, "own.copy_(gradient.chunk(world)[rank] * world)")], "its slice of its own gradient"),
         ([(REDUCED, "dist.all_reduce(gradient); own = gradient")], "that is the mean of the whole gradient"),
         (
@@ -61,7 +61,7 @@ REDUCED = "dist.reduce_scatter_tensor(own, gradient)"
             "keeps the whole vector alive",
         ),
         ([(REDUCED, "dist.reduce_scatter_tensor(own, gradient.view(world, -1).flip(0).flatten())")], "rank 2's slice"),
-        ([(".div_(world)", ".div_(world * world)")], "divided by the ranks once more"),
+        ([(".div_(world)", ".div_(world * world)")], "divided by the number of ranks once more"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -72,16 +72,16 @@ def test_a_wrong_reduction_is_told_its_first_difference(breaks, says, capsys):
 @pytest.mark.parametrize(
     "breaks, says",
     [
-        ([("-(-sum(sizes) // world)", "sum(sizes) // world")], "with the padding, every shard has 5 numbers"),
-        ([("(start, stop) if", "(begin + start, begin + stop) if")], "not from the vector's"),
+        ([("-(-sum(sizes) // world)", "sum(sizes) // world")], "with the padding, every shard has 5 elements"),
+        ([("(start, stop) if", "(begin + start, begin + stop) if")], "not of the vector"),
         (
             [("(start, stop) if", "(start + begin - rank * share, stop + begin - rank * share) if")],
-            "rank 1 says (1, 5) of parameter 2, and should say (0, 4): counted from the parameter's own beginning, not from the shard's",
+            "rank 1 returns (1, 5) for parameter 2 instead of (0, 4): count from the start of the parameter, not of the shard",
         ),
         ([("(start, stop) if", "(start, stop - 1) if")], "stop is one past the last"),
-        ([(" if start < stop else (0, 0)", "")], "rank 1 says (4, 4) of parameter 0, and should say (0, 0): nothing"),
-        ([("(start, stop) if", "start if")], "rank 0 says 0 of parameter 0, and should say (0, 4): a pair is wanted"),
-        ([("return found", "return found[:1]")], "2 pairs are wanted, one for each parameter"),
+        ([(" if start < stop else (0, 0)", "")], "rank 1 returns (4, 4) for parameter 0 instead of (0, 0): no element"),
+        ([("(start, stop) if", "start if")], "rank 0 returns 0 for parameter 0 instead of (0, 4): not a pair"),
+        ([("return ranges", "return ranges[:1]")], "it must return 2 pairs, one for each parameter"),
         ([("begin += size", "begin += length")], "raises NameError"),
     ],
 )
@@ -115,7 +115,7 @@ def scaled(shards, factor):
     [
         (lambda s, m: [x * min(1, m / x.norm()) for x in s], "norm of its own shard"),
         (lambda s, m: scaled(s, min(1, m / sum(x.norm() for x in s))), "norms do not add up"),
-        (lambda s, m: scaled(s, m / torch.cat(s).norm()), "nothing is to be changed"),
+        (lambda s, m: scaled(s, m / torch.cat(s).norm()), "change nothing"),
         (lambda s, m: s, "nothing was scaled"),
         (lambda s, m: scaled(s, min(1, m / torch.cat(s).square().sum())), "rank 0 has"),
         (lambda s, m: s[:1], "1 came out"),

@@ -146,12 +146,12 @@ def not_sharded(model, batches, mesh):
     ("wrong", "words"),
     [
         (optimizer_first, "was the optimizer made after fully_shard?"),
-        (local_loss, "the loss of this rank's batch; the mean over the ranks is wanted"),
-        (submodules, "module 2 is a unit of its own"),
+        (local_loss, "the loss of this rank's batch, not the mean over the ranks"),
+        (submodules, "module 2 is a separate unit"),
         (forward_directly, "FSDP gathers when the model is called"),
-        (not_clipped, "the gradient's norm was not limited"),
-        (never_cleared, "the gradients of the step before are still there"),
-        (not_sharded, "fully_shard has not been called"),
+        (not_clipped, "the gradient's norm was not clipped"),
+        (never_cleared, "the gradients of the previous step were not cleared"),
+        (not_sharded, "fully_shard was not called"),
     ],
 )
 def test_a_training_loop_is_told_its_first_difference(wrong, words, capsys):

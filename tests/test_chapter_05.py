@@ -88,13 +88,13 @@ def all_kept(model, shard):
 @pytest.mark.parametrize(
     ("wrap", "said"),
     [
-        (one_unit, "one unit is whole at once"),
-        (blocks_only, "the root has 4.0 MiB of parameters, whole all through backward"),
+        (one_unit, "all parameters are gathered at once"),
+        (blocks_only, "the root has 4.0 MiB of parameters, gathered throughout backward"),
         (root_first, "blocks.0 comes after model"),
         (no_root, "norm.weight is in no unit"),
         (no_root_at_all, "end with shard(model)"),
         (blocks_norm_and_head, "the root has 2.0 MiB of parameters"),
-        (all_kept, "10.0 MiB of parameters are kept after forward"),
+        (all_kept, "10.0 MiB of parameters stay gathered after forward"),
     ],
 )
 def test_units_are_told_why_they_do_not_fit(wrap, said, capsys):
@@ -170,9 +170,12 @@ def large(model, min_num_params, least=0):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (large, "has taken its share"),
-        (partial(large, least=1), "'0' is a unit, and yours leaves it out"),
-        (lambda m, n: {name for name, child in m.named_children() if len(list(child.parameters()))}, "it holds 11"),
+        (large, "inside it are units"),
+        (partial(large, least=1), "'0' is a unit, but missing from your set"),
+        (
+            lambda m, n: {name for name, child in m.named_children() if len(list(child.parameters()))},
+            "it has 11 parameters",
+        ),
         (lambda m, n: {""} | chapter_05.reference_units(m, n), "leave it out of the set"),
         (lambda m, n: chapter_05.reference_units(m, n) | ({"blocks"} if hasattr(m, "blocks") else set()), "no forward"),
         (lambda m, n: {"fc1"}, "no module of that name"),

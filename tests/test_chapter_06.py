@@ -118,15 +118,15 @@ def by_the_gradient(shard, momentum, part):
     "change, words",
     [
         ({"reduce": sum_parts}, "summed over the ranks"),
-        ({"reduce": whole_gradients_down}, "reduce first, on the device"),
-        ({"reduce": lambda gradients, bus: (sum(gradients) / 3).chunk(3)}, "tensors of both sides"),
+        ({"reduce": whole_gradients_down}, "reduce on the device first"),
+        ({"reduce": lambda gradients, bus: (sum(gradients) / 3).chunk(3)}, "tensors on both sides"),
         ({"reduce": lambda gradients, bus: [p * 1 for p in mean_parts(gradients, bus)][::-1]}, "rank 0's momentum"),
-        ({"up": momenta_up_too}, "only parameters go up"),
-        ({"up": first_shard_for_all}, "takes every rank's shard"),
-        ({"up": lambda shards, momenta, bus: shards}, "tensors of both sides"),
-        ({"update": forget_the_momentum}, "the momenta are as they were"),
-        ({"update": forget_the_shard}, "the shards are as they were"),
-        ({"update": dampen}, "takes the whole gradient"),
+        ({"up": momenta_up_too}, "send only parameters up"),
+        ({"up": first_shard_for_all}, "needs every rank's shard"),
+        ({"up": lambda shards, momenta, bus: shards}, "tensors on both sides"),
+        ({"update": forget_the_momentum}, "the momenta have not changed"),
+        ({"update": forget_the_shard}, "the shards have not changed"),
+        ({"update": dampen}, "do not scale the gradient"),
         ({"update": by_the_gradient}, "the weights are not"),
     ],
 )
@@ -172,13 +172,13 @@ def names_only(device, host, bus):
 @pytest.mark.parametrize(
     "answer, words",
     [
-        ({"down": gradients_add_up}, "step 2: step 1 was right, the host's copy now is not"),
-        (new_optimizer, "step 2: step 1 was right, the host's copy now is not"),
-        ({"step": lambda: None}, "is not what an optimizer makes"),
-        ({"up": lambda device, host, bus: None}, "the device goes on with the old parameters"),
-        ({"up": the_parameters_twice}, "only the new parameters do, and once"),
+        ({"down": gradients_add_up}, "step 2: step 1 was right, but the host's copy is wrong now"),
+        (new_optimizer, "step 2: step 1 was right, but the host's copy is wrong now"),
+        ({"step": lambda: None}, "differs from the optimizer's result"),
+        ({"up": lambda device, host, bus: None}, "the device continues with old parameters"),
+        ({"up": the_parameters_twice}, "send only the new parameters up, and once"),
         ({"up": names_only}, "change device[i] in place"),
-        ({"down": lambda mine, gradient, bus: bus.down(bus.down(gradient))}, "on the host already"),
+        ({"down": lambda mine, gradient, bus: bus.down(bus.down(gradient))}, "already on the host"),
     ],
 )
 def test_a_wrong_host_step_is_told_what_is_wrong(answer, words, capsys):

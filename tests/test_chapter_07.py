@@ -76,10 +76,10 @@ WRONG = {
     "are missing": lambda pieces, begin, end: next(
         p[begin - f : end - f] for f, p in pieces.items() if f <= begin < f + len(p)
     ),
-    "inside a piece counting begins at its first row": lambda pieces, begin, end: torch.cat(
+    "indices inside a piece start at its first row": lambda pieces, begin, end: torch.cat(
         [p[begin:end] for _, p in sorted(pieces.items())]
     ),
-    "a tensor is wanted": lambda pieces, begin, end: list(joined(pieces)[begin:end]),
+    "must be a tensor": lambda pieces, begin, end: list(joined(pieces)[begin:end]),
     "has the shape (6,)": lambda pieces, begin, end: joined(pieces)[begin:end].flatten(),
     "raises KeyError": lambda pieces, begin, end: pieces[begin + 1],
     "not answered yet": lambda pieces, begin, end: ...,
@@ -115,8 +115,8 @@ def reduced(warned, how) -> bool:
 
 
 VOTES = {
-    own: "with rank 0 warned, rank 0 says True and rank 1 False: they part",
-    never: "with rank 0 warned, the ranks say False; one is enough",
+    own: "with rank 0 warned, rank 0 returns True and rank 1 False: they diverge",
+    never: "with rank 0 warned, the ranks return False; one is enough",
     everyone: "one is enough: take the maximum",
     anyone: "right",
     lambda warned, device: ...: "not answered yet",
@@ -143,11 +143,11 @@ def going_on(where, model, optimizer, parts=("model", "optimizer"), put_back=Tru
 
 
 SPOILED = {
-    "the parameters are right, so what the optimizer keeps is not": {"parts": ("model",), "rate": True},
+    "the parameters are right, so the optimizer state is wrong": {"parts": ("model",), "rate": True},
     "the learning rate is 0.1, that of a new optimizer": {"put_back": False},
-    "the parameters are not those that were saved": {"parts": ()},
-    "it returns 0 where step 3 was saved": {"step": 0},
-    "with no checkpoint there it returns None": {"at_first": None},
+    "the parameters are not the saved ones": {"parts": ()},
+    "it returns 0, but step 3 was saved": {"step": 0},
+    "without a checkpoint it returns None": {"at_first": None},
 }
 
 

@@ -151,13 +151,13 @@ def late_binding(blocks, n):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (all_of_them, "4 blocks, n = 2: block 1 is recomputed; only 0, n, 2n"),
-        (from_the_last, "block 0 keeps all its tensors"),
+        (all_of_them, "4 blocks, n = 2: block 1 is recomputed; recompute only 0, n, 2n"),
+        (from_the_last, "block 0 saves all its tensors"),
         (without_gradients, "gets no gradient"),
-        (twice_as_much, "the gradient of what came in differs"),
+        (twice_as_much, "the gradient of the input differs"),
         (late_binding, "differs"),
         (lambda blocks, n: blocks.nothing, "raises AttributeError"),
-        (lambda blocks, n: nn.ModuleList(blocks), "block 0 keeps all its tensors"),
+        (lambda blocks, n: nn.ModuleList(blocks), "block 0 saves all its tensors"),
     ],
 )
 def test_a_wrong_recomputation_hears_why(wrong, said, capsys):
@@ -185,10 +185,10 @@ def norms_too(operator, arguments, shape):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (the_labs, "as by the lab's policy: whose result is asked for neither by a gradient"),
-        (products_only, "in backward attention is computed again, 1 times"),
-        (some_products, "in backward a matrix product is computed again, 2 times"),
-        (norms_too, "keep only what is expensive to compute again"),
+        (the_labs, "as with the lab's policy: which result is not needed for any gradient"),
+        (products_only, "backward recomputes attention, 1 times"),
+        (some_products, "backward recomputes a matmul, 2 times"),
+        (norms_too, "save only results that are expensive to recompute"),
         (lambda *given: given[3], "raises IndexError"),
     ],
 )
@@ -236,10 +236,10 @@ def half_the_output(model, mesh, excess, kept, given):
     ("wrong", "said"),
     [
         (all_blocks, "blocks [0, 1, 2, 3, 4] recomputed the peak is"),
-        (all_blocks, "1 of them would do"),
-        (the_last_blocks, "backward begins with the last block and wants its tensors at once"),
-        (input_forgotten, "more of them are needed"),
-        (one_unit, "each block is to be a unit"),
+        (all_blocks, "1 of them are enough"),
+        (the_last_blocks, "backward starts with the last block and needs its tensors at once"),
+        (input_forgotten, "recompute more of them"),
+        (one_unit, "make each block a unit"),
         (half_the_output, "differs"),
     ],
 )

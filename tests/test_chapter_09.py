@@ -74,11 +74,11 @@ def root_first(model, mesh):
     [
         (cut(), "right"),
         (cut(last_stays=False), "block 2 is freed after forward, but backward needs it at once"),
-        (cut(others_stay=True), "block 0 stays whole after forward"),
+        (cut(others_stay=True), "block 0 stays gathered after forward"),
         (cut(norm_stays=False), "norm and head is freed after forward"),
-        (cut(together=False), "head.weight does not become whole together with the rest of norm and head"),
-        (cut(root=False), "no unit has taken embedding.weight"),
-        (cut(blocks=False), "block 0 is no unit"),
+        (cut(together=False), "head.weight is not gathered together with the rest of norm and head"),
+        (cut(root=False), "embedding.weight is in no unit"),
+        (cut(blocks=False), "block 0 is not a unit"),
         (root_first, "it raises"),
         (lambda model, mesh: ..., "not answered yet"),
     ],
@@ -89,7 +89,7 @@ def test_a_cut_is_told_its_first_difference(function, said, capsys):
 
 
 TUNES = {  # what is said to 09.0: how its solution is broken
-    "1 units; 4 are wanted": {"[*model.blocks, model]": "[model]"},
+    "there are 1 units instead of 4": {"[*model.blocks, model]": "[model]"},
     "a norm is a DTensor": {"norm.full_tensor().item()": "norm"},
     "norm in step 2 is": {"        optimizer.zero_grad()\n": ""},
     "were the gradients clipped": {"trained.values(), 0.05": "trained.values(), 1e9"},

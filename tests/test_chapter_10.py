@@ -143,13 +143,16 @@ def law(**change):
     ("choose", "said"),
     [
         (least(law()), ": right"),
-        (least(lambda *about: chapter_10.law(*about, gather=4)), "Hybrid sharding does not always send least"),
-        (least(chapter_10._gathered_by_replicas), "With replicas, gathers stay within a node"),
+        (
+            least(lambda *about: chapter_10.law(*about, gather=4)),
+            "Hybrid sharding does not always send the fewest bytes",
+        ),
+        (least(chapter_10._gathered_by_replicas), "With replicas, all-gathers stay within a node"),
         (least(law(sync="last")), "the gradients are reduced after each micro-batch"),
-        (least(lambda way, *_: way.peak), "not the least memory"),
+        (least(lambda way, *_: way.peak), "not the memory"),
         (
             least(lambda way, *to: law(**({"micro_batches": 1} if way.sync == "last" else {}))(way, *to)),
-            "another way that fits sends 60.2. Each micro-batch gathers again",
+            "another way that fits sends 60.2 GB. Each micro-batch gathers again",
         ),
         (lambda ways, *about: min(ways, key=lambda way: law()(way, *about[:2])), "Its peak is 69 GiB"),
         (lambda ways, *about: ways[0].peak, "return one of the ways"),

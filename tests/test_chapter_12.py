@@ -89,10 +89,10 @@ def hidden(communication, compute):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (lambda communication, compute: hidden(communication, compute), "that is what is hidden"),
+        (lambda communication, compute: hidden(communication, compute), "that is the hidden part"),
         (lambda communication, compute: float(length(communication)), "hidden or not"),
         (lambda communication, compute: max(0, length(communication) - length(compute)), "hides nothing"),
-        (lambda communication, compute: length(communication) - hidden(communication, compute), "is one moment"),
+        (lambda communication, compute: length(communication) - hidden(communication, compute), "in flight only once"),
         (lambda communication, compute: communication[0][0], "one collective, nothing computes"),
         (lambda communication, compute: communication.nothing, "raises AttributeError"),
     ],
@@ -104,11 +104,11 @@ def test_a_wrong_share_hears_why(wrong, said, capsys):
 
 STEPS = {  # what is said to 12.0: how its solution is broken
     "is the sum over the micro-batches": {" / len(batch)\n        right": "\n        right"},
-    "do micro-batches stand together?": {
+    "do you run several micro-batches at once?": {
         "    loss, right": "    batch = [tuple(map(torch.cat, zip(*batch)))]\n    loss, right"
     },
     "is returned as a tensor": {"return loss.item(), right.item()": "return loss, right"},
-    "whole gradients wait for a later": {
+    "unsharded gradients wait for a later": {
         "    for inputs": "    model.set_requires_gradient_sync(False)\n    for inputs",
         "        part.backward()": "        model.set_requires_gradient_sync(inputs is batch[-1][0])\n        part.backward()",
     },
@@ -130,8 +130,8 @@ def test_a_step_is_told_its_first_difference(said, capsys):
 @pytest.mark.parametrize(
     ("said", "changed"),
     [
-        ("goes forward 8 times", {"operations": 4, "forwards": 8}),
-        ("the host reads 8 numbers", {"reads": 8}),
+        ("runs forward 8 times", {"operations": 4, "forwards": 8}),
+        ("the host reads 8 values", {"reads": 8}),
         ("are in float64", {"wide": 48}),
         ("filled with zeros", {"zeros": 30}),
         ("parameters stay gathered", {"peak": {"all-gather": 900}}),

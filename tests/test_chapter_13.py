@@ -24,10 +24,10 @@ def in_turn(sizes, ranks):
 @pytest.mark.parametrize(
     ("partition", "said"),
     [
-        (in_order, "the largest tensor goes first"),
-        (in_turn, "the rank that has least"),
-        (lambda sizes, ranks: [list(range(len(sizes)))], "a list for each rank is wanted"),
-        (lambda sizes, ranks: [[0]] * ranks, "belongs into one list and no other"),
+        (in_order, "assign the largest tensor first"),
+        (in_turn, "the rank with the fewest elements"),
+        (lambda sizes, ranks: [list(range(len(sizes)))], "return a list for each rank"),
+        (lambda sizes, ranks: [[0]] * ranks, "must be in exactly one list"),
     ],
 )
 def test_a_partition_is_told_its_first_difference(partition, said, capsys):
@@ -61,7 +61,7 @@ def nobody_has_one(parameter, owner, me):
     [
         (to_owner(), "right"),
         (to_owner(divides=False), "the owner has the sum, not the mean"),
-        (to_owner(frees=False), "still keeps one, so nothing is saved there"),
+        (to_owner(frees=False), "still holds one, so it saves no memory"),
         (to_owner(sums=everybody), "all_reduce brings the mean to every rank"),
         (to_owner(sums=lambda gradient, owner: None), "the owner has not the mean of all ranks'"),
         (nobody_has_one, "the owner has none"),

@@ -57,10 +57,10 @@ def whole_batch(shards, x):
 
 
 FORWARDS = {
-    all_at_once: "all layers are whole at once",
+    all_at_once: "all layers are gathered at once",
     all_first: "outside of the loop",
     own_rows_alone: "nothing is gathered",
-    without_tanh: "the result is not that of the whole layers",
+    without_tanh: "the result is not that of the full layers",
     whole_batch: "the shape of x",
 }
 
@@ -118,13 +118,13 @@ def without_threshold(shape, devices, threshold):
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        (largest, "8 devices do not divide 100"),
-        (first_that_divides, "the largest, of equal ones the first"),
-        (something_always, "8 devices do not divide 25"),
+        (largest, "100 is not divisible by 8 devices"),
+        (first_that_divides, "the largest divisible dimension, or the first"),
+        (something_always, "25 is not divisible by 8 devices"),
         (without_threshold, "fewer than the threshold"),
         (lambda shape, devices, threshold: (None,) * len(shape), "by the rule (None, 'fsdp')"),
         (lambda shape, devices, threshold: "fsdp", "for each of the 2 dimensions"),
-        (lambda shape, devices, threshold: ("fsdp",) * len(shape), "cuts one dimension"),
+        (lambda shape, devices, threshold: ("fsdp",) * len(shape), "shards one dimension"),
     ],
 )
 def test_a_sharding_function_is_told_its_first_difference(spec, said, capsys):

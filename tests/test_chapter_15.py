@@ -31,10 +31,10 @@ def mlp(reduces=True, divides=False, gathers=False):
     ("function", "said"),
     [
         (mlp(), "right"),
-        (mlp(reduces=False), "that is this rank's part of a sum over the ranks"),
-        (mlp(divides=True), "that is the mean of the ranks' parts"),
+        (mlp(reduces=False), "that is this rank's partial sum"),
+        (mlp(divides=True), "that is the mean of the ranks' partial sums"),
         (mlp(gathers=True), "it took 2 collectives; one is enough"),
-        (lambda x, up, down: x @ up.T, "has a result of shape (5, 4), and (5, 6) is wanted"),
+        (lambda x, up, down: x @ up.T, "has a result of shape (5, 4) instead of (5, 6)"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

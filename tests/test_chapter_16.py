@@ -132,11 +132,11 @@ def asks_nobody(units, me):
     [
         (all_alike, ": right"),
         (same_digest, ": right"),
-        (same_hash, "hash() differs from process to process (and with it the order of a set): use hashlib, or gather"),
-        (like_rank_0, "rank 1 had other units, and rank 0 says True"),
-        (on_rank_0_only, "rank 0 alone knows"),
-        (names_only, "rank 1 had other units, and rank 0 says True"),
-        (asks_nobody, "rank 1 had other units, and rank 0 says True"),
+        (same_hash, "hash() differs between processes (and with it the order of a set): use hashlib, or gather"),
+        (like_rank_0, "rank 1 had different units, but rank 0 returns True"),
+        (on_rank_0_only, "only rank 0 knows"),
+        (names_only, "rank 1 had different units, but rank 0 returns True"),
+        (asks_nobody, "rank 1 had different units, but rank 0 returns True"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -66,12 +66,12 @@ def not_where_tied(model, mesh):
 @pytest.mark.parametrize(
     ("shard", "said"),
     [
-        (whole, f"the budget {BUDGET / MIB:.0f}: all is one unit, which is whole at once"),
-        (blocks, "each block is a unit; what else is large? The root is whole all through the step"),
+        (whole, f"the budget {BUDGET / MIB:.0f}: there is one unit, so all parameters are gathered at once"),
+        (blocks, "each block is a unit; what else is large? The root stays gathered throughout the step"),
         (inside_blocks, "whose forward runs the decoder's blocks one by one?"),
-        (no_root, "the model itself is no unit"),
+        (no_root, "the model itself is not a unit"),
         (some_left, "model.embed_tokens.weight is in no unit"),
-        (never_tied, "where embedding and head share their weight"),
+        (never_tied, "the tied weights of embedding and head are two"),
         (not_where_tied, "not all of the model is in a unit"),
         (as_a_group, ": right"),
     ],
@@ -86,11 +86,11 @@ def test_a_cut_is_told_what_is_wrong_with_it(shard, said, capsys):
     ("answer", "said"),
     [
         ({"a": ..., "b": ..., "c": ...}, "not answered yet"),
-        ({"a": "recompute"}, "a trap for each script is wanted"),
-        ({"a": "recompute", "b": "units", "c": "memory"}, "'memory' is none of the traps"),
-        ({"a": "recompute", "b": "tied", "c": "buffers"}, f"script b: with 'tied' one would see {TRAPS['tied']}"),
+        ({"a": "recompute"}, "name a trap for each script"),
+        ({"a": "recompute", "b": "units", "c": "memory"}, "'memory' is not among the traps"),
+        ({"a": "recompute", "b": "tied", "c": "buffers"}, f"script b: with 'tied' you would see {TRAPS['tied']}"),
         ({"a": "recompute", "b": "units", "c": "buffers"}, ": right"),
-        ("recompute", "a trap for each script is wanted"),
+        ("recompute", "name a trap for each script"),
     ],
 )
 def test_a_wrong_trap_is_told_what_it_would_look_like(answer, said, capsys):

@@ -1,4 +1,4 @@
-"""What a chapter needs to teach: verdicts on claims, exercises that judge an answer, figures (``plots``)."""
+"""Tools of the chapters: verdicts on claims, exercises that check an answer, figures (``plots``)."""
 
 from labkit.measuring.differences import largest, largest_difference, smallest
 from labkit.teaching.exercises import check, hint, solution, yours_or_ours

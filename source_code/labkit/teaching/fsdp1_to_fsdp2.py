@@ -1,7 +1,7 @@
-"""Chapter 09's table: each argument and method of FSDP1, what one calls under FSDP2 instead, and a function that does it.
+"""Map each argument and method of FSDP1 to its replacement in FSDP2, with a function that tries it (chapter 09's table).
 
-ROWS has (FSDP1's name, FSDP2's, function). A function runs on four ranks, is given x of shape (3, 6) on the rank's
-device, and returns (did FSDP2 do it?, what was seen, in words).
+ROWS lists (FSDP1's name, FSDP2's name, function). A function runs on four ranks, takes x of shape (3, 6) on the rank's
+device, and returns (whether FSDP2 did it, a description of what was observed).
 """
 
 import inspect
@@ -21,31 +21,31 @@ ROWS = []
 
 
 def row(fsdp1, fsdp2):
-    """Put a function into the table."""
+    """Add the decorated function to the table."""
     return lambda function: ROWS.append((fsdp1, fsdp2, function)) or function
 
 
 def try_rows(me) -> list[tuple[bool, str]]:
-    """What each row's function found on this rank."""
+    """Run each row's function on this rank and return its results."""
     torch.set_default_device(me.device)
-    warnings.filterwarnings("ignore", ".*returned a view tensor")  # CommDebugMode takes a linear layer apart
+    warnings.filterwarnings("ignore", ".*returned a view tensor")  # CommDebugMode decomposes a linear layer
     return [function(torch.ones(3, 6)) for _, _, function in ROWS]
 
 
 def toy():
-    """Two linear layers and a ReLU between, the same on every rank."""
+    """Return two linear layers with a ReLU between them, with equal weights on every rank."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 2))
 
 
 def wrapped(model, **options):
-    """Both linear layers as units of their own, then the root."""
+    """Shard each linear layer as its own unit, then the root."""
     for layer in (model[0], model[2]):
         fully_shard(layer, **options)
     return fully_shard(model, **options)
 
 
-# What is cut, and where
+# What is sharded, and how
 
 
 @row("`sharding_strategy=FULL_SHARD`", "`reshard_after_forward=True`, the default for all but the root")
@@ -94,12 +94,12 @@ def param_init_fn(x):
     with torch.device("meta"):
         model = toy()
     wrapped(model, mesh=init_device_mesh(x.device.type, (4,)))
-    cut_on = {str(parameter.device) for parameter in model.parameters()}
+    sharded_on = {str(parameter.device) for parameter in model.parameters()}
     model.to_empty(device=x.device)
     for parameter in model.parameters():
         nn.init.constant_(parameter, 2.0)
     sums = sum(p.full_tensor().sum().item() for p in model.parameters())
-    return cut_on == {"meta"} and sums == 2 * 92, f"cut on meta, filled on {model[0].weight.device.type}: 92 × 2.0"
+    return sharded_on == {"meta"} and sums == 2 * 92, f"cut on meta, filled on {model[0].weight.device.type}: 92 × 2.0"
 
 
 @row("`use_orig_params`", "nothing to set: always so")
@@ -108,7 +108,7 @@ def use_orig_params(x):
     return names == [name for name, _ in toy().named_parameters()], f"names {', '.join(names)}"
 
 
-# How it is gathered and reduced, and when
+# When and how parameters are gathered and gradients reduced
 
 
 @row("`mixed_precision=MixedPrecision(…)`", "`mp_policy=MixedPrecisionPolicy(…)`")
@@ -124,9 +124,9 @@ def cpu_offload(x):
     policy = CPUOffloadPolicy(pin_memory=x.device.type == "cuda")
     model = wrapped(toy(), offload_policy=policy, mesh=init_device_mesh(x.device.type, (4,)))
     model(x).sum().backward()
-    kept_on = {model[0].weight.device.type, model[0].weight.grad.device.type}
+    devices = {model[0].weight.device.type, model[0].weight.grad.device.type}
     without = "" if x.device.type != "cpu" else ", where they would be without it: a GPU is needed to tell"
-    return kept_on == {"cpu"}, f"shard and gradient on the {' and '.join(kept_on)}{without} (chapter 6)"
+    return devices == {"cpu"}, f"shard and gradient on the {' and '.join(devices)}{without} (chapter 6)"
 
 
 @row("`limit_all_gathers`", "none needed: FSDP2 frees what it gathered in a fixed order")
@@ -135,7 +135,7 @@ def limit_all_gathers(x):
 
 
 def gathers_at_relu(x, model) -> tuple[int, int, int]:
-    """All-gathers called by the time that forward, and then backward, is at the ReLU between the layers; and in all."""
+    """Count the all-gathers called until forward reaches the ReLU, until backward reaches it, and in total."""
     seen = []
 
     def note(*_):
@@ -176,12 +176,14 @@ def no_sync(x):
     model.set_requires_gradient_sync(True)
     model(x).sum().backward()
     alone = toy()
-    (2 * alone(x.cpu()).sum()).backward()  # every rank has the same x, so the mean over ranks is one's own
+    (
+        2 * alone(x.cpu()).sum()
+    ).backward()  # every rank has the same x, so the mean over ranks equals each rank's gradient
     same = torch.allclose(model[0].weight.grad.full_tensor().cpu(), alone[0].weight.grad)
     return waits and same, "no shard of a gradient after the first backward, the sum of both after the second"
 
 
-# What one does with a model that has been cut: fill it, clip it, save it, look at it
+# Working with a sharded model: load, clip, save, inspect
 
 
 @row("`sync_module_states`", "`set_model_state_dict(…, broadcast_from_rank0=True)`, or one seed for all")
@@ -217,12 +219,12 @@ def sharded_state_dict(x):
 )
 def full_state_dict(x):
     model, weight, rank = wrapped(toy()), toy()[0].weight.cpu(), torch.distributed.get_rank()
-    everywhere, on_rank_0 = (
+    on_all_ranks, on_rank_0 = (
         dcp.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=alone))
         for alone in (False, True)
     )
     there = torch.equal(on_rank_0["0.weight"], weight) if rank == 0 else not on_rank_0
-    return there and torch.equal(everywhere["0.weight"].cpu(), weight), "whole on all ranks; then on rank 0 alone"
+    return there and torch.equal(on_all_ranks["0.weight"].cpu(), weight), "whole on all ranks; then on rank 0 alone"
 
 
 @row("`optim_state_dict()`", "`get_optimizer_state_dict(model, optimizer)`")
@@ -231,8 +233,8 @@ def optim_state_dict(x):
     optimizer = torch.optim.AdamW(model.parameters())
     model(x).sum().backward()
     optimizer.step()
-    moment = dcp.get_optimizer_state_dict(model, optimizer)["state"]["0.weight"]["exp_avg"]
-    return moment.placements == (Shard(0),), "moments by parameter name, each a DTensor"
+    exp_avg = dcp.get_optimizer_state_dict(model, optimizer)["state"]["0.weight"]["exp_avg"]
+    return exp_avg.placements == (Shard(0),), "moments by parameter name, each a DTensor"
 
 
 @row("`summon_full_params()`", "`unshard()` … `reshard()`; to read one, `full_tensor()`")

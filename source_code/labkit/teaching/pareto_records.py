@@ -1,6 +1,6 @@
-"""Make the records of a Pareto plot: several configurations in one launch, memory traced first, then timed in turns.
+"""Make the records of a Pareto plot: trace the memory of several configurations in one launch, then time them in rounds.
 
-A run, everywhere, has these attributes: config, model, optimizer, batch (micro-batches), step (a function), and flops
+A run has these attributes: config, model, optimizer, batch (micro-batches), step (a function), and flops
 (floating-point operations per token).
 """
 
@@ -10,11 +10,11 @@ from labkit.measuring import meters, records
 from labkit.running.progress import Progress
 from labkit.training import text
 
-TRACED_STEPS = 4  # the fewest by which the meter has seen a peak
+TRACED_STEPS = 4  # fewest steps after which the meter has seen a peak
 
 
 def memory_record(me, run) -> dict:
-    """Measure the memory and traffic of a run: its record, without the times. Collective."""
+    """Measure the memory and traffic of a run and return its record, without times. Collective."""
     meter = meters.Meter(run.model, run.optimizer, me.device, progress=Progress(me, TRACED_STEPS))
     for _ in meter.watch([run.batch] * TRACED_STEPS):
         run.step()
@@ -43,5 +43,5 @@ def add_times(me, memory_records: list[dict], runs: list, steps: list[dict]):
 
 
 def _sequences(run, me) -> int:
-    """Return the sequences of a step, of all ranks together."""
+    """Return the number of sequences per step, summed over ranks."""
     return run.config.batch_size * run.config.accumulate * me.world_size

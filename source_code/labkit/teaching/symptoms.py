@@ -1,4 +1,4 @@
-"""What a run printed, folded to what matters: the program's own lines, and the error. For a page, not for a search."""
+"""Shorten a run's output for a notebook page: the program's own lines, and the error."""
 
 import re
 
@@ -8,7 +8,14 @@ OWN = re.compile(r'  File ".*?/?(?P<file>\w+\.py)", line (?P<line>\d+), in (?P<f
 
 
 def folded(printed: str, own: tuple[str, ...], width: int = 108, most: int = 14) -> str:
-    """The last lines of an output, at most so many of so many characters; of a traceback only frames in the files ``own``."""
+    """Return the last lines of an output, keeping only the traceback frames in files of the program.
+
+    Args:
+        printed: the output.
+        own: names of the program's files.
+        width: most characters per line.
+        most: most lines.
+    """
     lines, frames = [], printed.splitlines()
     for line, below in zip(frames, [*frames[1:], ""], strict=True):
         frame = OWN.match(line)
@@ -20,6 +27,9 @@ def folded(printed: str, own: tuple[str, ...], width: int = 108, most: int = 14)
 
 
 def own_collective(error: str) -> str:
-    """What the rank that raised it was about to call, from the message of ``TORCH_DISTRIBUTED_DEBUG=DETAIL``; "" if none."""
-    found = FINGERPRINT.search(error)  # its own comes first
-    return f"{found[1]} of {found[2]} numbers" if found else ""
+    """Return the collective that the failing rank was about to call, or "".
+
+    error: the message of ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, which names the rank's own collective first.
+    """
+    match = FINGERPRINT.search(error)
+    return f"{match[1]} of {match[2]} numbers" if match else ""

@@ -1,13 +1,13 @@
-"""Judge a claim: one line, PASS or FAIL, what was measured, what was predicted, how far apart, how far they may be.
+"""Judge a claim in one line: PASS or FAIL, the measured and the predicted number, their difference, and its limit.
 
   verdict("peak memory per rank", 26_629_288, predicted=26_629_288, unit="bytes", limit=0.01)
   verdict("largest difference of the losses", largest_difference(run["losses"], reference), at_most=1e-10)
 
-print two numbers next to each other of which neither was measured here:
+Print two numbers next to each other, neither of them measured here:
 
   comparison("torchtitan #822, optimizer state", 7.52, 7.48, unit="GiB", how="published", reference="planned")
 
-and tell a learner how far off their own guess was:
+Report how far off the learner's guess was:
 
   about_guess(25, record["memory"]["peak"])
 """
@@ -30,20 +30,23 @@ def verdict(
     otherwise="",
     how="measured",
 ):
-    """Print PASS or FAIL for a claim about a number that this execution has measured.
+    """Print PASS or FAIL for a claim about a number that this execution measured.
+
+    Use ``comparison`` for numbers from a plan, a file or a paper: they are not measurements.
 
     Args:
-        claim: what the number is.
-        measured: the number. NaN and infinity never pass, whatever they are compared with.
-        predicted, at_most, at_least: what it is compared with; exactly one is given.
-        limit: how far measured may lie from predicted, as a share of it (0: not at all).
-        unit: printed behind each number.
-        otherwise: what usually causes a FAIL, printed below it.
-        how: how the number was obtained, where not by a meter: "counted", "by the law" (bytes that follow from counted
+        claim: name of the number.
+        measured: the number. NaN and infinity never pass, no matter what they are compared with.
+        predicted, at_most, at_least: the reference value; pass exactly one of them.
+        limit: largest accepted difference between measured and predicted, relative to predicted (0: must be equal).
+        unit: printed after each number.
+        otherwise: the usual cause of a FAIL, printed below it.
+        how: how the number was obtained, if not by a meter: "counted", "by the law" (bytes computed from counted
             collectives), "by the rule" (measured bytes, assigned to a device by a rule), "simulated" (PyTorch's own
             code, run here on tensors without memory).
 
-    A number of a plan, a file or a paper is no measurement: see ``comparison``.
+    Raises:
+        TypeError: if not exactly one of predicted, at_most and at_least is passed.
     """
     if [predicted, at_most, at_least].count(None) != 2:
         raise TypeError("a verdict needs exactly one of predicted, at_most and at_least")
@@ -54,7 +57,7 @@ def verdict(
     else:
         passed = measured <= at_most if at_least is None else measured >= at_least
         against = f"at most {_number(at_most, unit)}" if at_least is None else f"at least {_number(at_least, unit)}"
-    # A bound that is not finite would let everything pass.
+    # With an infinite bound, everything would pass.
     passed = passed and all(
         math.isfinite(each) for each in (measured, predicted, at_most, at_least) if each is not None
     )
@@ -64,13 +67,13 @@ def verdict(
 
 
 def comparison(claim: str, value, expected, *, how: str, reference: str, unit: str = ""):
-    """Print two numbers next to each other of which this execution has measured neither: no PASS, no FAIL.
+    """Print two numbers next to each other, without PASS or FAIL, because this execution measured neither.
 
     Args:
-        claim: what the numbers are.
+        claim: name of the numbers.
         value, expected: the numbers.
-        how, reference: where each comes from: "planned", "published", "recorded", "simulated".
-        unit: printed behind each.
+        how, reference: source of each number: "planned", "published", "recorded", "simulated".
+        unit: printed after each number.
     """
     print(
         f"----  {claim}: {how} {_number(value, unit)}, {reference} {_number(expected, unit)} ({_apart(value, expected)})"
@@ -78,7 +81,7 @@ def comparison(claim: str, value, expected, *, how: str, reference: str, unit: s
 
 
 def _apart(value, expected) -> str:
-    """The signed difference, as a share of what was expected where that is not 0."""
+    """Format the signed difference, relative to the expected value unless that is 0."""
     difference = value - expected
     return f"{difference / expected:+.2%}" if expected else f"{difference:+,}"
 
@@ -89,10 +92,13 @@ def _number(value, unit) -> str:
 
 
 def about_guess(guess: float | None, terms: dict[str, float], unit: float = MIB, name: str = "MiB", sure: tuple = ()):
-    """Print how far a guess is from the sum of the terms, and which term would explain the gap.
+    """Print how far a guess is from the sum of the terms, and which term would explain the difference.
 
-    guess: in ``unit`` bytes, None if there is none yet. terms: {name: bytes}. sure: names of those that nobody leaves
-    out, so that they explain no gap, whatever their size.
+    Args:
+        guess: the guess, in units of ``unit`` bytes; None if there is none yet.
+        terms: {name: bytes}.
+        unit, name: bytes per unit, and the unit's name.
+        sure: terms that nobody forgets, never reported as the explanation.
     """
     total = sum(terms.values())
     if guess is None:
@@ -104,7 +110,7 @@ def about_guess(guess: float | None, terms: dict[str, float], unit: float = MIB,
 
 
 def _explained(gap: float, terms: dict, total: float, sure: tuple) -> str:
-    """The one or two terms whose sum is nearest to the gap, or three where that is not near; if any comes near at all."""
+    """Name the one or two terms whose sum is closest to the gap, or three if two are not close enough."""
     named = [(name, size) for name, size in terms.items() if size > 0.03 * total and name not in sure]
 
     def off(some) -> float:

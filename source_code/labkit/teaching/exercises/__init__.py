@@ -1,8 +1,8 @@
-"""The exercises: ``check("05.1", 12.3)`` judges an answer, ``hint("05.1")`` helps, ``solution("05.1")`` shows one.
+"""Check answers to exercises with ``check("05.1", 12.3)``; print help with ``hint("05.1")`` and ``solution("05.1")``.
 
-Each chapter's exercises are in a file of their own, chapter_05.py: a dict {"05.1": Predict(…), "05.2": Do(…)}.
-The one in the middle of a chapter, whose answer the cells after it use, has the number 0: ``yours_or_ours("05.0", f)``.
-An answer of None or ``...``, and a function that returns one of them, mean "not answered yet".
+Each chapter has a file, such as chapter_05.py, with a dict {"05.1": Predict(…), "05.2": Do(…)}. The exercise in the
+middle of a chapter has the number 0, and later cells use its answer: ``yours_or_ours("05.0", f)``. An answer of None or
+``...``, or a function that returns one of them, counts as "not answered yet".
 """
 
 import re
@@ -21,9 +21,9 @@ DOTS = {1: "●○○", 2: "●●○", 3: "●●●"}
 class Predict:
     """An exercise whose answer is a number.
 
-    answer: computed, never typed by hand. unit: what the learner's number counts ("MiB", "bytes", …).
-    slips: {what went wrong, in words: the number it leads to}, at least two plausible ones.
-    tolerance: the share of the answer by which a right one may be off. solution: code that sets ``answer``.
+    answer: computed, never typed by hand. unit: unit of the answer ("MiB", "bytes", …).
+    slips: {description of a mistake: the number it leads to}, at least two plausible ones.
+    tolerance: accepted relative error of a right answer. solution: code that sets ``answer``.
     """
 
     title: str
@@ -36,32 +36,32 @@ class Predict:
     solution: str
     tolerance: float = 0.01
 
-    def judge(self, given) -> str:
+    def judge(self, value) -> str:
         try:
-            given = float(given)
+            value = float(value)
         except (TypeError, ValueError):
-            return f"a number is wanted, in {self.unit}; {given!r} is none"
-        if self._near(given, self.answer):
+            return f"the answer must be a number, in {self.unit}; {value!r} is not one"
+        if self._near(value, self.answer):
             return "right"
         for slip, number in self.slips.items():
-            if self._near(given, number):
+            if self._near(value, number):
                 return f"not quite: {slip}"
-        factor = given / self.answer if self.answer else float("inf")
+        factor = value / self.answer if self.answer else float("inf")
         if factor <= 0:
-            return f"not quite: {given:g} {self.unit} cannot be; look at the hint"
-        far = f"{factor:.2g} times too much" if factor > 1 else f"{1 / factor:.2g} times too little"
+            return f"not quite: {value:g} {self.unit} is not possible; look at the hint"
+        far = f"too large by a factor of {factor:.2g}" if factor > 1 else f"too small by a factor of {1 / factor:.2g}"
         return f"not quite: {far}; look at the hint"
 
-    def _near(self, given, number) -> bool:
-        return abs(given - number) <= self.tolerance * abs(number)
+    def _near(self, value, number) -> bool:
+        return abs(value - number) <= self.tolerance * abs(number)
 
 
 @dataclass(frozen=True)
 class Do:
     """An exercise whose answer is a function.
 
-    judge: takes the learner's function; returns "right", "not answered yet", or the first difference in words.
-    An exception that the function raises is told as its last line. solution: code that defines ``answer``.
+    judge: takes the learner's function; returns "right", "not answered yet", or a description of the first difference.
+    If the function raises, the last line of the error is reported. solution: code that defines the function.
     """
 
     title: str
@@ -82,20 +82,25 @@ def _find(number: str):
 
 
 def on_ranks(function, *answer, ranks: int, timeout: float = 60, spawn: bool = False) -> list:
-    """[what ``function(me, *answer)`` returned on rank 0, on rank 1, …], for judges. timeout: seconds.
+    """Run ``function(me, *answer)`` on local ranks and return the list of their results, for checking answers.
 
-    The ranks are real processes of this machine, also where the labs are sent to Slurm: an answer comes in seconds.
-    spawn: as for ``notebook_ranks.on_ranks``.
+    The ranks are processes on this machine even if the labs run under Slurm, so that a check takes seconds.
+
+    Args:
+        function: what to run; ``answer``: its arguments, usually the learner's function.
+        ranks: number of ranks.
+        timeout: seconds.
+        spawn: as in ``notebook_ranks.on_ranks``.
     """
     here = launch.Cluster(launcher="local")
     return notebook_ranks.on_ranks(function, *answer, ranks=ranks, cluster=here, timeout=timeout, spawn=spawn)
 
 
-_RIGHT = {}  # {number: the answer that check has last found right}
+_RIGHT = {}  # {number: the last answer that check accepted}
 
 
 def check(number: str, answer):
-    """Print whether the answer to an exercise is right, and if it is not, what is wrong with it."""
+    """Print whether the answer to an exercise is right, and if not, what is wrong with it."""
     exercise = _find(number)
     if unanswered(answer):
         verdict = "not answered yet"
@@ -109,7 +114,7 @@ def check(number: str, answer):
 
 
 def yours_or_ours(number: str, answer):
-    """The learner's function, if ``check`` has found it right; else the course's, which is said."""
+    """Return the learner's function if ``check`` accepted it; otherwise print a note and return the course's solution."""
     if answer is not None and _RIGHT.get(number) is answer:
         return answer
     print(f"what follows is computed with the course's solution of {number}")
@@ -124,7 +129,7 @@ def unanswered(value) -> bool:
 
 def _judged(exercise: Do, answer) -> str:
     if not callable(answer):
-        return f"a function is wanted; {answer!r} is none"
+        return f"the answer must be a function; {answer!r} is not one"
     try:
         return exercise.judge(answer)
     except launch.RunFailed as error:
@@ -144,5 +149,5 @@ def hint(number: str):
 
 
 def solution(number: str):
-    """Print a solution: code with a reason."""
+    """Print a solution: code, with comments that explain it."""
     print(_find(number).solution.strip())

@@ -1,4 +1,4 @@
-"""Exercises of chapter 00: what a meter counts."""
+"""Exercises of chapter 00: what memory meters count."""
 
 from planner import predict
 
@@ -11,26 +11,26 @@ ROWS, COLUMNS, PAGE = 4096, 8192, 4096
 
 
 def _cases():
-    """(what the tensors are, the tensors, the bytes they keep, what is wrong if another number comes out)."""
+    """Yield (description, tensors, bytes of their storages, the likely mistake behind another result)."""
     import torch
 
     x, y = torch.ones(100, 10), torch.ones(100, 10)
-    yield "one tensor of 1,000 float32", [x], 4000, "numbers × bytes per number"
-    yield "1,000 numbers in bfloat16", [x.bfloat16()], 2000, "not every number has 4 bytes: ask the tensor"
+    yield "one tensor of 1,000 float32", [x], 4000, "elements × bytes per element"
+    yield "1,000 elements in bfloat16", [x.bfloat16()], 2000, "not every element takes 4 bytes: read it from the tensor"
     yield "two tensors of the same shape", [x, y], 8000, "equal in size is not the same storage"
     yield "a tensor and a view of all of it", [x, x.view(-1)], 4000, "they share one storage, which counts once"
     yield "one row of a tensor", [x[0]], 4000, "a view keeps the whole storage alive, not only what it shows"
-    yield "two halves of one tensor", [x[:50], x[50:]], 4000, "they start at different places of the same storage"
-    yield "one number expanded to 1,000", [torch.ones(1).expand(1000)], 4, "the storage holds one number only"
+    yield "two halves of one tensor", [x[:50], x[50:]], 4000, "they start at different offsets of the same storage"
+    yield "one element expanded to 1,000", [torch.ones(1).expand(1000)], 4, "the storage holds one element only"
 
 
 def _judge(live_bytes) -> str:
     for case, tensors, expected, cause in _cases():
-        given = live_bytes(tensors)
-        if unanswered(given):
+        result = live_bytes(tensors)
+        if unanswered(result):
             return "not answered yet"
-        if given != expected:
-            return f"not quite: {case} keep {expected:,} bytes, your function says {given:,}: {cause}"
+        if result != expected:
+            return f"not quite: {case} occupy {expected:,} bytes, your function returns {result:,}: {cause}"
     return "right"
 
 
@@ -42,15 +42,15 @@ EXERCISES = {
         answer=8 * NUMBERS / MIB,
         unit="MiB",
         slips={
-            "those are fp32's 4 bytes per number; double precision takes 8": 4 * NUMBERS / MIB,
+            "that is fp32, with 4 bytes per parameter; double precision takes 8": 4 * NUMBERS / MIB,
             "that is in MB (1000²); memory is counted in MiB (1024²) here": 8 * NUMBERS / 1e6,
-            "that is fc1 alone; the other layers are small, but not nothing": 8 * predict.numel(["fc1"]) / MIB,
+            "that is fc1 alone; the other layers are small, but they count": 8 * predict.numel(["fc1"]) / MIB,
             "64 is the number of bits; 8 bits are a byte": 64 * NUMBERS / MIB,
             "that is in bytes; the question is in MiB": 8 * NUMBERS,
         },
-        hint="The network has 1,199,882 parameters. How many bytes has a number of 64 bits? A MiB has 1024² bytes.",
+        hint="The network has 1,199,882 parameters. How many bytes is a 64-bit number? A MiB has 1024² bytes.",
         solution="""
-# Parameters are numbers times bytes per number, nothing else: no rank, no batch, no optimizer comes in.
+# Parameter memory is elements × bytes per element. It does not depend on ranks, batch, or optimizer.
 answer = 1_199_882 * 8 / 2**20
 """,
     ),
@@ -61,18 +61,16 @@ answer = 1_199_882 * 8 / 2**20
         answer=ROWS * PAGE / MIB,
         unit="MiB",
         slips={
-            "that is the whole tensor; pages that are not touched are not handed out": ROWS * COLUMNS * 4 / MIB,
-            "those are the numbers written; the kernel hands out whole pages": ROWS * 4 / MIB,
-            "that is one page; the numbers of a column do not lie side by side": PAGE / MIB,
-            "that counts a page for each number of a row; a column has as many numbers as there are rows": COLUMNS
-            * PAGE
-            / MIB,
+            "that is the whole tensor; the kernel allocates no page that is not touched": ROWS * COLUMNS * 4 / MIB,
+            "those are the bytes written; the kernel allocates whole pages": ROWS * 4 / MIB,
+            "that is one page; the elements of a column are not adjacent in memory": PAGE / MIB,
+            "that counts one page per element in a row; a column has one element in each row": COLUMNS * PAGE / MIB,
         },
-        hint="How many bytes lie between x[0, 0] and x[1, 0]? Is that more or less than a page? So how many pages are "
-        "touched?",
+        hint="How many bytes are between x[0, 0] and x[1, 0]? Is that more or less than a page? How many pages are "
+        "touched, then?",
         solution="""
-# Neighbours in a column lie a row apart: 8192 x 4 bytes = 32 KiB, eight pages. Each number touches a page of its own,
-# so 4,096 numbers of 4 bytes bring in 4,096 pages of 4 KiB.
+# Neighbors in a column are one row apart: 8192 × 4 bytes = 32 KiB, or eight pages. Each element touches its own page,
+# so writing 4,096 elements of 4 bytes makes 4,096 pages of 4 KiB resident.
 rows, page = 4096, 4096
 answer = rows * page / 2**20
 """,
@@ -82,11 +80,11 @@ answer = rows * page / 2**20
         level=2,
         minutes=8,
         judge=_judge,
-        hint="Do not ask the tensors for their shape. Ask each for tensor.untyped_storage(), which has data_ptr() and "
-        "nbytes(), and count each storage once.",
+        hint="Ignore the shapes. Call tensor.untyped_storage() on each tensor: a storage has data_ptr() and nbytes(). "
+        "Count each storage once.",
         solution="""
-# What occupies memory is a storage. Tensors are ways of looking at one: several may look at the same, and one that
-# shows a single row keeps all of it alive. The address where a storage begins tells whether two are the same.
+# Storages occupy memory; tensors are views of them. Several tensors may share a storage, and a view of a single row
+# keeps the whole storage alive. Two storages are the same if they start at the same address.
 def live_bytes(tensors):
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

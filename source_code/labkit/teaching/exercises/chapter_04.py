@@ -17,7 +17,7 @@ NUMBERS = predict.numel(predict.SHAPES)
 SHARD = 4 * ceil(NUMBERS / 8)
 
 
-WORLD, STEPS, LR, NORM = 2, 3, 0.5, 0.1  # the norm is limited so that it bites in each step
+WORLD, STEPS, LR, NORM = 2, 3, 0.5, 0.1  # the norm limit is low enough to clip in every step
 
 
 def _small() -> nn.Module:
@@ -26,7 +26,7 @@ def _small() -> nn.Module:
 
 
 def _batches(rank: int | None = None) -> list:
-    """Of each step (inputs, labels): a rank's, or those of all ranks together."""
+    """Return (inputs, labels) of each step, for one rank or for all ranks together."""
     generator = torch.Generator().manual_seed(2)
     inputs = torch.randn(STEPS, WORLD, 4, 3, generator=generator, dtype=torch.float64)
     labels = torch.randint(2, (STEPS, WORLD, 4), generator=generator)
@@ -36,7 +36,10 @@ def _batches(rank: int | None = None) -> list:
 
 
 def _alone(clips=True, clears=True) -> tuple[list, list]:
-    """(losses, parameters) of one process on all ranks' batches. clips: it limits the norm; clears: gradients go."""
+    """Train in one process on all ranks' batches and return (losses, parameters).
+
+    clips: whether to clip the norm. clears: whether to call zero_grad().
+    """
     model = _small()
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=LR), []
     for inputs, labels in _batches():
@@ -52,7 +55,7 @@ def _alone(clips=True, clears=True) -> tuple[list, list]:
 
 
 def _sharded(me, train) -> dict:
-    """What ``train`` returns on a rank, the first loss of that rank's own batch, and what has become of the model."""
+    """Run ``train`` on this rank; return its losses, the first loss of the rank's batch, and the state of the model."""
     model = _small()
     inputs, labels = _batches(me.rank)[0]
     first = F.cross_entropy(_small()(inputs), labels).item()
@@ -72,49 +75,47 @@ def _sharded(me, train) -> dict:
 
 
 def judge_train(train) -> str:
-    found = on_ranks(_sharded, train, ranks=WORLD)
-    if (units := found[0]["units"]) and "the model" not in units:
-        return f"not quite: module {units[0]} is a unit, and the model is none; one unit is wanted, the model's"
-    if any("ungathered" in one for one in found):
-        return (
-            "not quite: a layer met a DTensor: nobody gathered it. FSDP gathers when the model is called, model(inputs)"
-        )
-    if unanswered(found[0]["losses"]):
+    results = on_ranks(_sharded, train, ranks=WORLD)
+    if (units := results[0]["units"]) and "the model" not in units:
+        return f"not quite: module {units[0]} is a unit, and the model is not; make one unit, the model"
+    if any("ungathered" in result for result in results):
+        return "not quite: a layer computes with a DTensor that was not gathered. FSDP gathers when the model is called, as model(inputs)"
+    if unanswered(results[0]["losses"]):
         return "not answered yet"
-    if "the model" not in found[0]["units"]:
-        return "not quite: the model's parameters are no DTensors: fully_shard has not been called on it"
-    if inner := [name for name in found[0]["units"] if name != "the model"]:
-        return f"not quite: module {inner[0]} is a unit of its own; one unit is wanted, the model's"
+    if "the model" not in results[0]["units"]:
+        return "not quite: the model's parameters are not DTensors: fully_shard was not called on it"
+    if inner := [name for name in results[0]["units"] if name != "the model"]:
+        return f"not quite: module {inner[0]} is a separate unit; make one unit, the model"
     losses, whole = _alone()
-    for rank, one in enumerate(found):
-        if len(one["losses"]) != STEPS:
-            return f"not quite: {STEPS} batches, and {len(one['losses'])} losses on rank {rank}"
-        if difference := _of_losses(rank, [float(loss) for loss in one["losses"]], losses, one["first"]):
-            return difference if not _same(found[0]["whole"], list(_small().parameters())) else _UNTRAINED
-    if not _same(found[0]["whole"], whole):
-        return f"not quite: the losses are right, and the parameters at the end are not: {_why(found[0]['whole'])}"
+    for rank, result in enumerate(results):
+        if len(result["losses"]) != STEPS:
+            return f"not quite: {STEPS} batches, and {len(result['losses'])} losses on rank {rank}"
+        if difference := _of_losses(rank, [float(loss) for loss in result["losses"]], losses, result["first"]):
+            return difference if not _same(results[0]["whole"], list(_small().parameters())) else _UNTRAINED
+    if not _same(results[0]["whole"], whole):
+        return f"not quite: the losses are right, and the parameters at the end are not: {_why(results[0]['whole'])}"
     return "right"
 
 
 _UNTRAINED = (
-    "not quite: after three steps all parameters are as they were. Is optimizer.step() called, and was the optimizer made "
-    "after fully_shard? One that is made before holds the old parameters"
+    "not quite: three steps have not changed any parameter. Is optimizer.step() called, and was the optimizer made "
+    "after fully_shard? An optimizer made earlier holds the old parameters"
 )
 
 
 def _of_losses(rank: int, losses: list, right: list, own: float) -> str | None:
-    """The first difference, with what leads to it."""
+    """Describe the first difference and its likely cause, or return None."""
     for step, (loss, wanted) in enumerate(zip(losses, right, strict=True)):
         if abs(loss - wanted) < 1e-9:
             continue
         if abs(loss - wanted) < 1e-6:
             return (
-                f"not quite: step {step + 1}, rank {rank}: the loss is equal in fp32 only; torch.tensor(loss.item()) is "
-                "fp32, loss.detach().clone() is as exact as the loss"
+                f"not quite: step {step + 1}, rank {rank}: the loss is equal only to fp32 precision; "
+                "torch.tensor(loss.item()) is fp32, while loss.detach().clone() keeps the loss's dtype"
             )
         about = f"not quite: step {step + 1}, rank {rank}: the loss is {loss:.6f}, one process on all batches has {wanted:.6f}"
         if step == 0 and abs(loss - own) < 1e-9:
-            return f"{about}: that is the loss of this rank's batch; the mean over the ranks is wanted"
+            return f"{about}: that is the loss of this rank's batch, not the mean over the ranks"
         if step == 0 and abs(loss - WORLD * wanted) < 1e-9:
             return f"{about}: that is the sum of the ranks' losses, not their mean"
         if step == 0:
@@ -122,13 +123,13 @@ def _of_losses(rank: int, losses: list, right: list, own: float) -> str | None:
         for cause, variant in _VARIANTS.items():
             if abs(loss - _alone(**variant)[0][step]) < 1e-9:
                 return f"{about}: {cause}"
-        return f"{about}: the first is right, so look at what a step does to the parameters"
+        return f"{about}: the first is right, so check how a step updates the parameters"
     return None
 
 
 _VARIANTS = {
-    "the gradient's norm was not limited, or not between backward and the optimizer's step": {"clips": False},
-    "the gradients of the step before are still there": {"clears": False},
+    "the gradient's norm was not clipped, or not between backward and the optimizer's step": {"clips": False},
+    "the gradients of the previous step were not cleared": {"clears": False},
 }
 
 
@@ -136,7 +137,7 @@ def _why(whole: list) -> str:
     for cause, variant in _VARIANTS.items():
         if _same(whole, _alone(**variant)[1]):
             return cause
-    return "do all steps end with the optimizer's?"
+    return "does each step end with optimizer.step()?"
 
 
 def _same(some: list, others: list) -> bool:
@@ -145,18 +146,18 @@ def _same(some: list, others: list) -> bool:
 
 def judge_rows_of(rows_of) -> str:
     for rows, world_size in ((8, 4), (10, 4), (5, 4), (2, 3)):
-        chunks = torch.arange(rows).chunk(world_size)  # how a DTensor is cut
+        chunks = torch.arange(rows).chunk(world_size)  # how a DTensor is sharded
         for rank in range(world_size):
-            given = rows_of(rank, world_size, rows)
-            if unanswered(given):
+            result = rows_of(rank, world_size, rows)
+            if unanswered(result):
                 return "not answered yet"
             right = len(chunks[rank]) if rank < len(chunks) else 0
             first = min(rank * len(chunks[0]), rows)
             where = f"{rows} rows on {world_size} ranks: rank {rank} gets rows {first} to {first + right}"
-            if given[1] - given[0] != right:
-                return f"not quite: {where}, that is {right}, and you give it {given[1] - given[0]}"
-            if right and tuple(given) != (first, first + right):
-                return f"not quite: {where}, not {given[0]} to {given[1]}"
+            if result[1] - result[0] != right:
+                return f"not quite: {where}, that is {right} rows; your function gives it {result[1] - result[0]}"
+            if right and tuple(result) != (first, first + right):
+                return f"not quite: {where}, not {result[0]} to {result[1]}"
     return "right"
 
 
@@ -169,18 +170,16 @@ def judge_flat_shard(flat_shard) -> str:
         size = ceil(len(flat) / world_size)
         padded = torch.cat([flat, torch.zeros(size * world_size - len(flat))])
         for rank in range(world_size):
-            given, right = flat_shard(tensors, rank, world_size), padded[rank * size : (rank + 1) * size]
-            if unanswered(given):
+            result, right = flat_shard(tensors, rank, world_size), padded[rank * size : (rank + 1) * size]
+            if unanswered(result):
                 return "not answered yet"
-            where = f"{len(flat)} numbers on {world_size} ranks, rank {rank}"
-            if given.dim() != 1:
-                return f"not quite: {where}: a tensor with one dimension is wanted, yours has {given.dim()}"
-            if len(given) != size:
-                return (
-                    f"not quite: {where}: every rank holds {size} numbers, padding included, and yours has {len(given)}"
-                )
-            if not torch.equal(given, right):
-                return f"not quite: {where}: it holds {right.tolist()}, and yours {given.tolist()}"
+            where = f"{len(flat)} elements on {world_size} ranks, rank {rank}"
+            if result.dim() != 1:
+                return f"not quite: {where}: the result must have one dimension, yours has {result.dim()}"
+            if len(result) != size:
+                return f"not quite: {where}: every rank holds {size} elements, padding included, and yours has {len(result)}"
+            if not torch.equal(result, right):
+                return f"not quite: {where}: it holds {right.tolist()}; yours holds {result.tolist()}"
     return "right"
 
 
@@ -190,8 +189,8 @@ EXERCISES = {
         level=2,
         minutes=10,
         judge=judge_train,
-        hint="fully_shard(model, mesh=mesh), then the optimizer, then the loop you know. torch.nn.utils.clip_grad_norm_ knows\n"
-        "DTensors. FSDP averages gradients; nobody averages losses: dist.all_reduce(loss) sums them, mesh.size() ranks.",
+        hint="fully_shard(model, mesh=mesh), then the optimizer, then the usual loop. torch.nn.utils.clip_grad_norm_ works\n"
+        "on DTensors. FSDP averages gradients, but not losses: dist.all_reduce(loss) sums them over mesh.size() ranks.",
         solution=f"""
 import torch
 import torch.distributed as dist
@@ -200,38 +199,38 @@ from torch.distributed.fsdp import fully_shard
 
 def train(model, batches, mesh):
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr={LR})  # after fully_shard: it gets the shards
+    optimizer = torch.optim.SGD(model.parameters(), lr={LR})  # after fully_shard, so that it updates the shards
     losses = []
     for inputs, labels in batches:
         loss = F.cross_entropy(model(inputs), labels)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), {NORM})  # the norm of all shards together
+        torch.nn.utils.clip_grad_norm_(model.parameters(), {NORM})  # the norm over all shards
         optimizer.step()
         optimizer.zero_grad()
         mean = loss.detach().clone()
-        dist.all_reduce(mean)  # only to tell it: FSDP has averaged the gradients
+        dist.all_reduce(mean)  # only for logging: FSDP has already averaged the gradients
         losses.append(mean.item() / mesh.size())
     return losses
 """,
     ),
     "04.1": Predict(
-        title="what persists on 8 ranks with Adam",
+        title="persistent memory on 8 ranks with Adam",
         level=1,
         minutes=3,
         answer=3 * SHARD / MIB,
         unit="MiB",
         slips={
-            "that is the parameters alone; Adam's two numbers per parameter persist too": SHARD / MIB,
-            "Adam keeps two numbers for each parameter, not one": 2 * SHARD / MIB,
-            "that has a gradient in it, and gradients are gone between steps": 4 * SHARD / MIB,
+            "that is the parameters alone; Adam's two moments are persistent, too": SHARD / MIB,
+            "Adam has two moments per parameter, not one": 2 * SHARD / MIB,
+            "that includes gradients, which are freed between steps": 4 * SHARD / MIB,
             "the parameters are sharded too, not the optimizer state alone": (4 * NUMBERS + 2 * SHARD) / MIB,
-            "that is what DDP holds; each rank has an eighth of it": 3 * 4 * NUMBERS / MIB,
+            "that is persistent memory under DDP; with FSDP each rank has an eighth of it": 3 * 4 * NUMBERS / MIB,
             "those are MB (1000²); MiB are 1024²": 3 * SHARD / 1e6,
         },
-        hint="Three numbers persist for each parameter. How many parameters does one of 8 ranks hold, rounded up?",
+        hint="Three elements are persistent per parameter. How many parameters does one of 8 ranks hold, rounded up?",
         solution="""
-# One rank's slice of the flat parameter: 1,199,882 / 8, rounded up. It persists three times over, the
-# parameter and Adam's two moments, 4 bytes each. Gradients are made in backward and go at zero_grad().
+# One rank's shard of the flat parameter has 1,199,882 / 8 elements, rounded up. Three tensors of that size are
+# persistent: the parameter and Adam's two moments, at 4 bytes per element. zero_grad() frees the gradients.
 from math import ceil
 
 shard = ceil(1_199_882 / 8)
@@ -243,10 +242,10 @@ answer = 3 * 4 * shard / 2**20
         level=2,
         minutes=5,
         judge=judge_rows_of,
-        hint="Every rank but the last ones gets the same number of rows: rows / world_size, rounded up.",
+        hint="Every rank except the last ones gets the same number of rows: rows / world_size, rounded up.",
         solution="""
-# All parts are of one size, rounded up, until the rows run out. The last ranks may get fewer, or none:
-# 5 rows on 4 ranks are 2, 2, 1 and 0. min() keeps an empty part inside the tensor.
+# Each shard has the same size, rounded up, until the rows run out. The last ranks may get fewer rows, or none:
+# 5 rows on 4 ranks are 2, 2, 1 and 0. min() keeps the bounds of an empty shard inside the tensor.
 from math import ceil
 
 
@@ -262,8 +261,8 @@ def rows_of(rank, world_size, rows):
         judge=judge_flat_shard,
         hint="torch.cat of the flattened tensors; torch.nn.functional.pad to a multiple of world_size; then a slice.",
         solution="""
-# One long tensor, a few zeros so that it divides evenly, equal parts. Unlike FSDP2's, a part may begin
-# in the middle of a row of one parameter and end in the middle of another parameter.
+# Concatenate, pad with zeros until it divides evenly, and split. Unlike FSDP2's, a shard may start in the
+# middle of a row of one parameter and end in the middle of another parameter.
 import torch
 import torch.nn.functional as F
 

@@ -21,16 +21,20 @@ SHAPE = GPTShape(
     intermediate_size=384,
     vocab_size=4096,
 )
-WORLD, TOKENS, BUDGET = 4, 16, 15 * MIB  # bytes on a rank at the peak, tensors only
+WORLD, TOKENS, BUDGET = 4, 16, 15 * MIB  # BUDGET: bytes per rank at the peak, tensors only
 BLOCK, OTHERS, LAYERS, BF16 = 202_383_360, 262_148_096, 32, 2
 
 
 class _TooLate(Exception):
-    """A module is sharded after one around it, whose unit has taken its parameters."""
+    """A module was sharded after one that contains it, whose unit already has its parameters."""
 
 
 def _cut(wrap, model, mesh) -> dict[str, tuple[int, bool]]:
-    """{names of a unit's modules: (bytes of the parameters that it took, whether they are kept after forward)}."""
+    """Wrap the model with the learner's function and list its units.
+
+    Returns:
+        {names of a unit's modules: (bytes of its parameters, whether they stay gathered after forward)}.
+    """
     names = {module: name or "model" for name, module in model.named_modules()}
     made = []
 
@@ -48,7 +52,7 @@ def _cut(wrap, model, mesh) -> dict[str, tuple[int, bool]]:
 
 
 def _trained(me, wrap) -> dict:
-    """What a rank has of a GPT that ``wrap`` has cut: its units, what is in none, the bytes at the peak of a step."""
+    """Train a GPT wrapped by ``wrap``; return its units, the parameters outside any unit, and the peak in bytes."""
     model = GPT(SHAPE)
     try:
         units = _cut(wrap, model, init_device_mesh("cpu", (me.world_size,)))
@@ -60,7 +64,7 @@ def _trained(me, wrap) -> dict:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     meter = trace.StepTrace(model, optimizer, torch.device("cpu"))
     peaks = []
-    for _ in range(3):  # the first makes the meter acquainted; of the others the lower counts, as in every record
+    for _ in range(3):  # the first warms up the tracer; the lower of the others counts, as in every record
         text = torch.randint(SHAPE.vocab_size, (1, TOKENS + 1))
         with meter:
             nn.functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()).backward()
@@ -71,39 +75,39 @@ def _trained(me, wrap) -> dict:
 
 
 def judge_wrap(wrap) -> str:
-    found = on_ranks(_trained, wrap, ranks=WORLD)[0]
-    if "late" in found:
-        return f"not quite: {found['late']}, whose unit has its parameters already: inner modules first, the root last"
-    units = found["units"]
+    result = on_ranks(_trained, wrap, ranks=WORLD)[0]
+    if "late" in result:
+        return f"not quite: {result['late']}, whose unit already has its parameters: inner modules first, the root last"
+    units = result["units"]
     if not units:
         return "not answered yet"
-    if found.get("loose"):
+    if result.get("loose"):
         return (
-            f"not quite: {found['loose'][0]} is in no unit: nobody shards it, and nobody averages its gradient; "
-            "shard(model) makes the root of what is left"
+            f"not quite: {result['loose'][0]} is in no unit: it is not sharded, and its gradient is not averaged; "
+            "shard(model) makes the root unit, which takes all remaining parameters"
         )
     if "model" not in units:
         return (
-            "not quite: every parameter is in a unit, but the model is none: without a root each unit is one, and keeps "
-            "its parameters after forward; end with shard(model)"
+            "not quite: every parameter is in a unit, but the model is not one: without a root, each unit acts as a root "
+            "and keeps its parameters after forward; end with shard(model)"
         )
-    if found["peak"] > BUDGET:
-        much = f"the peak is {found['peak'] / MIB:.1f} MiB, the budget {BUDGET / MIB:.0f}"
+    if result["peak"] > BUDGET:
+        much = f"the peak is {result['peak'] / MIB:.1f} MiB, the budget {BUDGET / MIB:.0f}"
         return f"not quite: {much}: {_too_large(units)}"
     return "right"
 
 
 def _too_large(units: dict[str, tuple[int, bool]]) -> str:
     if list(units) == ["model"]:
-        return "all is one unit, and one unit is whole at once"
+        return "there is one unit, so all parameters are gathered at once"
     root = units.pop("model")[0]
     name = max(units, key=units.get)
-    kept = sum(size for size, stays in units.values() if stays)
-    if kept > units[name][0]:
-        return f"{kept / MIB:.1f} MiB of parameters are kept after forward, and whole together at its end"
+    gathered = sum(size for size, stays in units.values() if stays)
+    if gathered > units[name][0]:
+        return f"{gathered / MIB:.1f} MiB of parameters stay gathered after forward, all at the same time"
     if 2 * root > units[name][0]:
-        return f"the root has {root / MIB:.1f} MiB of parameters, whole all through backward: what is in it?"
-    return f"the unit {name} has {units[name][0] / MIB:.1f} MiB of parameters, whole while any part of it computes"
+        return f"the root has {root / MIB:.1f} MiB of parameters, gathered throughout backward: what is in it?"
+    return f"the unit {name} has {units[name][0] / MIB:.1f} MiB of parameters, gathered while any part of it computes"
 
 
 def _peak(strategy, wrap, batch):
@@ -118,7 +122,7 @@ _IMAGES = " + ".join(f"{_AT_32[name]:_}" for name in _WITH_IMAGES)
 
 
 def _forgotten(category):
-    """The answer of 05.2 without one category."""
+    """Return the answer of 05.2 without one category."""
     terms = predict.peak("fsdp1", "size", 4, 8)[1]
     return (predict.total(terms) - terms[category]) / MIB
 
@@ -128,8 +132,8 @@ def _numel(module) -> int:
 
 
 def reference_units(model, min_num_params) -> set:
-    """What 05.3 asks for."""
-    found = set()
+    """Return the names of the units that 05.3 asks for."""
+    units = set()
 
     def taken(module, name):
         if _numel(module) < min_num_params:
@@ -137,15 +141,15 @@ def reference_units(model, min_num_params) -> set:
         inside = sum(taken(child, f"{name}.{part}" if name else part) for part, child in module.named_children())
         if not name or isinstance(module, nn.ModuleList) or _numel(module) - inside < min_num_params:
             return inside
-        found.add(name)
+        units.add(name)
         return _numel(module)
 
     taken(model, "")
-    return found
+    return units
 
 
 def _cases():
-    """(what it is, model, min_num_params)"""
+    """Yield (description, model, min_num_params)."""
     with torch.device("meta"):
         flat = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 1))
         nested = nn.Sequential()
@@ -167,17 +171,17 @@ def _cases():
 
 def judge_units(units_by_size) -> str:
     for what, model, threshold in _cases():
-        given, right = units_by_size(model, threshold), reference_units(model, threshold)
-        if unanswered(given):
+        result, right = units_by_size(model, threshold), reference_units(model, threshold)
+        if unanswered(result):
             return "not answered yet"
-        given = set(given)
+        result = set(result)
         where = f"{what}, min_num_params {threshold}"
-        if "" in given:
+        if "" in result:
             return "not quite: the root is a unit in any case; leave it out of the set"
-        if wrong := sorted(given - right):
-            return f"not quite: {where}: {wrong[0]!r} is none: {_why_not(model, wrong[0], threshold)}"
-        if missing := sorted(right - given):
-            return f"not quite: {where}: {missing[0]!r} is a unit, and yours leaves it out"
+        if wrong := sorted(result - right):
+            return f"not quite: {where}: {wrong[0]!r} is not a unit: {_why_not(model, wrong[0], threshold)}"
+        if missing := sorted(right - result):
+            return f"not quite: {where}: {missing[0]!r} is a unit, but missing from your set"
     return "right"
 
 
@@ -189,9 +193,9 @@ def _why_not(model, name, threshold) -> str:
     if isinstance(module, nn.ModuleList):
         return "a ModuleList has no forward"
     if _numel(module) < threshold:
-        return f"it holds {_numel(module)}"
+        return f"it has {_numel(module)} parameters"
     inside = [unit for unit in reference_units(model, threshold) if unit.startswith(name + ".")]
-    return f"{', '.join(sorted(inside))} inside it has taken its share, and what is left is less"
+    return f"{', '.join(sorted(inside))} inside it are units, and the remaining parameters are fewer"
 
 
 EXERCISES = {
@@ -200,16 +204,16 @@ EXERCISES = {
         level=2,
         minutes=8,
         judge=judge_wrap,
-        hint="What is still large once each block is a unit of its own? The root gets what no call before has taken.\n"
-        "A module's name: model.embedding, model.blocks (a list), model.norm, model.head.",
+        hint="What is still large once each block is its own unit? The root takes all parameters that are in no other unit.\n"
+        "Module names: model.embedding, model.blocks (a list), model.norm, model.head.",
         solution="""
 def wrap(model, shard):
     shard(model.embedding)
     for block in model.blocks:
         shard(block)
-    # Backward begins with the head: kept after forward, it need not be gathered again. The norm is used beside it.
+    # Backward starts with the head: left gathered after forward, it needs no second all-gather. The norm comes right before it.
     shard([model.norm, model.head], reshard_after_forward=False)
-    shard(model)  # last: nothing is left for it, but it makes the model the root
+    shard(model)  # last: it has no parameters left, but it makes the model the root
 """,
     ),
     "05.1": Predict(
@@ -219,16 +223,16 @@ def wrap(model, shard):
         answer=BF16 * (2 * BLOCK + OTHERS) / GIB,
         unit="GiB",
         slips={
-            "the next block is fetched while this one computes: two are whole": BF16 * (BLOCK + OTHERS) / GIB,
+            "the next block is prefetched while this one computes: two are gathered": BF16 * (BLOCK + OTHERS) / GIB,
             "the root's parameters stay gathered from forward to the end of backward": BF16 * 2 * BLOCK / GIB,
-            "that is one block alone; the next is fetched already, and the root is there": BF16 * BLOCK / GIB,
-            "that is the whole model: what one unit in all would hold": BF16 * (LAYERS * BLOCK + OTHERS) / GIB,
-            "a number in bf16 is 2 bytes, not 4": 4 * (2 * BLOCK + OTHERS) / GIB,
+            "that is one block; the next one is prefetched, and the root is still gathered": BF16 * BLOCK / GIB,
+            "that is the whole model, as with a single unit": BF16 * (LAYERS * BLOCK + OTHERS) / GIB,
+            "an element in bf16 has 2 bytes, not 4": 4 * (2 * BLOCK + OTHERS) / GIB,
         },
-        hint="Three things are whole: the block that computes, the one fetched ahead, and the root. 2 bytes per number.",
+        hint="Three units are gathered: the block that computes, the prefetched one, and the root. 2 bytes per element.",
         solution="""
-# Backward needs this block and fetches the next one meanwhile; the root was never freed. With embedding and head
-# in units of their own the last term would be gone here: more than a block's worth.
+# Backward needs this block and prefetches the next one; the root was never freed. With embedding and head in
+# separate units, the last term would disappear here: more than one block.
 block, others, bf16 = 202_383_360, 262_148_096, 2
 answer = bf16 * (2 * block + others) / 2**30
 """,
@@ -241,24 +245,26 @@ answer = bf16 * (2 * block + others) / 2**30
         unit="MiB",
         slips={
             "that is FSDP2's peak: FSDP1 holds fc1's gradient twice, as computed and packed": _peak("fsdp2", "size", 8),
-            "that is the peak in one unit; with fc1 apart it is another moment": _peak("fsdp1", "unit", 8),
+            "that is the peak in one unit; with fc1 as its own unit the peak is elsewhere in the step": _peak(
+                "fsdp1", "unit", 8
+            ),
             "that is batch 32": _peak("fsdp1", "size", 32),
-            "that is a quarter of batch 32's: shards and whole units do not shrink with the batch": _peak(
+            "that is a quarter of batch 32's peak: shards and gathered units do not shrink with the batch": _peak(
                 "fsdp1", "size", 32
             )
             / 4,
-            "the parameters gathered are left out": _forgotten("all-gather"),
-            "the packed gradients are left out": _forgotten("reduce-scatter"),
+            "the gathered parameters are missing": _forgotten("all-gather"),
+            "the packed gradients are missing": _forgotten("reduce-scatter"),
         },
-        tolerance=0.02,  # on GPUs the table has their kernels' terms, which lead to 1 % less
-        hint="At the backward of fc1: parameters, optimizer state, all-gather and reduce-scatter stay as they are;\n"
-        "activations and temporary are a quarter, to within a few bytes. Is fc1's the highest moment at batch 8 too?",
+        tolerance=0.02,  # on a GPU the table has the terms of its kernels, which give 1 % less
+        hint="In the backward of fc1, parameters, optimizer state, all-gather and reduce-scatter do not change;\n"
+        "activations and temporary fall to a quarter, to within a few bytes. Is the peak at batch 8 also there?",
         solution=f"""
-# fc1's backward is the highest moment, at batch 8 too. In bytes, from batch 32's terms: those with an image
-# in them fall to a quarter, the others stay.
-stay = {_SUM}
+# The peak is in the backward of fc1, at batch 8 as well. In bytes, from the terms at batch 32: those that depend on
+# the batch fall to a quarter, the others do not change.
+fixed = {_SUM}
 with_images = {_IMAGES}  # activations + temporary, at batch 32
-answer = (stay + with_images / 4) / 2**20
+answer = (fixed + with_images / 4) / 2**20
 """,
     ),
     "05.3": Do(
@@ -266,27 +272,27 @@ answer = (stay + with_images / 4) / 2**20
         level=3,
         minutes=15,
         judge=judge_units,
-        hint="Write an inner function that visits a module and returns how many of its parameters units have taken.\n"
-        "It asks its children first, adds up what they took, and compares what is left with the threshold.",
+        hint="Write an inner function that visits a module and returns how many of its parameters are in units.\n"
+        "It visits the children first, adds up their results, and compares the remaining parameters with the threshold.",
         solution='''
 from torch import nn
 
 def units_by_size(model, min_num_params):
-    found = set()
+    units = set()
 
     def taken(module, name):
-        """How many parameters of the module are in units, after it and all within has been asked."""
+        """Return how many parameters of the module are in units, after visiting it and everything inside."""
         held = sum(p.numel() for p in module.parameters())
         if held < min_num_params:
-            return 0  # nothing inside can be large enough either
+            return 0  # no module inside can be large enough either
         inside = sum(taken(child, f"{name}.{part}" if name else part) for part, child in module.named_children())
         if name and not isinstance(module, nn.ModuleList) and held - inside >= min_num_params:
-            found.add(name)
+            units.add(name)
             return held
-        return inside  # what is left goes to a unit further out
+        return inside  # the remaining parameters go to a unit further out
 
     taken(model, "")
-    return found
+    return units
 ''',
     ),
 }

@@ -1,4 +1,4 @@
-"""Exercises of chapter 08, precision and recomputation."""
+"""Exercises of chapter 08, precision and activation checkpointing."""
 
 from collections import Counter
 from functools import partial
@@ -29,26 +29,26 @@ def _peak(batch, recompute="full"):
 
 
 def _only_doubled(*categories):
-    """The peak at 8 sequences, these categories' terms doubled."""
+    """Return the peak at 8 sequences, with the terms of these categories doubled."""
     terms = _plan(8).peak()[1].items()
     return sum(size * (2 if category in categories else 1) for (category, _), size in terms) / MIB
 
 
-# What autograd keeps of a real block, for the two functions
+# Bytes that autograd saves for backward in a real block
 
 
-def _kept(function, x, rotation, but) -> int:
-    """Bytes of the storages that autograd saves, without those of ``but``."""
+def _saved_bytes(function, x, rotation, but) -> int:
+    """Return the bytes of the storages that autograd saves for backward, except those of the tensors in ``but``."""
     own = {tensor.untyped_storage().data_ptr() for tensor in but}
-    found = {}
+    storages = {}
 
     def keep(tensor):
-        found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        storages.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         function(x, rotation)
-    return sum(tensor.nbytes for address, tensor in found.items() if address not in own)
+    return sum(tensor.nbytes for address, tensor in storages.items() if address not in own)
 
 
 def _inputs(shape, length, dtype=torch.float32):
@@ -76,27 +76,27 @@ def _run(blocks, x, rotation):
 def _gradients(blocks, x, rotation):
     x.grad = None
     _run(blocks, x, rotation).square().mean().backward()
-    return {"what came in": x.grad} | {name: p.grad for name, p in blocks.named_parameters()}
+    return {"the input": x.grad} | {name: p.grad for name, p in blocks.named_parameters()}
 
 
 def judge_recompute_every(recompute_every) -> str:
     x, rotation = _inputs(SMALL, 6)
-    whole = 2 * 6 * 4  # bytes a number of a token takes, for all tokens
-    given = whole * SMALL.hidden_size  # what recomputation keeps of a block
+    whole = 2 * 6 * 4  # bytes of one element per token, over all tokens
+    block_input = whole * SMALL.hidden_size  # bytes saved per recomputed block
     for count, n in ((4, 2), (4, 1), (5, 3), (4, 4)):
         plain, changed = _blocks(count), _blocks(count)
         returned = recompute_every(changed, n)
         where = f"{count} blocks, n = {n}"
-        each = [_kept(block, x, rotation, [*block.parameters(), *rotation, x]) for block in plain]
-        left = [_kept(block, x, rotation, [*block.parameters(), *rotation, x]) for block in changed]
+        each = [_saved_bytes(block, x, rotation, [*block.parameters(), *rotation, x]) for block in plain]
+        left = [_saved_bytes(block, x, rotation, [*block.parameters(), *rotation, x]) for block in changed]
         if returned is None and left == each and [type(b) for b in changed] == [type(b) for b in plain]:
             return "not answered yet" if (count, n) == (4, 2) else f"not quite: {where}: no block is recomputed"
         for number in range(count):
             recomputed, wanted = left[number] < each[number], number % n == 0
             if recomputed and not wanted:
-                return f"not quite: {where}: block {number} is recomputed; only 0, n, 2n, … should be"
+                return f"not quite: {where}: block {number} is recomputed; recompute only 0, n, 2n, …"
             if wanted and not recomputed:
-                kind = "keeps all its tensors" if left[number] == each[number] else "keeps more than before"
+                kind = "saves all its tensors" if left[number] == each[number] else "saves more than before"
                 return f"not quite: {where}: block {number} {kind}; it should be recomputed"
         for (name, one), other in zip(
             _gradients(plain, x, rotation).items(), _gradients(changed, x, rotation).values(), strict=True
@@ -105,22 +105,22 @@ def judge_recompute_every(recompute_every) -> str:
                 return f"not quite: {where}: {name} gets no gradient"
             if not torch.equal(one, other):
                 return f"not quite: {where}: the gradient of {name} differs"
-        held = _kept(lambda y, r, b=changed: _run(b, y, r), x, rotation, [*changed.parameters(), *rotation])
-        right = sum(given if number % n == 0 else each[number] + given for number in range(count))
+        held = _saved_bytes(lambda y, r, b=changed: _run(b, y, r), x, rotation, [*changed.parameters(), *rotation])
+        right = sum(block_input if number % n == 0 else each[number] + block_input for number in range(count))
         if held > right:
-            return f"not quite: {where}: {held:,} bytes are kept, where {right:,} would do"
+            return f"not quite: {where}: {held:,} bytes are saved for backward; {right:,} are enough"
     return "right"
 
 
 def reference_kept(shape, itemsize) -> int:
-    """Bytes a token that autograd saves in a real block."""
+    """Return the bytes per token that autograd saves for backward in a real block."""
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     block = Block(shape).to(dtype)
     x, rotation = _inputs(shape, 6, dtype)
-    return _kept(block, x, rotation, [*block.parameters(), *rotation]) // (2 * 6)
+    return _saved_bytes(block, x, rotation, [*block.parameters(), *rotation]) // (2 * 6)
 
 
-# As few blocks as bring the peak under a budget, on real ranks
+# The fewest recomputed blocks that bring the peak under a budget, on real ranks
 
 STACK = GPTShape(
     num_hidden_layers=5,
@@ -140,19 +140,19 @@ def _plainly_sharded(model, mesh, *_):
     fully_shard(model, mesh=mesh)
 
 
-def _step(me, prepare, *given) -> dict:
-    """One step of a small model that ``prepare`` has changed: its peak in bytes, gradients, which blocks ran twice."""
+def _step(me, prepare, *about) -> dict:
+    """Run a step of a small model changed by ``prepare``; return its peak in bytes, gradients, and recomputed blocks."""
     calls, forward = Counter(), Block.forward
     Block.forward = lambda block, *inputs: calls.update([block]) or forward(block, *inputs)
     torch.manual_seed(4)
     model = GPT(STACK)
     blocks = list(model.blocks)
-    prepare(model, init_device_mesh("cpu", (me.world_size,)), *given)
+    prepare(model, init_device_mesh("cpu", (me.world_size,)), *about)
     optimizer = torch.optim.SGD(model.parameters())
     trace = StepTrace(model, optimizer, me.device)
     tokens = torch.randint(STACK.vocab_size, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(me.rank))
     peaks = []
-    for _ in range(3):  # the first makes the tracer acquainted; of the others the lower counts, as in every record
+    for _ in range(3):  # the first warms up the tracer; the lower of the others counts, as in every record
         optimizer.zero_grad()
         calls.clear()
         with trace:
@@ -163,7 +163,7 @@ def _step(me, prepare, *given) -> dict:
         "peak": min(peaks[1:]),
         "gradients": {
             name.replace("_checkpoint_wrapped_module.", ""): p.grad if p.grad is None else local(p.grad)
-            for name, p in model.named_parameters()  # also where PyTorch's checkpoint_wrapper was used
+            for name, p in model.named_parameters()  # with PyTorch's checkpoint_wrapper, too
         },
         "recomputed": [number for number, block in enumerate(blocks) if calls[block] > 1],
         "units": [isinstance(block, FSDPModule) for block in model.blocks] + [isinstance(model, FSDPModule)],
@@ -172,28 +172,28 @@ def _step(me, prepare, *given) -> dict:
 
 
 def _budgets(me, prepare) -> tuple:
-    """What one step says with nothing recomputed, and one under each budget: (plain, [(budget, step), …])."""
+    """Run one step without recomputation and one under each budget: (plain, [(budget, step), …])."""
     x, rotation = _inputs(STACK, LENGTH)
     block = Block(STACK)
-    kept = _kept(block, x, rotation, [*block.parameters(), *rotation]) * SEQUENCES // len(x)
-    given = SEQUENCES * LENGTH * STACK.hidden_size * 4
+    saved = _saved_bytes(block, x, rotation, [*block.parameters(), *rotation]) * SEQUENCES // len(x)
+    block_input = SEQUENCES * LENGTH * STACK.hidden_size * 4
     plain = _step(me, _plainly_sharded)
-    # Where it is several, so little more than one fewer brings that whoever forgets what comes in has one too few
-    excesses = [round((count - (0.5 if count == 1 else 0.96)) * (kept - given)) for count in WANTED]
-    return plain, [(plain["peak"] - excess, _step(me, prepare, excess, kept, given)) for excess in excesses]
+    # With several blocks, the excess is barely more than one block fewer saves: ignoring the input gives one too few
+    excesses = [round((count - (0.5 if count == 1 else 0.96)) * (saved - block_input)) for count in WANTED]
+    return plain, [(plain["peak"] - excess, _step(me, prepare, excess, saved, block_input)) for excess in excesses]
 
 
 def judge_prepare(prepare) -> str:
-    found = on_ranks(_budgets, prepare, ranks=2)
-    plain, steps = found[0]
+    results = on_ranks(_budgets, prepare, ranks=2)
+    plain, steps = results[0]
     for wanted, (budget, step) in zip(WANTED, steps, strict=True):
         if not step["sharded"] and not step["recomputed"]:
             return "not answered yet"
         if not all(step["units"]):
-            return "not quite: each block is to be a unit, and then the model: fully_shard(block), fully_shard(model)"
+            return "not quite: make each block a unit, then the model: fully_shard(block), fully_shard(model)"
         if message := _over(step, budget, wanted, plain["peak"]):
             return f"not quite: {message}"
-    for rank, (plain, steps) in enumerate(found):
+    for rank, (plain, steps) in enumerate(results):
         for name, right in plain["gradients"].items():
             if any(step["gradients"].get(name) is None for _, step in steps):
                 return f"not quite: {name} gets no gradient"
@@ -203,24 +203,24 @@ def judge_prepare(prepare) -> str:
 
 
 def _over(step, budget, wanted, before) -> str:
-    """What is wrong with the blocks that were recomputed, or nothing."""
+    """Describe what is wrong with the choice of recomputed blocks, or return ""."""
     chosen, last = step["recomputed"], STACK.num_hidden_layers - 1
-    about = f"{before:,} bytes without, budget {budget:,}: with blocks {chosen or 'none'} recomputed"
+    about = f"peak without recomputation {before:,} bytes, budget {budget:,}: with blocks {chosen or 'none'} recomputed"
     if step["peak"] > budget:
-        why = "more of them are needed"
+        why = "recompute more of them"
         if last in chosen and len(chosen) >= wanted:
-            why = "backward begins with the last block and wants its tensors at once, so recomputing it saves nothing"
+            why = "backward starts with the last block and needs its tensors at once, so recomputing it saves nothing"
         return f"{about} the peak is {step['peak']:,}; {why}"
     if len(chosen) > wanted:
-        return f"{about} the peak is {step['peak']:,}; {wanted} of them would do"
+        return f"{about} the peak is {step['peak']:,}; {wanted} of them are enough"
     return ""
 
 
-# A selective policy that keeps no more than is needed
+# A selective policy that saves no more than needed
 
 
-class _Products(TorchDispatchMode):
-    """Counts matrix products and attention, where they are really computed."""
+class _MatmulCounter(TorchDispatchMode):
+    """Count the matmuls and attention operators that are executed."""
 
     def __init__(self):
         super().__init__()
@@ -228,22 +228,22 @@ class _Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if operator is torch.ops.aten.mm.default:
-            self.counted["a matrix product"] += 1
+            self.counted["a matmul"] += 1
         if operator in ATTENTION_OPERATORS:
             self.counted["attention"] += 1
         return operator(*args, **kwargs or {})
 
 
 def _selective(keep, shape) -> dict:
-    """A block under the policy ``keep``: bytes kept of a token, what was computed in backward, and the answers."""
+    """Run a block under the policy ``keep``; return the bytes saved per token, the operators run in backward, and its decisions."""
     torch.manual_seed(5)
     block = Block(shape)
     x, rotation = _inputs(shape, 6)
-    said = []
+    decisions = []
 
     def policy(context, operator, *arguments, **_):
-        said.append(keep(operator, arguments, shape))
-        return CheckpointPolicy.MUST_SAVE if said[-1] else CheckpointPolicy.PREFER_RECOMPUTE
+        decisions.append(keep(operator, arguments, shape))
+        return CheckpointPolicy.MUST_SAVE if decisions[-1] else CheckpointPolicy.PREFER_RECOMPUTE
 
     context = partial(create_selective_checkpoint_contexts, policy)
     trace = StepTrace(block, torch.optim.SGD(block.parameters()), torch.device("cpu"))
@@ -251,9 +251,9 @@ def _selective(keep, shape) -> dict:
     with trace:
         y = checkpoint(block, x, rotation, use_reentrant=False, context_fn=context)
     held = trace.timeline()[-1]["activations"] - y.nbytes - sum(tensor.nbytes for tensor in rotation)
-    with _Products() as products:
+    with _MatmulCounter() as counter:
         y.square().mean().backward()
-    return {"kept": held // x[..., 0].numel(), "computed": products.counted, "said": said}
+    return {"saved": held // x[..., 0].numel(), "computed": counter.counted, "decisions": decisions}
 
 
 def the_labs(operator, arguments, shape):
@@ -268,21 +268,23 @@ def all_but_down(operator, arguments, shape):
 
 def judge_keep(keep) -> str:
     for what, shape in SHAPES.items():
-        given, best, labs = (_selective(policy, shape) for policy in (keep, all_but_down, the_labs))
-        if all(unanswered(one) for one in given["said"]):
+        result, best, labs = (_selective(policy, shape) for policy in (keep, all_but_down, the_labs))
+        if all(unanswered(one) for one in result["decisions"]):
             return "not answered yet"
-        about = f"{what}: {given['kept']:,} bytes per token are kept"
-        for which, count in given["computed"].items():
+        about = f"{what}: {result['saved']:,} bytes per token are saved for backward"
+        for which, count in result["computed"].items():
             if more := count - best["computed"][which]:
-                return f"not quite: {about}, and in backward {which} is computed again, {more} times"
-        if given["kept"] == labs["kept"]:
-            return f"not quite: {about}, as by the lab's policy: whose result is asked for neither by a gradient nor on the way to one?"
-        if given["kept"] > best["kept"]:
-            return f"not quite: {about} where {best['kept']:,} would do: keep only what is expensive to compute again"
+                return f"not quite: {about}, and backward recomputes {which}, {more} times"
+        if result["saved"] == labs["saved"]:
+            return f"not quite: {about}, as with the lab's policy: which result is not needed for any gradient, directly or indirectly?"
+        if result["saved"] > best["saved"]:
+            return (
+                f"not quite: {about}; {best['saved']:,} are enough: save only results that are expensive to recompute"
+            )
     return "right"
 
 
-SHAPES = {  # the first: no two tensors of a block are of one size
+SHAPES = {  # in the first, no two tensors of a block have the same size
     "eight heads, one of keys and values": GPTShape(
         num_hidden_layers=1, hidden_size=64, num_attention_heads=8, num_key_value_heads=1, intermediate_size=100
     ),
@@ -301,8 +303,8 @@ EXERCISES = {
         level=2,
         minutes=10,
         judge=judge_prepare,
-        hint="A recomputed block keeps what comes in, so one saves kept - given: how many are needed for the excess?\n"
-        "Which: the peak is where backward begins. It begins with the last block, and wants that block's tensors at once.",
+        hint="A recomputed block still saves its input, so each one frees kept - given bytes: how many do you need for the excess?\n"
+        "Which ones? The peak is at the start of backward, which needs the last block's tensors at once.",
         solution='''
 from functools import partial
 from math import ceil
@@ -313,7 +315,7 @@ from torch.utils.checkpoint import checkpoint
 
 def prepare(model, mesh, excess, kept, given):
     """Recompute as few blocks as lower the peak by excess bytes, then shard."""
-    # The first ones: what the last block keeps is wanted at the highest moment, recomputed or not.
+    # The first ones: the last block's saved tensors are needed at the peak, recomputed or not.
     for block in model.blocks[: ceil(excess / (kept - given))]:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     for block in model.blocks:
@@ -329,15 +331,16 @@ def prepare(model, mesh, excess, kept, given):
         unit="MiB",
         slips={
             "that is the peak of batch 8: activations and their gradients double": _peak(8),
-            "that is twice the peak: the model's part does not grow with the batch": 2 * _peak(8),
+            "that is twice the peak: the model state does not grow with the batch": 2 * _peak(8),
             "the gradients of activations (temporary) double too": _only_doubled("activations"),
             "that is without recomputation": _peak(16, "none"),
             "the activations double too, not only their gradients (temporary)": _only_doubled("temporary"),
         },
-        hint="Activations, and the gradients of activations (temporary), double. Everything else belongs to the model.",
+        hint="Activations, and the gradients of activations (temporary), double. Everything else depends only on the model.",
         solution="""
-# The terms with a token in them double; parameters, optimizer state, gathered and packed buffers stay. On paper that
-# is the backward of block 2. The plan finds block 3 higher by a hair: it holds one input more, and less of the model.
+# The terms that depend on tokens double; parameters, optimizer state, gathered and packed buffers do not change. On
+# paper, the peak is in the backward of block 2. In the plan, block 3 is slightly higher: one more input is alive, and
+# less of the model.
 from labkit.running.lab import Lab
 from planner import predict
 
@@ -351,18 +354,18 @@ answer = predict.total(terms) / 2**20
         level=1,
         minutes=3,
         judge=judge_recompute_every,
-        hint="block.forward = … replaces a block's forward in place: functools.partial(checkpoint, block.forward,\n"
-        "use_reentrant=False) calls the old one through checkpoint. blocks[::n] is every n-th block.",
+        hint="block.forward = … replaces a block's forward: functools.partial(checkpoint, block.forward,\n"
+        "use_reentrant=False) runs the old one through checkpoint. blocks[::n] is every n-th block.",
         solution='''
 from functools import partial
 
 from torch.utils.checkpoint import checkpoint
 
 def recompute_every(blocks, n):
-    """Have every n-th block, the first included, compute again in backward instead of keeping its tensors."""
+    """Recompute every n-th block in backward, starting with the first, instead of saving its tensors."""
     for number, block in enumerate(blocks):
         if number % n == 0:
-            # partial binds this block's own forward: a lambda would see the loop's last one
+            # partial binds this block's forward: a lambda would use the last one of the loop
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 ''',
     ),
@@ -371,18 +374,18 @@ def recompute_every(blocks, n):
         level=3,
         minutes=12,
         judge=judge_keep,
-        hint="Which product's result is only added to something, with nothing after it in the block that needs the sum?\n"
-        "You know it by what goes in: arguments[0].shape[-1] of a matrix product is the number of columns of its input.",
+        hint="Which matmul's result is only added to something, and nothing later in the block needs the sum?\n"
+        "Recognize it by its input: for a matmul, arguments[0].shape[-1] is the number of columns of the input.",
         solution='''
 import torch
 from labkit.training.models import ATTENTION_OPERATORS
 
 
 def keep(operator, arguments, shape):
-    """Whether to keep what the operator returns, instead of computing it again in backward."""
+    """Return whether to save the operator's result instead of recomputing it in backward."""
     if operator is torch.ops.aten.mm.default:
-        # down is the product that takes hidden numbers in. Its result is only added to the block's last sum, and nothing that
-        # backward needs comes after it.
+        # down is the matmul with input of size intermediate_size. Its result is only added to the residual stream, and
+        # nothing that backward needs comes after it.
         return arguments[0].shape[-1] != shape.intermediate_size
     return operator in ATTENTION_OPERATORS
 ''',

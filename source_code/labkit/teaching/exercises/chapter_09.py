@@ -1,4 +1,4 @@
-"""Exercises of chapter 09, FSDP2 taken apart."""
+"""Exercises of chapter 09, FSDP2 in detail."""
 
 import contextlib
 
@@ -28,12 +28,12 @@ SHAPE = GPTShape(
 
 
 def _traffic(**options):
-    """MB of a step of the chapter's tiny GPT."""
+    """Return the traffic of a step of the chapter's tiny GPT in MB."""
     plan = Lab(ranks=RANKS, device="cpu").plan("gpt_fsdp.py", **options)
     return sum(entry["count"] * entry["bytes"] for entry in plan.traffic()) / 1e6
 
 
-ONCE = _traffic(reshard_after_forward="false")  # a gather and a reduction of all parameters
+ONCE = _traffic(reshard_after_forward="false")  # one all-gather and one reduce-scatter of all parameters
 LLAMA = GPT_SHAPES["llama3-8b"]
 (BLOCK,) = {
     sum(torch.Size(shape).numel() for shape in module.parameters.values())
@@ -44,7 +44,7 @@ WAITING = LLAMA.num_hidden_layers * BLOCK * 2 / GIB  # all blocks in bf16
 
 
 def _layout():
-    """{unit: (its parameters, whether they are whole after forward)} that 09.3 asks for."""
+    """Return the units that 09.3 asks for: {unit: (its parameters, whether they stay gathered after forward)}."""
     names = [name for name, _ in models.GPT(SHAPE).named_parameters()]
     last = SHAPE.num_hidden_layers - 1
     units = {f"block {i}": ([n for n in names if n.startswith(f"blocks.{i}.")], i == last) for i in range(last + 1)}
@@ -55,7 +55,7 @@ def _layout():
 
 @contextlib.contextmanager
 def _world():
-    """A mesh of four ranks, of which this process is the first and the others are not there."""
+    """Yield a mesh of four ranks: a simulated world, with this process as rank 0."""
     joined = not dist.is_initialized()
     if joined:
         from labkit.measuring import simulate
@@ -80,8 +80,8 @@ def judge_cut(cut) -> str:
         if len(whole) == len(list(model.parameters())):
             return "not answered yet"
         if whole:
-            return f"not quite: no unit has taken {min(whole)}; the root takes what is left, and comes last"
-        model(torch.arange(8).view(1, 8))  # real operators on whatever the gathers left: values mean nothing here
+            return f"not quite: {min(whole)} is in no unit; wrap the root last, it takes the remaining parameters"
+        model(torch.arange(8).view(1, 8))  # real operators on uninitialized gathered values: the results mean nothing
         after = _whole(model)
         for module in model.modules():
             if hasattr(module, "reshard"):
@@ -90,30 +90,30 @@ def judge_cut(cut) -> str:
 
 
 def _first_difference(model, after) -> str:
-    places = {"the root": model, "norm and head": model.norm}
-    places |= {f"block {i}": block for i, block in enumerate(model.blocks)}
+    modules = {"the root": model, "norm and head": model.norm}
+    modules |= {f"block {i}": block for i, block in enumerate(model.blocks)}
     for unit, (names, stays) in _layout().items():
-        if not hasattr(places[unit], "unshard"):
-            return f"not quite: {unit} is no unit: fully_shard was not called on it"
-        places[unit].unshard()
+        if not hasattr(modules[unit], "unshard"):
+            return f"not quite: {unit} is not a unit: fully_shard was not called on it"
+        modules[unit].unshard()
         together = _whole(model)
-        places[unit].reshard()
+        modules[unit].reshard()
         if extra := sorted(together - set(names)):
-            return f"not quite: {extra[0]} becomes whole together with {unit}; it should not"
+            return f"not quite: {extra[0]} is gathered together with {unit}; it should not be"
         if missing := sorted(set(names) - together):
-            return f"not quite: {missing[0]} does not become whole together with the rest of {unit}"
+            return f"not quite: {missing[0]} is not gathered together with the rest of {unit}"
         if stays and not set(names) <= after:
-            return f"not quite: {unit} is freed after forward, but backward needs it at once: let it stay"
+            return f"not quite: {unit} is freed after forward, but backward needs it at once: keep it gathered"
         if not stays and set(names) & after:
-            return f"not quite: {unit} stays whole after forward; only the last block and norm and head should"
+            return f"not quite: {unit} stays gathered after forward; only the last block, and norm and head, should"
     return "right"
 
 
-WORLD, STEPS, LARGEST = 3, 3, 0.05  # of 09.0: ranks, steps, and the norm to which it clips
+WORLD, STEPS, MAX_NORM = 3, 3, 0.05  # of 09.0: ranks, steps, and the norm to clip to
 
 
 def adapted(device="cpu"):
-    """A small GPT with a frozen base and adapters, the same on every rank."""
+    """Return a small GPT with a frozen base and adapters, equal on every rank."""
     model = models.GPT(SHAPE)
     models.add_lora(model, 2)
     with torch.no_grad():
@@ -124,13 +124,13 @@ def adapted(device="cpu"):
 
 
 def batches_of(rank, device="cpu") -> list[tuple]:
-    """(inputs, targets) of each step on this rank, of shape (2, 8)."""
+    """Return (inputs, targets) of each step on this rank, each of shape (2, 8)."""
     drawn = torch.randint(SHAPE.vocab_size, (STEPS, 2, 9), generator=torch.Generator().manual_seed(rank))
     return [(part[:, :-1], part[:, 1:]) for part in drawn.to(device)]
 
 
 def in_one_process(ranks: int) -> tuple[list[float], dict]:
-    """What ``fine_tune`` has to return: the whole model, all ranks' batches at once."""
+    """Return what ``fine_tune`` should return, computed in one process on all ranks' batches."""
     model = adapted()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), lr=0.01)
@@ -138,35 +138,41 @@ def in_one_process(ranks: int) -> tuple[list[float], dict]:
     for parts in zip(*map(batches_of, range(ranks)), strict=True):
         inputs, targets = (torch.cat(part) for part in zip(*parts, strict=True))
         F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), LARGEST).item())
+        norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), MAX_NORM).item())
         optimizer.step()
         optimizer.zero_grad()
     return norms, {name: p.detach() for name, p in trained.items()}
 
 
 def _tuned(me, fine_tune):
-    """(what ``fine_tune`` returned, DTensors by that word alone; how many units it made)."""
+    """Run ``fine_tune`` on this rank.
+
+    Returns:
+        (its result, with DTensors replaced by the word "DTensor"; the number of units it made).
+    """
     model = adapted(me.device)
-    given = fine_tune(model, batches_of(me.rank, me.device), init_device_mesh(me.device.type, (me.world_size,)))
+    result = fine_tune(model, batches_of(me.rank, me.device), init_device_mesh(me.device.type, (me.world_size,)))
     units = sum(isinstance(module, FSDPModule) for module in model.modules())
-    if unanswered(given):
+    if unanswered(result):
         return None, units
-    norms, adapters = given
+    norms, adapters = result
     named = {name: "DTensor" if isinstance(v, DTensor) else v.detach() for name, v in adapters.items()}
     return (["DTensor" if isinstance(norm, DTensor) else float(norm) for norm in norms], named), units
 
 
 def judge_fine_tune(fine_tune) -> str:
-    found = on_ranks(_tuned, fine_tune, ranks=WORLD)
-    if all(given is None for given, _ in found):
+    results = on_ranks(_tuned, fine_tune, ranks=WORLD)
+    if all(result is None for result, _ in results):
         return "not answered yet"
     wanted = in_one_process(WORLD)
-    for rank, (given, units) in enumerate(found):
-        if given is None:
-            return f"not quite: rank {rank} returns nothing, and others do"
+    for rank, (result, units) in enumerate(results):
+        if result is None:
+            return f"not quite: rank {rank} returns nothing, but others do"
         if units != SHAPE.num_hidden_layers + 1:
-            return f"not quite: {units} units; {SHAPE.num_hidden_layers + 1} are wanted, each block and the root"
-        if difference := _tuning_differs(rank, *given, *wanted):
+            return (
+                f"not quite: there are {units} units instead of {SHAPE.num_hidden_layers + 1}: each block, and the root"
+            )
+        if difference := _tuning_differs(rank, *result, *wanted):
             return f"not quite: {difference}"
     return "right"
 
@@ -175,24 +181,26 @@ def _tuning_differs(rank, norms, adapters, right_norms, right) -> str | None:
     if "DTensor" in norms:
         return "a norm is a DTensor; full_tensor().item() makes it a number"
     if len(norms) != STEPS:
-        return f"{len(norms)} norms; one for each of {STEPS} steps is wanted"
+        return f"there are {len(norms)} norms instead of one for each of {STEPS} steps"
     for step, (norm, wanted) in enumerate(zip(norms, right_norms, strict=True), 1):
         if norm == 0:
-            return f"rank {rank}: step {step} found no gradient; fully_shard puts DTensors in the place of parameters: list them after it"
+            return f"rank {rank}: step {step} has no gradients; fully_shard replaces the parameters by DTensors: list them after calling it"
         if abs(norm - wanted) > 1e-3 * wanted:
             why = (
-                "is it of this rank's shards alone?" if step == 1 else "has step 1 left its gradients, or not trained?"
+                "is it the norm of this rank's shards only?"
+                if step == 1
+                else "did step 1 not clear its gradients, or not train?"
             )
             return f"rank {rank}: the gradient's norm in step {step} is {norm:.3f}, in one process {wanted:.3f}; {why}"
     if extra := sorted(set(adapters) - set(right)):
-        return f"{extra[0]} is frozen; only what was trained is to be returned"
+        return f"{extra[0]} is frozen; return only trained parameters"
     if missing := sorted(set(right) - set(adapters)):
         return f"rank {rank}: {missing[0]} is missing"
     for name, value in adapters.items():
         if isinstance(value, str):
-            return f"{name} is a DTensor: this rank has a part of it; full_tensor() makes it whole, on every rank"
+            return f"{name} is a DTensor: this rank has a shard of it; full_tensor() gathers it, on every rank"
         if value.shape != right[name].shape:
-            return f"rank {rank}: {name} has the shape {tuple(value.shape)}; {tuple(right[name].shape)} is whole"
+            return f"rank {rank}: {name} has the shape {tuple(value.shape)} instead of {tuple(right[name].shape)}"
         if not torch.allclose(value.cpu(), right[name], atol=1e-4):
             return f"{name} differs from training in one process; were the gradients clipped before the step?"
     return None
@@ -204,7 +212,7 @@ EXERCISES = {
         level=2,
         minutes=12,
         judge=judge_fine_tune,
-        hint="Shard first: each of model.blocks, then model; only then make the optimizer, of what requires a gradient.\n"
+        hint="Shard first: each of model.blocks, then model. Then make the optimizer, with the parameters that require gradients.\n"
         "torch.nn.utils.clip_grad_norm_ takes parameters and returns a DTensor. full_tensor() is a collective.",
         solution="""
 import torch
@@ -214,14 +222,14 @@ from torch.distributed.fsdp import fully_shard
 def fine_tune(model, batches, mesh):
     for unit in [*model.blocks, model]:
         fully_shard(unit, mesh=mesh)
-    # After fully_shard: it has put DTensors in the place of the parameters.
+    # After fully_shard, which replaces the parameters by DTensors.
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), lr=0.01)
     norms = []
     for inputs, targets in batches:
         F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
         norm = torch.nn.utils.clip_grad_norm_(trained.values(), 0.05)
-        norms.append(norm.full_tensor().item())  # of all ranks' shards
+        norms.append(norm.full_tensor().item())  # the norm over all ranks' shards
         optimizer.step()
         optimizer.zero_grad()
     return norms, {name: p.detach().full_tensor() for name, p in trained.items()}
@@ -234,17 +242,17 @@ def fine_tune(model, batches, mesh):
         answer=_traffic(reshard_after_forward="false", accumulate=4, sync="last"),
         unit="MB",
         slips={
-            "the reduction comes once a step, not after each micro-batch": 4 * ONCE,
+            "the reduce-scatter comes once per step, not after each micro-batch": 4 * ONCE,
             "that is one micro-batch: the parameters are freed after each backward, and gathered for the next": ONCE,
-            "with the blocks kept, backward gathers nothing": _traffic(accumulate=4, sync="last"),
-            "that is without the reduction, which comes once": 4 * ONCE / 2,
+            "the blocks stay gathered, so backward gathers nothing": _traffic(accumulate=4, sync="last"),
+            "the reduce-scatter is missing, which comes once": 4 * ONCE / 2,
             "that is MiB; traffic is in MB of 1000²": _traffic(reshard_after_forward="false", accumulate=4, sync="last")
             * 1e6
             / 2**20,
         },
-        hint="In each of the four micro-batches root and blocks are gathered once. How often are they reduced?",
+        hint="In each of the four micro-batches, root and blocks are gathered once. How often are their gradients reduced?",
         solution="""
-# Four gathers of everything (none in backward: the blocks are there), one reduction of everything.
+# Four all-gathers of all parameters (none in backward: the blocks stay gathered), one reduce-scatter of all gradients.
 block, root = 787_456, 262_656  # bytes
 answer = (4 * (root + 4 * block) + (root + 4 * block)) / 1e6
 """,
@@ -256,15 +264,17 @@ answer = (4 * (root + 4 * block) + (root + 4 * block)) / 1e6
         answer=WAITING / 8,
         unit="GiB",
         slips={
-            "that is the whole model waiting, which is False; with 8, an eighth of each block waits": WAITING,
+            "that is the whole model, as with False; with 8, an eighth of each block stays on each rank": WAITING,
             "the groups are of 8 ranks, not of all 16": WAITING / 16,
-            "a number in bf16 is 2 bytes, not 4": 2 * WAITING / 8,
-            "that is one block; all 32 are waiting at the end of forward": WAITING / 8 / LLAMA.num_hidden_layers,
-            "that is the part of the other node's ranks, too": WAITING / 2,
+            "an element in bf16 has 2 bytes, not 4": 2 * WAITING / 8,
+            "that is one block; at the end of forward, each of the 32 has left its share": WAITING
+            / 8
+            / LLAMA.num_hidden_layers,
+            "that includes the other node's share": WAITING / 2,
         },
-        hint="At the end of forward every block has been whole and has left one part in 8 on each rank. 2 bytes per number.",
+        hint="At the end of forward, every block has been gathered and has left 1/8 of itself on each rank. 2 bytes per element.",
         solution="""
-# Each of the 32 blocks leaves an eighth of itself, in the number format in which it was gathered.
+# Each of the 32 blocks leaves an eighth of itself on each rank, in the dtype in which it was gathered.
 answer = 32 * 218_112_000 * 2 / 8 / 2**30
 """,
     ),
@@ -274,15 +284,15 @@ answer = 32 * 218_112_000 * 2 / 8 / 2**30
         minutes=15,
         judge=judge_cut,
         hint="Inner units first. fully_shard takes a list of modules and makes one unit of them; reshard_after_forward\n"
-        "may differ from call to call. The root keeps its parameters by itself.",
+        "may differ between calls. The root keeps its parameters gathered by default.",
         solution="""
 from torch.distributed.fsdp import fully_shard
 
 def cut(model, mesh):
     *others, last = model.blocks
     for block in others:
-        fully_shard(block, mesh=mesh)  # freed after forward: the default of what is not the root
-    # Backward begins with these: whoever frees them after forward fetches them again a moment later.
+        fully_shard(block, mesh=mesh)  # freed after forward: the default for units other than the root
+    # Backward starts with these: if they were freed after forward, they would be gathered again right away.
     fully_shard(last, mesh=mesh, reshard_after_forward=False)
     fully_shard([model.norm, model.head], mesh=mesh, reshard_after_forward=False)
     fully_shard(model, mesh=mesh)

@@ -22,13 +22,13 @@ def _peak(*about) -> float:
 
 
 def _quartered(*categories):
-    """The peak of 8B on 8 ranks, these categories quartered."""
+    """Return the peak of 8B on 8 ranks, with these categories divided by 4."""
     terms = _terms("llama3-8b", 8).items()
     return sum(size / (4 if category in categories else 1) for (category, _), size in terms) / GIB
 
 
 def reference_world(plan_of, room, most=64, needs=lambda plan: predict.total(plan.peak()[1])):
-    """What 11.0 asks for. needs: of a plan, in bytes; the wrong answers have others."""
+    """Return the smallest world that 11.0 asks for. needs: bytes a plan needs; wrong answers use other functions."""
     return next((ranks for ranks in range(1, most + 1) if needs(plan_of(ranks)) <= room), None)
 
 
@@ -46,8 +46,8 @@ CASES = [  # (what, plan_of, GiB of room)
     ("8B, one sequence, everything recomputed", _llama(1, "full"), 150.0),
     ("8B, one sequence, everything recomputed", _llama(1, "full"), None),  # what 64 ranks need, to the byte
 ]
-SLIPS = {  # what was taken for the need of a plan
-    "holds what stays between steps, but not the peak": lambda plan: predict.total(plan.persistent()),
+SLIPS = {  # bytes mistaken for the need of a plan
+    "holds the persistent memory, but not the peak": lambda plan: predict.total(plan.persistent()),
     "holds the peak of the first step, when there is no optimizer state yet": lambda plan: predict.total(
         plan.peak(True)[1]
     ),
@@ -55,12 +55,12 @@ SLIPS = {  # what was taken for the need of a plan
 
 
 def _counted(plan_of, asked: list, most=64):
-    """plan_of, which notes what it is asked for, and ends a search that does not end by itself."""
+    """Wrap plan_of to record its calls and to stop an endless search."""
 
     def plan(ranks):
         if not 1 <= ranks <= most:
             raise ValueError(
-                f"plan_of was asked for {ranks} ranks, and most is {most}: for some models no number is enough"
+                f"plan_of was called with {ranks} ranks, but most is {most}: for some models no world is large enough"
             )
         asked.append(ranks)
         return plan_of(ranks)
@@ -74,14 +74,14 @@ def judge_world(smallest_world) -> str:
     cases = [(what, plan_of, _room(plan_of, room)) for what, plan_of, room in cases]
     for _, plan_of, room in cases:
         answers.append(smallest_world(_counted(plan_of, asked), room, most=64))
-    if all(unanswered(given) for given in answers):
+    if all(unanswered(result) for result in answers):
         if asked:
-            return f"not quite: yours looks at {len(asked)} worlds and finds none; is a return None inside the loop?"
+            return f"not quite: your function tries {len(asked)} worlds and finds none; is there a return None inside the loop?"
         return "not answered yet"
-    for (what, plan_of, room), given in zip(cases, answers, strict=True):
+    for (what, plan_of, room), result in zip(cases, answers, strict=True):
         right = reference_world(plan_of, room)
-        if given != right:
-            return f"not quite: {what}, {room / GIB:.1f} GiB: {_difference(plan_of, room, given, right)}"
+        if result != right:
+            return f"not quite: {what}, {room / GIB:.1f} GiB: {_difference(plan_of, room, result, right)}"
     return "right"
 
 
@@ -89,21 +89,21 @@ def _room(plan_of, gib) -> float:
     return gib * GIB if gib else predict.total(plan_of(64).peak()[1])
 
 
-def _difference(plan_of, room, given, right) -> str:
-    if unanswered(given):
-        return f"{right} ranks are enough, and yours finds none"
+def _difference(plan_of, room, result, right) -> str:
+    if unanswered(result):
+        return f"{right} ranks are enough, but your function finds none"
     if right is None:
-        return f"no world of 64 ranks or fewer fits, for activations are not shared; yours says {given}"
+        return f"no world of up to 64 ranks fits, because activations are not sharded; yours returns {result}"
     for slip, needs in SLIPS.items():
-        if given == reference_world(plan_of, room, needs=needs):
-            return f"a world of {given} {slip}"
-    if not isinstance(given, int) or not 1 <= given <= 64:
-        return f"{given!r} is no number of ranks from 1 to 64"
-    peak = predict.total(plan_of(given).peak()[1])
+        if result == reference_world(plan_of, room, needs=needs):
+            return f"a world of {result} {slip}"
+    if not isinstance(result, int) or not 1 <= result <= 64:
+        return f"{result!r} is not a number of ranks from 1 to 64"
+    peak = predict.total(plan_of(result).peak()[1])
     if peak > room:
-        return f"yours says {given} ranks, and the peak is {peak / GIB:.1f} GiB there"
-    powers = "; not only powers of two are numbers" if given & (given - 1) == 0 else ""
-    return f"yours says {given} ranks, and they fit, but so do {right}{powers}"
+        return f"yours returns {result} ranks, but the peak is {peak / GIB:.1f} GiB there"
+    powers = "; try numbers that are not powers of two, too" if result & (result - 1) == 0 else ""
+    return f"yours returns {result} ranks, which fit, but so do {right}{powers}"
 
 
 def _loss(vocabulary, tensors=3, itemsize=4, tokens=8192):
@@ -117,10 +117,10 @@ EXERCISES = {
         minutes=15,
         judge=judge_world,
         hint="predict.total(plan_of(ranks).peak()[1]) is the peak of a world in bytes. A loop over the ranks, from 1 to most, and a "
-        "return inside it; what happens after the loop answers for a model that no world holds.",
+        "return inside it; after the loop, return the answer for a model that fits no world.",
         solution="""
-# One rank after the other, from below: the first that fits is the least. What belongs to the batch is not shared, so the
-# loop must end, and None is an answer.
+# Try 1, 2, 3, … ranks: the first world that fits is the smallest. The batch's tensors are not sharded, so possibly no
+# world fits: the loop must end, and return None.
 from planner import predict
 
 def smallest_world(plan_of, room, most=1024):
@@ -137,24 +137,26 @@ def smallest_world(plan_of, room, most=1024):
         answer=_peak("llama3-8b", 32),
         unit="GiB",
         slips={
-            "that quarters everything, but activations, the loss and a gathered unit are as large as before": _peak(
+            "that divides everything by 4, but activations, the loss and a gathered unit are as large as before": _peak(
                 "llama3-8b", 8
             )
             / 4,
-            "nothing has changed in it: thirty-two ranks share parameters and optimizer state": _peak("llama3-8b", 8),
-            "that is 16 ranks; or only the optimizer state is shared by thirty-two, but the parameters are, too": _quartered(
+            "that has not changed: parameters and optimizer state are sharded over thirty-two ranks now": _peak(
+                "llama3-8b", 8
+            ),
+            "that is 16 ranks; or you sharded only the optimizer state over thirty-two, but not the parameters": _quartered(
                 "optimizer state"
             ),
-            "Adam's two moments are shared as well, not only the parameters": _quartered("parameters"),
-            "gathered parameters are whole on every rank, however many there are": _quartered(
+            "Adam's two moments are sharded as well, not only the parameters": _quartered("parameters"),
+            "gathered parameters have full size on every rank, regardless of the number of ranks": _quartered(
                 "parameters", "optimizer state", "all-gather"
             ),
         },
-        hint="Go through the terms that --explain printed. Which of them says how many elements *this rank's part* has, and which says "
-        "how many elements its batch has? Only the former are quartered.",
+        hint="Go through the terms that --explain printed. Which of them count elements of *this rank's shard*, and which count "
+        "elements of its batch? Only the terms of the shard are divided by 4.",
         solution="""
-# Parameters and Adam's two moments, 3 × 4 bytes per parameter, are shared by four times as many ranks. The batch's tensors,
-# the loss and what is gathered stay as they are: 27.05 GiB less three quarters of 11.22 GiB.
+# Parameters and Adam's two moments, 3 × 4 bytes per parameter, are sharded over four times as many ranks. The batch's
+# tensors, the loss and the gathered unit do not change: 27.05 GiB less three quarters of 11.22 GiB.
 from planner import predict
 from planner.models import networks
 from planner.models.shapes import GPT_SHAPES
@@ -169,19 +171,19 @@ answer = predict.total(plan.peak()[1]) / 2**30
         answer=_loss(32_000),
         unit="GiB",
         slips={
-            "that is one tensor; at the highest moment there are three of that size": _loss(32_000, tensors=1),
+            "that is one tensor; at the peak there are three of that size": _loss(32_000, tensors=1),
             "that is two tensors; log-softmax, its gradient and the gradient of its input are three": _loss(
                 32_000, tensors=2
             ),
-            "the loss is computed in fp32: four bytes per number": _loss(32_000, itemsize=2),
+            "the loss is computed in fp32: four bytes per element": _loss(32_000, itemsize=2),
             "that is the vocabulary of Llama 3": _loss(128_256),
             "that is in GB; GiB are 1024³ bytes": _loss(32_000) * GIB / 1e9,
-            "the batch is not shared: each rank has all its 8192 tokens": _loss(32_000) / 8,
+            "the batch is not sharded: each rank has all its 8192 tokens": _loss(32_000) / 8,
         },
-        hint="A number for each token and each word, in fp32. How many tensors of that size did --explain show at the peak?",
+        hint="One element for each token and each vocabulary entry, in fp32. How many tensors of that size did --explain show at the peak?",
         solution="""
-# A token's row is as long as the vocabulary: 8192 tokens × 32,000 words × 4 bytes, three times. A quarter of before: the loss
-# would no longer be the highest moment, and the peak would be in the blocks' backward.
+# A token's row is as long as the vocabulary: 8192 tokens × 32,000 entries × 4 bytes, three times. That is a quarter of
+# before: the peak would no longer be in the loss, but in the blocks' backward.
 answer = 3 * 8192 * 32_000 * 4 / 2**30
 """,
     ),

@@ -13,7 +13,7 @@ from labkit.measuring.trace import CATEGORIES, StepTrace, peak
 from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
 from labkit.training import models
 
-MICRO, LESS = 4, 1.5  # of 12.0: micro-batches in a step, and how many times fewer operations are asked for
+MICRO, LESS = 4, 1.5  # of 12.0: micro-batches per step, and the required reduction of operations
 SHAPE = GPTShape(
     num_hidden_layers=3,
     hidden_size=64,
@@ -33,9 +33,9 @@ BATCH, LENGTH = 32, 128
 CASES = [  # what it is, communication, compute
     ("one collective, nothing computes", [(0, 4)], []),
     ("a collective that ends after the compute", [(2, 9)], [(0, 3)]),
-    ("one collective, wholly behind compute", [(2, 4)], [(0, 6)]),
+    ("one collective, fully overlapped by compute", [(2, 4)], [(0, 6)]),
     ("a collective over a gap between two operators", [(1, 9)], [(0, 3), (5, 12)]),
-    ("two collectives on their way at once", [(0, 4), (2, 6)], []),
+    ("two collectives in flight at the same time", [(0, 4), (2, 6)], []),
     ("a collective inside another one", [(0, 8), (2, 4)], [(6, 10)]),
     ("operators that overlap, as nested ones do in a trace", [(0, 10)], [(1, 7), (2, 4)]),
     ("intervals in no order", [(10, 14), (0, 4)], [(11, 12), (1, 2)]),
@@ -43,15 +43,15 @@ CASES = [  # what it is, communication, compute
     ("no communication", [], [(0, 5)]),
 ]
 
-GROWN = {  # by what more memory at the peak is for, in 12.0
-    "activations": "more activations wait for backward: do micro-batches stand together?",
-    "reduce-scatter": "whole gradients wait for a later reduction, where each rank could have its shard",
-    "all-gather": "parameters stay gathered, where they could be freed",
+GROWN = {  # {category that has grown at the peak: the likely mistake}, in 12.0
+    "activations": "more activations wait for backward: do you run several micro-batches at once?",
+    "reduce-scatter": "unsharded gradients wait for a later reduction, instead of one shard per rank",
+    "all-gather": "parameters stay gathered, but could be freed",
 }
 
 
 def slow_step(model, optimizer, batch):
-    """(mean loss, share of the tokens guessed right) of a step on this rank, as numbers.
+    """Run a step on this rank and return (mean loss, share of tokens predicted correctly) as floats.
 
     batch: (inputs, targets) of each micro-batch, of shape (sequences, tokens).
     """
@@ -64,7 +64,7 @@ def slow_step(model, optimizer, batch):
             losses.append(loss.item())
             guesses = model(inputs).argmax(-1)
             rights.append((guesses == targets).float().mean().item())
-        logits = model(inputs).double()  # float64, to be on the safe side
+        logits = model(inputs).double()  # float64, to be safe
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         (loss / len(batch)).backward()
     optimizer.step()
@@ -73,10 +73,10 @@ def slow_step(model, optimizer, batch):
 
 
 class Work(TorchDispatchMode):
-    """Counts what runs in its context on this rank.
+    """Count the work that runs in its context on this rank.
 
-    operations: floating-point ones of matrix products and attention. reads: numbers that the host asked for, for which
-    a GPU's thread waits. wide: tensors in float64. zeros: tensors filled with zeros.
+    operations: floating-point operations of matmuls and attention. reads: values the host read, each of which
+    synchronizes with a GPU. wide: tensors in float64. zeros: tensors filled with zeros.
     """
 
     def __init__(self):
@@ -85,7 +85,7 @@ class Work(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # let it turn this into operators on its local tensor; we see those
+            return NotImplemented  # DTensor turns this into operators on its local tensor, which arrive here
         result = operator(*args, **(kwargs or {}))
         name = operator._schema.name
         if count := flop_registry.get(operator.overloadpacket):
@@ -97,7 +97,7 @@ class Work(TorchDispatchMode):
 
 
 def work_of(step, model, optimizer, batch, device) -> dict:
-    """What ``step(model, optimizer, batch)`` returns, six times in a row, and what one of them costs this rank.
+    """Run ``step(model, optimizer, batch)`` six times; return its results and the cost of one step on this rank.
 
     {"returned": […], "forwards", "operations", "reads", "wide", "zeros": of a step; "traffic": {(kind, bytes,
     dimension): how many}, "peak": {category: bytes} at the peak, of a step that was traced}. Collective.
@@ -105,7 +105,7 @@ def work_of(step, model, optimizer, batch, device) -> dict:
     returned, traced, forwards = [step(model, optimizer, batch)], [], []
     trace, work = StepTrace(model, optimizer, device), Work()
     trace.batch = tree_leaves(batch)
-    for _ in range(4):  # the first makes the tracer acquainted; of the others the lowest peak counts, as in the meter
+    for _ in range(4):  # the first warms up the tracer; the lowest peak of the others counts, as in the meter
         with trace:
             returned.append(step(model, optimizer, batch))
         traced.append(peak(trace.timeline()))
@@ -113,7 +113,7 @@ def work_of(step, model, optimizer, batch, device) -> dict:
     with work:
         returned.append(step(model, optimizer, batch))
     hook.remove()
-    highest, _ = min(traced[1:], key=lambda found: found[1])
+    highest, _ = min(traced[1:], key=lambda snapshot: snapshot[1])
     return {
         "returned": returned,
         "forwards": len(forwards),
@@ -127,27 +127,29 @@ def work_of(step, model, optimizer, batch, device) -> dict:
 
 
 def _two_works(me, step):
-    """(what the learner's step does, what the slow one does) with a small GPT under FSDP2, each from the same start."""
+    """Run the learner's step and the slow one on a small GPT under FSDP2, from equal weights; return the work of both."""
     drawn = torch.randint(SHAPE.vocab_size, (MICRO, 2, TOKENS + 1), generator=torch.Generator().manual_seed(me.rank))
     batch = [(part[:, :-1], part[:, 1:]) for part in drawn]
-    found = []
+    works = []
     for this in (step, slow_step):
         torch.manual_seed(1)
         model = models.GPT(SHAPE)
         for unit in (*model.blocks, model):
             fully_shard(unit)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)  # AdamW's reads a number per parameter
-        found.append(work_of(this, model, optimizer, batch, me.device))
-        if unanswered(found[0]["returned"][0]):
+        optimizer = torch.optim.SGD(
+            model.parameters(), lr=0.1, foreach=True
+        )  # AdamW would read one value per parameter
+        works.append(work_of(this, model, optimizer, batch, me.device))
+        if unanswered(works[0]["returned"][0]):
             return None
-    return found
+    return works
 
 
 def judge_step(step) -> str:
-    found = on_ranks(_two_works, step, ranks=2)
-    if None in found:
+    results = on_ranks(_two_works, step, ranks=2)
+    if None in results:
         return "not answered yet"
-    for rank, (mine, slow) in enumerate(found):
+    for rank, (mine, slow) in enumerate(results):
         if difference := _returns_other(mine["returned"], slow["returned"]) or works_more(mine, slow):
             return f"not quite: rank {rank}: {difference}"
     return "right"
@@ -157,12 +159,12 @@ def _returns_other(mine, slow) -> str | None:
     for number, (given, wanted) in enumerate(zip(mine, slow, strict=True), 1):
         for what, got, right in zip(("mean loss", "share guessed right"), given, wanted, strict=True):
             if isinstance(got, torch.Tensor):
-                return f"the {what} is returned as a tensor; the slow script returns numbers: read it, with .item()"
+                return f"the {what} is returned as a tensor; the slow script returns floats: call .item()"
             if abs(float(got) - right) > 1e-4 * right:
                 about = f"the {what} in step {number} is {float(got):.4f}, the slow script's {right:.4f}"
                 if abs(float(got) - MICRO * right) < 1e-3 * right:
                     return f"{about}; that is the sum over the micro-batches, not their mean"
-                same = "; step 1 is right, so the update differs: is it made of the mean, and of this step's gradients?"
+                same = "; step 1 is right, so the update differs: does it use the mean, and only this step's gradients?"
                 return about + same * (number > 1)
     return None
 
@@ -171,49 +173,49 @@ def works_more(mine, slow) -> str | None:
     fewer, (before, now) = slow["operations"] / mine["operations"], (sum(w["peak"].values()) for w in (slow, mine))
     if fewer < LESS:
         times = f"{mine['forwards']} times a step, with {MICRO} micro-batches"
-        return f"{fewer:.2f} × fewer operations; {LESS} × is asked for. The network goes forward {times}"
+        return f"{fewer:.2f} × fewer operations; {LESS} × is required. The network runs forward {times}"
     if now > before:
         grown = max(CATEGORIES, key=lambda category: mine["peak"][category] - slow["peak"][category])
         why = GROWN.get(grown, f"what has grown most: {grown}")
         return f"the peak is {now / 1e3:.0f} kB, the slow script's {before / 1e3:.0f}; {why}"
     if mine["reads"] > 2:
-        return f"the host reads {mine['reads']} numbers per step; two are returned. On a GPU each read waits for the device"
+        return f"the host reads {mine['reads']} values per step; two are returned. On a GPU, each read waits for the device"
     if mine["wide"]:
-        return f"{mine['wide']} results a step are in float64; nothing that is returned needs it"
+        return f"{mine['wide']} results per step are in float64; the returned values do not need it"
     if mine["zeros"] >= slow["zeros"]:
-        return "the gradients are filled with zeros, and added to; without set_to_none=False they are freed"
+        return "the gradients are filled with zeros, then added to; without set_to_none=False they are freed"
     return None
 
 
 def _ticks(intervals) -> set:
-    """The unit ticks that the intervals, of whole numbers, cover."""
+    """Return the unit ticks that the intervals cover; their bounds are integers."""
     return {tick for begin, end in intervals for tick in range(begin, end)}
 
 
 def judge_exposed(exposed) -> str:
     for what, communication, compute in CASES:
-        given = exposed(list(communication), list(compute))
-        if unanswered(given):
+        result = exposed(list(communication), list(compute))
+        if unanswered(result):
             return "not answered yet"
         sent, busy = _ticks(communication), _ticks(compute)
         right = len(sent - busy)
-        if abs(given - right) > 1e-9:
-            where = f"{what}: communication {communication}, compute {compute}: {given:g}, but {right} are exposed"
-            return f"not quite: {where}{_why(given, communication, compute, sent, busy)}"
+        if abs(result - right) > 1e-9:
+            where = f"{what}: communication {communication}, compute {compute}: {result:g}, but {right} are exposed"
+            return f"not quite: {where}{_why(result, communication, compute, sent, busy)}"
     return "right"
 
 
-def _why(given, communication, compute, sent, busy) -> str:
-    if given < 0:
-        return "; a time cannot be negative: what is covered twice was taken off twice"
-    if given == len(sent & busy) != len(sent - busy):
-        return "; that is what is hidden"
-    if given == len(sent):
-        return "; that is all of it, hidden or not"
-    if given == sum(end - begin for begin, end in communication) - len(sent & busy):
-        return "; a moment in which two collectives are on their way is one moment"
-    if given == max(0, len(sent) - len(busy)):
-        return "; compute that runs when nothing is on its way hides nothing"
+def _why(result, communication, compute, sent, busy) -> str:
+    if result < 0:
+        return "; a time cannot be negative: you subtracted an overlap twice"
+    if result == len(sent & busy) != len(sent - busy):
+        return "; that is the hidden part"
+    if result == len(sent):
+        return "; that is all communication, hidden or not"
+    if result == sum(end - begin for begin, end in communication) - len(sent & busy):
+        return "; count time with two collectives in flight only once"
+    if result == max(0, len(sent) - len(busy)):
+        return "; compute hides nothing when no communication is in flight"
     return ""
 
 
@@ -223,9 +225,9 @@ EXERCISES = {
         level=2,
         minutes=12,
         judge=judge_step,
-        hint="One forward of a micro-batch has the logits; loss and guesses are both made of them. Sum up detached\n"
-        "tensors, and read them once, at the end. Gradients that wait for a later reduction, and micro-batches that stand\n"
-        "together, are faster too, and need more memory.",
+        hint="One forward per micro-batch gives the logits; compute loss and predictions from them. Sum up detached\n"
+        "tensors, and read them once, at the end. Delaying the reduction of gradients, or joining micro-batches, is\n"
+        "faster, too, but needs more memory.",
         solution="""
 import torch
 import torch.nn.functional as F
@@ -233,11 +235,11 @@ import torch.nn.functional as F
 def step(model, optimizer, batch):
     loss, right = 0.0, 0.0
     for inputs, targets in batch:
-        logits = model(inputs)  # once: training and log both need no more than these
+        logits = model(inputs)  # once: enough for both training and the log
         part = F.cross_entropy(logits.flatten(0, 1), targets.flatten()) / len(batch)
         right += (logits.detach().argmax(-1) == targets).float().mean() / len(batch)
         part.backward()
-        loss += part.detach()  # a tensor still: nobody waits for it
+        loss += part.detach()  # still a tensor: the host does not wait
     optimizer.step()
     optimizer.zero_grad()
     return loss.item(), right.item()
@@ -250,9 +252,9 @@ def step(model, optimizer, batch):
         answer=100 * ONE / (RANKS * EIGHT),
         unit="%",
         slips={
-            "that is the speed-up in percent; efficiency asks for it a rank": 100 * ONE / EIGHT,
-            "that is the speed-up, 6.4 times; efficiency divides it by the ranks": ONE / EIGHT,
-            "that is what is lost": 100 * (1 - ONE / (RANKS * EIGHT)),
+            "that is the speedup in percent; efficiency divides it by the ranks": 100 * ONE / EIGHT,
+            "that is the speedup, 6.4 times; efficiency divides it by the ranks, in percent": ONE / EIGHT,
+            "that is the share lost": 100 * (1 - ONE / (RANKS * EIGHT)),
             "that is the time on eight ranks over the time on one: the share of time left": 100 * EIGHT / ONE,
             "upside down: eight ranks' seconds together over one rank's": 100 * RANKS * EIGHT / ONE,
         },
@@ -277,7 +279,7 @@ answer = 100 * 1.28 / (8 * 0.20)
         },
         hint="t = a + b · batch has two unknowns, and you have two points. Find b, then a, then t at batch 32.",
         solution="""
-# From batch 2 to 8 the step grows by 30 ms: b = 5 ms a sequence. Then a = 30 − 2 × 5 = 20 ms.
+# From batch 2 to 8 the step grows by 30 ms: b = 5 ms per sequence. Then a = 30 − 2 × 5 = 20 ms.
 b = (0.060 - 0.030) / (8 - 2)
 a = 0.030 - 2 * b
 answer = 32 * 128 / (a + b * 32)
@@ -288,19 +290,19 @@ answer = 32 * 128 / (a + b * 32)
         level=2,
         minutes=12,
         judge=judge_exposed,
-        hint="Write an inner function that returns the length of a union of intervals: sort them, and go on from where\n"
-        "the last one ended. Then: exposed = length(communication and compute together) − length(compute).",
+        hint="Write an inner function that returns the length of a union of intervals: sort them, and count each from the end\n"
+        "of the previous ones. Then: exposed = length(communication and compute together) − length(compute).",
         solution='''
 def exposed(communication, compute):
     def length(intervals):
-        """Of the union: what two intervals both cover counts once."""
+        """Return the length of the union: overlaps count once."""
         total, reached = 0, float("-inf")
         for begin, end in sorted(intervals):
             total += max(0, end - max(begin, reached))
             reached = max(reached, end)
         return total
 
-    # What communication adds to the moments in which something computes
+    # The time that communication adds to the time with compute
     return length([*communication, *compute]) - length(compute)
 ''',
     ),

@@ -12,15 +12,15 @@ from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
 GIB = 2**30
 RANKS = 8
 LLAMA = networks.gpt(GPT_SHAPES["llama3-8b"], 1, 8).numel
-MASTER, MOMENTS, HALF = 4, 8, 2  # bytes per parameter: fp32 copy, Adam's two moments in fp32, a number in bf16
+MASTER, MOMENTS, HALF = 4, 8, 2  # bytes per parameter: fp32 copy, Adam's two moments in fp32, a bf16 element
 
 
-def _kept(whole: float, shared: float) -> float:
-    """GiB per rank of Llama 3 8B: bytes per parameter that every rank keeps, and those that the ranks share."""
+def _persistent(whole: float, shared: float) -> float:
+    """Return GiB per rank of Llama 3 8B, from the bytes per parameter that are replicated and that are sharded."""
     return LLAMA * (whole + shared / RANKS) / GIB
 
 
-SIZES = [  # numbers in the tensors, and how many ranks: the first are a case one can do by head
+SIZES = [  # (elements of each tensor, ranks); the first case is easy to check by hand
     ([7, 5, 4, 3, 3], 2),
     ([4, 4, 4, 4], 4),
     ([9, 1, 1, 1, 1, 1, 1], 3),
@@ -30,7 +30,7 @@ SIZES = [  # numbers in the tensors, and how many ranks: the first are a case on
 
 
 def greedy(sizes: list[int], ranks: int) -> list[list[int]]:
-    """The largest tensor first, each to the rank that has least; of equal ranks the first, of equal tensors too."""
+    """Assign the largest tensor first, each to the rank with the fewest elements; break ties in order."""
     parts = [[] for _ in range(ranks)]
     for number in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
         least = min(range(ranks), key=lambda rank: sum(sizes[n] for n in parts[rank]))
@@ -40,21 +40,19 @@ def greedy(sizes: list[int], ranks: int) -> list[list[int]]:
 
 def judge_partition(partition) -> str:
     for sizes, ranks in SIZES:
-        given = partition(list(sizes), ranks)
-        if unanswered(given):
+        result = partition(list(sizes), ranks)
+        if unanswered(result):
             return "not answered yet"
-        about = f"sizes {sizes} on {ranks} ranks: {given}"
-        if len(given) != ranks:
-            return f"not quite: {about}: a list for each rank is wanted, {ranks} of them"
-        if sorted(n for part in given for n in part) != list(range(len(sizes))):
-            return f"not quite: {about}: each tensor's number, from 0 on, belongs into one list and no other"
+        about = f"sizes {sizes} on {ranks} ranks: {result}"
+        if len(result) != ranks:
+            return f"not quite: {about}: return a list for each rank, {ranks} of them"
+        if sorted(n for part in result for n in part) != list(range(len(sizes))):
+            return f"not quite: {about}: each tensor's index, from 0, must be in exactly one list"
         loads, right = (
-            sorted(sum(sizes[n] for n in part) for part in parts) for parts in (given, greedy(sizes, ranks))
+            sorted(sum(sizes[n] for n in part) for part in parts) for parts in (result, greedy(sizes, ranks))
         )
         if loads != right:
-            return (
-                f"not quite: {about}: the ranks have {loads} numbers, by the rule {right}{_slip(loads, sizes, ranks)}"
-            )
+            return f"not quite: {about}: the ranks have {loads} elements instead of {right}{_slip(loads, sizes, ranks)}"
     return "right"
 
 
@@ -62,11 +60,11 @@ def _slip(loads, sizes, ranks) -> str:
     in_order = [0] * ranks
     for size in sizes:
         in_order[in_order.index(min(in_order))] += size
-    in_turn = [sum(sorted(sizes, reverse=True)[rank::ranks]) for rank in range(ranks)]
+    round_robin = [sum(sorted(sizes, reverse=True)[rank::ranks]) for rank in range(ranks)]
     if loads == sorted(in_order):
-        return "; the largest tensor goes first, whatever its place in the model"
-    if loads == sorted(in_turn):
-        return "; the next goes to the rank that has least, not to the next rank"
+        return "; assign the largest tensor first, whatever its position in the model"
+    if loads == sorted(round_robin):
+        return "; assign each tensor to the rank with the fewest elements, not to the next rank"
     return ""
 
 
@@ -79,7 +77,11 @@ def _small():
 
 
 def _hooked(me, to_owner):
-    """(this rank's own gradients, what ``to_owner`` has left of them, how often it called all_reduce)."""
+    """Run backward with ``to_owner`` as a hook.
+
+    Returns:
+        (this rank's own gradients, the gradients after ``to_owner``, the number of calls of all_reduce).
+    """
     images = torch.randn(5, 3, generator=torch.Generator().manual_seed(me.rank))
     plain, model = _small(), _small()
     F.mse_loss(plain(images), torch.zeros(5, 2)).backward()
@@ -92,21 +94,21 @@ def _hooked(me, to_owner):
 
 
 def judge_to_owner(to_owner) -> str:
-    found = on_ranks(_hooked, to_owner, ranks=WORLD)
-    if all(_same(own, left) for owns, lefts, _ in found for own, left in zip(owns, lefts, strict=True)):
+    results = on_ranks(_hooked, to_owner, ranks=WORLD)
+    if all(_same(own, left) for owns, lefts, _ in results for own, left in zip(owns, lefts, strict=True)):
         return "not answered yet"
-    for number in range(len(found[0][0])):
-        owner, owns = number % WORLD, [own[number] for own, _, _ in found]
-        left, mean = found[owner][1][number], sum(owns) / WORLD
+    for number in range(len(results[0][0])):
+        owner, owns = number % WORLD, [own[number] for own, _, _ in results]
+        left, mean = results[owner][1][number], sum(owns) / WORLD
         about = f"gradient {number}, which rank {owner} owns"
         if left is None:
-            return f"not quite: {about}: the owner has none; only the others free it"
+            return f"not quite: {about}: the owner has none; only the other ranks free it"
         if not torch.allclose(left, mean):
             what = "the sum, not the mean" if torch.allclose(left, sum(owns)) else "not the mean of all ranks'"
             return f"not quite: {about}: the owner has {what}"
-        if kept := [rank for rank in range(WORLD) if rank != owner and found[rank][1][number] is not None]:
-            return f"not quite: {about}: rank {kept[0]} still keeps one, so nothing is saved there"
-    if found[0][2]:
+        if holders := [rank for rank in range(WORLD) if rank != owner and results[rank][1][number] is not None]:
+            return f"not quite: {about}: rank {holders[0]} still holds one, so it saves no memory"
+    if results[0][2]:
         return "not quite: the gradients are right, but all_reduce brings the mean to every rank; one rank needs it"
     return "right"
 
@@ -120,18 +122,22 @@ EXERCISES = {
         title="what ZeRO-2 keeps of Llama 3 8B",
         level=1,
         minutes=4,
-        answer=_kept(HALF, MASTER + MOMENTS),
+        answer=_persistent(HALF, MASTER + MOMENTS),
         unit="GiB",
         slips={
-            "stage 2 leaves the parameters whole on each rank; that is stage 3": _kept(0, HALF + MASTER + MOMENTS),
-            "the fp32 copy of the parameters is shared as well, with the moments": _kept(HALF + MASTER, MOMENTS),
-            "there is a copy of the parameters in fp32, too: the optimizer updates that one": _kept(HALF, MOMENTS),
-            "nothing is shared there; the optimizer's part is": _kept(HALF + MASTER + MOMENTS, 0),
-            "that is in GB of 1000³; a GPU's memory is told in GiB": _kept(HALF, MASTER + MOMENTS) * GIB / 1e9,
+            "stage 2 replicates the parameters on each rank; that is stage 3": _persistent(0, HALF + MASTER + MOMENTS),
+            "the fp32 copy of the parameters is sharded as well, like the moments": _persistent(HALF + MASTER, MOMENTS),
+            "there is a copy of the parameters in fp32, too: the optimizer updates that one": _persistent(
+                HALF, MOMENTS
+            ),
+            "nothing is sharded there; the optimizer state is sharded in stage 2": _persistent(
+                HALF + MASTER + MOMENTS, 0
+            ),
+            "that is in GB of 1000³; memory is reported in GiB": _persistent(HALF, MASTER + MOMENTS) * GIB / 1e9,
         },
-        hint="Every rank keeps the parameters in bf16. What the optimizer needs is in fp32, and shared: how many bytes per parameter?",
+        hint="Every rank holds all parameters in bf16. The optimizer state is in fp32, and sharded: how many bytes per parameter?",
         solution=f"""
-# 2 bytes of every parameter on each rank; 4 + 8 more (an fp32 copy, two moments) shared among the ranks.
+# 2 bytes per parameter, replicated on each rank; 4 + 8 more (an fp32 copy, two moments), sharded over the ranks.
 answer = {LLAMA:_} * (2 + 12 / {RANKS}) / 2**30
 """,
     ),
@@ -140,7 +146,7 @@ answer = {LLAMA:_} * (2 + 12 / {RANKS}) / 2**30
         level=2,
         minutes=8,
         judge=judge_partition,
-        hint="sorted(range(len(sizes)), key=lambda number: -sizes[number]) gives the numbers, the largest tensor first.",
+        hint="sorted(range(len(sizes)), key=lambda number: -sizes[number]) gives the indices, the largest tensor first.",
         solution="""
 def partition(sizes, ranks):
     parts, loads = [[] for _ in range(ranks)], [0] * ranks

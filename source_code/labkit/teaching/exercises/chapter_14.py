@@ -1,4 +1,4 @@
-"""Exercises of chapter 14, FSDP in JAX. What needs JAX runs in a process of its own, with its own virtual devices."""
+"""Exercises of chapter 14, FSDP in JAX. Code that needs JAX runs in a separate process, with its own virtual devices."""
 
 from contextlib import suppress
 from math import prod
@@ -16,8 +16,12 @@ LLAMA, MANY, THRESHOLD = GPT_SHAPES["llama3-8b"], 64, 2**14
 
 
 def _shared(me, forward):
-    """What ``forward`` makes of weights of which each device has a part: None if it returns nothing, the wrong shape,
-    or (its result is right, so are the weights' gradients, the collectives of both, how many gathers the program has)."""
+    """Run ``forward`` on weights sharded over the devices.
+
+    Returns:
+        None if ``forward`` returns nothing; the shape of its result if that is wrong; otherwise (whether the result is
+        right, whether the weights' gradients are, the collectives of both, the number of all-gathers in the program).
+    """
     world = jax_world.load(DEVICES, "cpu")
     import jax
     import jax.numpy as jnp
@@ -39,7 +43,7 @@ def _shared(me, forward):
         nothing.append(unanswered(result))
         return x if nothing[-1] else result
 
-    # Without the check of what varies from device to device: a result that is the same on all is told by its numbers.
+    # Without the check for values that vary across devices: a replicated result is detected by its values.
     parts = jax.shard_map(theirs, mesh=mesh, in_specs=(P(None, "fsdp", None), rows), out_specs=rows, check_vma=False)
 
     def both(function):
@@ -54,38 +58,40 @@ def _shared(me, forward):
     if nothing[-1] or shape != x.shape:
         return None if nothing[-1] else shape
     compiled = jax.jit(both(parts), in_shardings=layouts).lower(weights, x).compile()
-    found, gradient = compiled(*map(jax.device_put, (weights, x), layouts))
-    close = [bool(jnp.allclose(a, b, atol=1e-5)) for a, b in ((found[1], right[1]), (gradient, right_gradient))]
+    result, gradient = compiled(*map(jax.device_put, (weights, x), layouts))
+    close = [bool(jnp.allclose(a, b, atol=1e-5)) for a, b in ((result[1], right[1]), (gradient, right_gradient))]
     text = compiled.as_text()
     return *close, hlo.collectives(text, {"fsdp": DEVICES}), text.count(" all-gather(")
 
 
 def judge_forward(forward) -> str:
-    with suppress(Exception):  # what is written gathers, and cannot outside of a mesh
+    with suppress(Exception):  # a written answer calls all_gather, which fails outside a mesh
         if unanswered(forward(object(), object())):
             return "not answered yet"
-    found = on_ranks(_shared, forward, ranks=1)[0]
-    if found is None:
+    outcome = on_ranks(_shared, forward, ranks=1)[0]
+    if outcome is None:
         return "not answered yet"
-    if not isinstance(found[0], bool):
-        return f"not quite: all devices together return {found}; {(BATCH, WIDTH)} is wanted, the shape of x"
-    result, gradients, sent, written = found
+    if not isinstance(outcome[0], bool):
+        return f"not quite: all devices together return shape {outcome} instead of {(BATCH, WIDTH)}, the shape of x"
+    result, gradients, sent, written = outcome
     gathers = [each for each in sent if each["kind"] == "all-gather"]
     layer = WIDTH * WIDTH * 4
     if not gathers:
-        return "not quite: nothing is gathered, and no device has a whole layer; jax.lax.all_gather(…, tiled=True)"
+        return "not quite: nothing is gathered, so no device has a full layer; use jax.lax.all_gather(…, tiled=True)"
     if max(each["bytes"] for each in gathers) > layer:
-        return "not quite: all layers are whole at once; gather a layer in the loop, where it is used"
-    if written >= LAYERS:  # what is in a loop stands there once, twice where backward gathers again
-        return "not quite: there is a gather outside of the loop over layers; put it into the body of jax.lax.scan"
+        return "not quite: all layers are gathered at once; gather each layer in the loop, where it is used"
+    if written >= LAYERS:  # a loop body appears once, and twice if backward gathers again
+        return (
+            "not quite: there is an all-gather outside of the loop over layers; move it into the body of jax.lax.scan"
+        )
     if not result:
-        return "not quite: the result is not that of the whole layers: x, layer by layer, through tanh(x @ weight)"
+        return "not quite: the result is not that of the full layers: apply tanh(x @ weight), layer by layer"
     if not gradients:
-        return "not quite: the result is right, the weights' gradients are not; sum over devices nowhere yourself"
+        return "not quite: the result is right, but the weights' gradients are not; do not sum over devices yourself"
     return "right"
 
 
-# dimensions of an array, devices, threshold: the first of them is a case that one can do by head
+# (shape of an array, devices, threshold); the first case is easy to check by hand
 LEAVES = [
     ((256, 512), 8, 0),
     ((512, 256), 8, 0),
@@ -100,40 +106,43 @@ LEAVES = [
 
 def judge_spec(spec) -> str:
     for shape, devices, threshold in LEAVES:
-        given = spec(shape, devices, threshold)
-        if unanswered(given):
+        result = spec(shape, devices, threshold)
+        if unanswered(result):
             return "not answered yet"
         cut = None
-        with suppress(UserError):  # the devices divide none: the lab refuses it, the exercise leaves it whole
+        with suppress(UserError):  # no dimension is divisible: the lab refuses it, the exercise replicates it
             cut = jax_sharding.dimension("", shape, devices, threshold)
         right = tuple("fsdp" if d == cut else None for d in range(len(shape)))
-        about = f"an array of {shape}, {devices} devices, threshold {threshold}: {given}"
-        if not isinstance(given, (tuple, list)) or set(given) - {"fsdp", None} or len(given) != len(shape):
-            return f'not quite: {about}: a tuple is wanted, "fsdp" or None for each of the {len(shape)} dimensions'
-        if tuple(given) != right:
-            return f"not quite: {about}, by the rule {right}{_slip(tuple(given), shape, devices, threshold)}"
+        about = f"an array of {shape}, {devices} devices, threshold {threshold}: {result}"
+        if not isinstance(result, (tuple, list)) or set(result) - {"fsdp", None} or len(result) != len(shape):
+            return f'not quite: {about}: return a tuple, with "fsdp" or None for each of the {len(shape)} dimensions'
+        if tuple(result) != right:
+            return f"not quite: {about}, by the rule {right}{_slip(tuple(result), shape, devices, threshold)}"
     return "right"
 
 
-def _slip(given, shape, devices, threshold) -> str:
-    cut = [d for d, axis in enumerate(given) if axis]
+def _slip(result, shape, devices, threshold) -> str:
+    cut = [d for d, axis in enumerate(result) if axis]
     if prod(shape) < threshold:
-        return f"; it has {prod(shape):,} numbers, fewer than the threshold: it stays whole"
+        return f"; it has {prod(shape):,} elements, fewer than the threshold: replicate it"
     if not cut:
-        return f"; it has {prod(shape):,} numbers, no fewer than the threshold" if threshold else ""
+        return f"; it has {prod(shape):,} elements, not fewer than the threshold" if threshold else ""
     if len(cut) > 1:
-        return "; the axis cuts one dimension"
+        return "; the mesh axis shards one dimension"
     if shape[cut[0]] % devices:
-        return f"; {devices} devices do not divide {shape[cut[0]]}"
-    return "; of those that can be divided the largest, of equal ones the first"
+        return f"; {shape[cut[0]]} is not divisible by {devices} devices"
+    return "; take the largest divisible dimension, or the first of equal ones"
 
 
 def gathered(times: int | None = None) -> float:
-    """GB of parameters that a step of Llama 3 8B gathers in fp32: blocks twice, recomputed, and the rest once; or all ``times`` times."""
+    """Return the GB that a step of Llama 3 8B gathers in fp32, with recomputation.
+
+    Blocks are gathered twice and the rest once; with ``times``, all parameters are gathered that many times.
+    """
     if times:
         return times * sum(map(prod, jax_sharding.leaves(LLAMA).values())) * 4 / 1e9
-    found = jax_sharding.bytes_by_kind(jax_sharding.traffic(LLAMA, MANY, THRESHOLD, recompute=True))
-    return found["all-gather", "fsdp"] / 1e9
+    by_kind = jax_sharding.bytes_by_kind(jax_sharding.traffic(LLAMA, MANY, THRESHOLD, recompute=True))
+    return by_kind["all-gather", "fsdp"] / 1e9
 
 
 EXERCISES = {
@@ -143,14 +152,14 @@ EXERCISES = {
         minutes=10,
         judge=judge_forward,
         hint="jax.lax.scan(body, x, shards) calls body(x, shard) for each layer; body returns (new x, None), and scan\n"
-        "(last x, …). Inside body, jax.lax.all_gather(shard, ?, axis=?, tiled=True) makes the layer whole.",
+        "returns (last x, …). In body, jax.lax.all_gather(shard, ?, axis=?, tiled=True) gathers the layer.",
         solution="""
 import jax
 import jax.numpy as jnp
 
 def forward_of_a_device(shards, x):
     def layer(x, shard):
-        weight = jax.lax.all_gather(shard, "fsdp", axis=0, tiled=True)  # here, so that one layer is whole at a time
+        weight = jax.lax.all_gather(shard, "fsdp", axis=0, tiled=True)  # here, so that only one layer is gathered at a time
         return jnp.tanh(x @ weight), None
     return jax.lax.scan(layer, x, shards)[0]
 """,
@@ -162,14 +171,16 @@ def forward_of_a_device(shards, x):
         answer=gathered(),
         unit="GB",
         slips={
-            "blocks are gathered twice, but embedding and head stay from forward to backward": gathered(times=2),
+            "blocks are gathered twice, but embedding and head stay gathered from forward to backward": gathered(
+                times=2
+            ),
             "recomputed, a block is gathered once in forward and once more in backward": gathered(times=1),
-            "that is in GiB of 1024³; traffic is told in GB of 1000³": gathered() * 1e9 / 2**30,
-            "in fp32 a number has 4 bytes": gathered() / 2,
+            "that is in GiB of 1024³; traffic is reported in GB of 1000³": gathered() * 1e9 / 2**30,
+            "an element in fp32 has 4 bytes": gathered() / 2,
         },
-        hint="A block is gathered in forward, and again where backward recomputes it. What is outside of the blocks?",
+        hint="A block is gathered in forward, and again when backward recomputes it. Which parameters are not in blocks?",
         solution=f"""
-# 32 blocks twice, embedding and head once; 4 bytes per number. (The norms are below the threshold, and whole everywhere.)
+# 32 blocks twice, embedding and head once; 4 bytes per element. (The norms are below the threshold, and replicated.)
 block = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)
 answer = 4 * (2 * 32 * block + 2 * {LLAMA.vocab_size} * 4096) / 1e9
 """,
@@ -179,7 +190,7 @@ answer = 4 * (2 * 32 * block + 2 * {LLAMA.vocab_size} * 4096) / 1e9
         level=1,
         minutes=6,
         judge=judge_spec,
-        hint="math.prod(shape) is the number of numbers. max(dims, key=lambda d: shape[d]) takes the first of the largest.",
+        hint="math.prod(shape) is the number of elements. max(dims, key=lambda d: shape[d]) takes the first of the largest.",
         solution="""
 from math import prod
 

@@ -1,4 +1,4 @@
-"""Exercises of chapter 16, break it: diagnoses, and a check to write."""
+"""Exercises of chapter 16, fault diagnosis: diagnoses, and a check to write."""
 
 from dataclasses import dataclass, field
 
@@ -11,25 +11,25 @@ from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
 
 WORLD = 3
 
-CAUSES = {  # a word for it: (what it is, what one would see)
+CAUSES = {  # {name: (the cause, its symptoms)}
     "damaged data": (
         "a file cannot be read",
         "one rank raises an error while it reads, and its traceback names the file",
     ),
     "fewer batches": (
         "a rank has fewer batches than the others, and leaves the loop",
-        "all collectives fit, line by line, until some ranks are past their loop and the others are not",
+        "all collectives match, line by line, until some ranks are past their loop and the others are not",
     ),
     "killed": (
-        "a process was ended from outside",
-        "a process is gone without a traceback, and the launcher names a signal",
+        "a process was killed from outside",
+        "a process ends without a traceback, and the launcher names a signal",
     ),
     "kept graph": (
-        "what forward made is kept alive after its use",
+        "the graph of forward stays alive after its last use",
         "memory rises with each batch, and it is activations that rise",
     ),
     "learning rate": (
-        "it is too low or too high",
+        "the learning rate is too low or too high",
         "the first loss makes sense; those after it creep or explode, never the same to the last digit",
     ),
     "lone collective": (
@@ -45,34 +45,34 @@ CAUSES = {  # a word for it: (what it is, what one would see)
         "the loss of a batch stays the same to the last digit",
     ),
     "same order": (
-        "each epoch deals the same samples to the same ranks, in the same order",
-        "nothing fails, and two epochs deal a rank the same samples in the same order",
+        "each epoch gives the same ranks the same samples, in the same order",
+        "nothing fails, but two epochs give a rank the same samples in the same order",
     ),
     "slow network": ("the ranks wait for bytes", "all ranks are in the same collective, and steps take long but end"),
     "stuck outside": (
-        "a rank waits for something that is no collective",
-        "one rank did not arrive, and is still there, in a line that calls no collective",
+        "a rank waits for something other than a collective",
+        "one rank did not arrive: it is still running, in a line that calls no collective",
     ),
     "units differ": (
         "ranks wrap the model into different units",
-        "the same collective, called from the same line, with another size on some rank",
+        "the same collective, called from the same line, with a different size on some rank",
     ),
     "world of one": (
-        "the ranks have not met: each is a run of its own",
-        "every process says that it is rank 0, and takes all of the data",
+        "the ranks did not connect: each is a separate run",
+        "every process reports that it is rank 0, and takes all of the data",
     ),
     "wrong device": (
-        "a rank asks for a device that it does not see",
-        "an error at the start, from all ranks but the first of each node",
+        "a rank selects a device that is not visible to it",
+        "an error at the start, from all ranks except the first of each node",
     ),
     "wrong pieces": (
-        "a rank reads what was cut for another number of ranks",
+        "a rank reads shards written for another number of ranks",
         "loading fails, or fills part of a tensor: sizes differ by the ratio of the numbers of ranks",
     ),
 }
 
 
-OURS = {  # what a page calls a fault: what one sees, the first tool, the usual cause
+OURS = {  # {fault: (symptom, first tool, usual cause)}
     1: ("hangs, then a time-out", "`diagnose_hang.py`, or `torchfrtrace`", "a collective under `if rank == 0`"),
     2: ("a rank is gone, no traceback", "the launcher's last lines, `sacct`, `dmesg`", "the node's memory was full"),
     3: (
@@ -121,9 +121,9 @@ OURS = {  # what a page calls a fault: what one sees, the first tool, the usual 
 
 
 def table(notes: dict[int, tuple]) -> str:
-    """Markdown: symptom, first tool, usual cause of each fault; a learner's own row, where there is one, above ours.
+    """Return a Markdown table of symptom, first tool and usual cause per fault, with the learner's row above ours.
 
-    notes: {fault: (what one sees, the first tool, the usual cause)}; a row of "…" is none yet.
+    notes: {fault: (symptom, first tool, usual cause)}; a row of "…" is not filled in yet.
     """
     lines = ["| you see | look first at | most often it is |", "|---|---|---|"]
     for fault, ours in OURS.items():
@@ -138,8 +138,8 @@ def table(notes: dict[int, tuple]) -> str:
 class Diagnose:
     """An exercise whose answer is one of ``CAUSES``; or a cause and a rank, if ``rank`` is a number.
 
-    An answer is "killed", or ("killed", 2). whose: why it is that rank, told to who has named another.
-    also: {another cause that is right, seen from elsewhere: what is said to it after "right; "}.
+    An answer is "killed", or ("killed", 2). whose: hint printed if the rank is wrong. also: {another accepted cause:
+    the text printed after "right; "}.
     """
 
     title: str
@@ -152,8 +152,8 @@ class Diagnose:
     whose: str = ""
     also: dict[str, str] = field(default_factory=dict)
 
-    def judge(self, given) -> str:
-        cause, rank = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+    def judge(self, value) -> str:
+        cause, rank = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
         if unanswered(cause):
             return "not answered yet"
         if not isinstance(cause, str) or cause not in CAUSES:
@@ -168,57 +168,63 @@ class Diagnose:
 
 
 def units(model) -> dict[str, list[str]]:
-    """{name of a unit's module: names of the parameters that FSDP2 gathers with it}; "" is the whole model.
+    """Return {name of a unit's module: names of the parameters that FSDP2 gathers with it}; "" is the whole model.
 
-    A parameter belongs to the nearest module above it that was given to ``fully_shard``, its own or another. model:
-    was given to it itself.
+    A parameter belongs to the nearest enclosing module passed to ``fully_shard``. model: was passed to it, too.
     """
-    found = {}
+    by_module = {}
     for name, _ in model.named_parameters():
         above = name.rpartition(".")[0]
         while not isinstance(model.get_submodule(above), FSDPModule):
             above = above.rpartition(".")[0]
-        found.setdefault(above, []).append(name)
-    return found
+        by_module.setdefault(above, []).append(name)
+    return by_module
 
 
-def _asked(me, agree):
-    """What ``agree`` says where all ranks have the same units, where rank 1 has others, and whether the model was left alone."""
-    told = []
+def _agreements(me, agree):
+    """Return the results of ``agree`` with the same units on all ranks, and with different units on rank 1."""
+    answers = []
     for odd in (False, True):
         model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
         mesh = init_device_mesh("cpu", (me.world_size,))
         if odd and me.rank == 1:
             fully_shard(model[0], mesh=mesh)
-        told.append(agree(units(fully_shard(model, mesh=mesh)), me))
+        answers.append(agree(units(fully_shard(model, mesh=mesh)), me))
         dist.barrier()
-    return told
+    return answers
 
 
 def judge_agreement(agree) -> str:
-    verdict = _first_difference(on_ranks(_asked, agree, ranks=WORLD))
-    # Those were forked from one process, and share what it has: for one, the seed of Python's hash().
-    if verdict == "right" and _first_difference(on_ranks(_asked, agree, ranks=2, timeout=120, spawn=True)) != "right":
+    verdict = _first_difference(on_ranks(_agreements, agree, ranks=WORLD))
+    # Those ranks were forked from one process and share its state, such as the seed of Python's hash().
+    if (
+        verdict == "right"
+        and _first_difference(on_ranks(_agreements, agree, ranks=2, timeout=120, spawn=True)) != "right"
+    ):
         return (
-            "not quite: ranks that are separate processes, as torchrun starts them, do not agree although they have the "
-            "same units. hash() differs from process to process (and with it the order of a set): use hashlib, or gather "
-            "the thing itself"
+            "not quite: ranks started as separate processes, as by torchrun, do not agree although they have the "
+            "same units. hash() differs between processes (and with it the order of a set): use hashlib, or gather "
+            "the units themselves"
         )
     return verdict
 
 
-def _first_difference(told: list) -> str:
-    """Judge the answers of all ranks, [(with equal units, with other units), …]."""
-    if any(unanswered(answer) for answers in told for answer in answers):
-        answered = [rank for rank, answers in enumerate(told) if not any(map(unanswered, answers))]
+def _first_difference(by_rank: list) -> str:
+    """Check the answers of all ranks, [(with equal units, with different units), …]."""
+    if any(unanswered(answer) for answers in by_rank for answer in answers):
+        answered = [rank for rank, answers in enumerate(by_rank) if not any(map(unanswered, answers))]
         return (
-            f"not quite: rank {answered[0]} alone knows; all must, to stop together" if answered else "not answered yet"
+            f"not quite: only rank {answered[0]} knows; all ranks must, to stop together"
+            if answered
+            else "not answered yet"
         )
-    for rank, (alike, odd) in enumerate(told):
+    for rank, (alike, odd) in enumerate(by_rank):
         if alike is not True:
-            return f"not quite: all ranks had the same units, and rank {rank} says {alike!r}; True is wanted"
+            return f"not quite: all ranks had the same units, but rank {rank} returns {alike!r} instead of True"
         if odd is not False:
-            return f"not quite: rank 1 had other units, and rank {rank} says {odd!r}; False is wanted, on every rank"
+            return (
+                f"not quite: rank 1 had different units, but rank {rank} returns {odd!r}; every rank must return False"
+            )
     return "right"
 
 
@@ -229,9 +235,9 @@ EXERCISES = {
         minutes=5,
         cause="lone collective",
         rank=0,
-        whose="which rank's last line is in another function than the others'?",
-        hint="The report has two parts. In the second, one rank comes from another line. Under which `if` is that called?",
-        solution='diagnosis = "lone collective", 0  # accuracy() all-reduces, and stands under `if me.rank == 0`',
+        whose="which rank's last line is in a different function?",
+        hint="The report has two parts. In the second, one rank calls from a different line. Under which `if` is that call?",
+        solution='diagnosis = "lone collective", 0  # accuracy() all-reduces, but is called under `if me.rank == 0`',
     ),
     "16.2": Diagnose(
         title="gone without a traceback",
@@ -240,7 +246,7 @@ EXERCISES = {
         cause="killed",
         rank=2,
         whose="the launcher names it",
-        hint="Python had no time to print anything. Who can end a process like that?",
+        hint="Python had no time to print anything. What can end a process like that?",
         solution='diagnosis = "killed", 2  # SIGKILL cannot be caught: under Slurm often exit code 137 = 128 + 9, or OUT_OF_MEMORY',
     ),
     "16.3": Diagnose(
@@ -249,7 +255,7 @@ EXERCISES = {
         minutes=4,
         cause="kept graph",
         hint="Which category rises from batch to batch, and does not fall? What would backward have done with it?",
-        solution='diagnosis = "kept graph"  # nobody calls backward, and `losses` holds on to all that backward would need',
+        solution='diagnosis = "kept graph"  # backward is never called, and `losses` keeps every tensor saved for it alive',
     ),
     "16.4": Diagnose(
         title="a loss that does not move",
@@ -257,7 +263,7 @@ EXERCISES = {
         minutes=3,
         cause="old parameters",
         hint="To the last digit: were the parameters changed at all? After a step of AdamW, `len(optimizer.state)` is 8; here 0.",
-        solution='diagnosis = "old parameters"  # fully_shard put others in their place, after the optimizer had taken these',
+        solution='diagnosis = "old parameters"  # fully_shard replaced the parameters after the optimizer had been made',
     ),
     "16.5": Diagnose(
         title="data of a size that nobody expected",
@@ -265,17 +271,17 @@ EXERCISES = {
         minutes=5,
         cause="units differ",
         rank=1,
-        whose="which rank's size is another than that of the rest?",
-        hint="66 numbers per rank, or 858: 4 × 66 = 264 are the head's, 4 × 858 = 3,432 the whole network's.",
-        solution='diagnosis = "units differ", 1  # it wraps each block; for the others all is one unit',
+        whose="which rank's size differs from the rest?",
+        hint="66 elements per rank, or 858: 4 × 66 = 264 are in the head, 4 × 858 = 3,432 in the whole network.",
+        solution='diagnosis = "units differ", 1  # it wraps each block; on the other ranks the model is one unit',
     ),
     "16.6": Diagnose(
         title="64 of 256 samples",
         level=1,
         minutes=4,
         cause="same order",
-        hint="Lay two epochs side by side. What should a shuffled epoch have that this one has not?",
-        solution='diagnosis = "same order"  # the sampler shuffles by seed + epoch, and nobody tells it the epoch',
+        hint="Compare two epochs side by side. What should differ if they are shuffled?",
+        solution='diagnosis = "same order"  # the sampler shuffles by seed + epoch, but set_epoch was never called',
     ),
     "16.7": Diagnose(
         title="wrong from the first loss on",
@@ -283,15 +289,15 @@ EXERCISES = {
         minutes=3,
         cause="no first values",
         hint="Before the first step nothing has been trained. What is the loss of 8 classes then? (ln 8 = 2.08)",
-        solution='diagnosis = "no first values"  # to_empty gives memory: the parameters are what was in it before',
+        solution='diagnosis = "no first values"  # to_empty allocates memory without initializing it',
     ),
     "16.8": Diagnose(
         title="a resume that fails",
         level=1,
         minutes=2,
         cause="wrong pieces",
-        hint="16 rows are wanted, and the file has 8. How many ranks saved, and how many load?",
-        solution='diagnosis = "wrong pieces"  # each file is a quarter, and half is wanted',
+        hint="The model needs 16 rows, and the file has 8. How many ranks saved, and how many load?",
+        solution='diagnosis = "wrong pieces"  # each file has a quarter, and each rank needs half',
     ),
     "16.9": Diagnose(
         title="four times the same line",
@@ -299,15 +305,15 @@ EXERCISES = {
         minutes=2,
         cause="world of one",
         hint="Read one line aloud: which rank, of how many?",
-        solution='diagnosis = "world of one"  # WORLD_SIZE is not what srun sets, and the default hid it',
+        solution='diagnosis = "world of one"  # srun does not set WORLD_SIZE, and the default hid that',
     ),
     "16.10": Diagnose(
         title="an error at the start",
         level=1,
         minutes=2,
         cause="wrong device",
-        hint="Each rank asks for the device with the number of its local rank. Which numbers are there?",
-        solution='diagnosis = "wrong device"  # where one device is visible it is number 0, whatever the local rank',
+        hint="Each rank selects the device numbered like its local rank. Which device numbers exist?",
+        solution='diagnosis = "wrong device"  # a single visible device has number 0, whatever the local rank',
     ),
     "16.14": Predict(
         title="invalid device ordinals",
@@ -316,12 +322,12 @@ EXERCISES = {
         answer=6,
         unit="ranks",
         slips={
-            "that counts all but rank 0; each node has a rank whose local rank is 0": 7,
-            "that is one node's": 3,
+            "that counts all ranks except rank 0; each node has a rank whose local rank is 0": 7,
+            "that is for one node": 3,
             "a rank with LOCAL_RANK 0 finds device 0": 8,
         },
-        hint="Which values of LOCAL_RANK are a device's number where one device is visible?",
-        solution="answer = 2 * (4 - 1)  # on each node all but the one whose LOCAL_RANK is 0",
+        hint="If one device is visible, which values of LOCAL_RANK are valid device numbers?",
+        solution="answer = 2 * (4 - 1)  # on each node, all ranks except the one whose LOCAL_RANK is 0",
     ),
     "16.11": Diagnose(
         title="the first mystery",
@@ -333,7 +339,7 @@ EXERCISES = {
         also={
             "damaged data": "that is the root: rank 3 waits, outside of any collective, for a batch that cannot be read"
         },
-        hint="It hangs: so ask who is missing, and in which line of the program that rank is.",
+        hint="It hangs. Which rank is missing, and in which line of the program is it?",
         solution='diagnosis = "stuck outside", 3  # it waits at queue.get() for a batch; the thread that loads them has ended',
     ),
     "16.12": Diagnose(
@@ -352,14 +358,14 @@ EXERCISES = {
         level=2,
         minutes=8,
         judge=judge_agreement,
-        hint="`dist.all_gather_object(everybodys, units)` fills a list with one entry per rank, on every rank.",
+        hint="`dist.all_gather_object(all_units, units)` fills a list with one entry per rank, on every rank.",
         solution="""
 import torch.distributed as dist
 
 def agree(units, me):
-    everybodys = [None] * me.world_size
-    dist.all_gather_object(everybodys, units)  # every rank calls it, whatever it has
-    return all(other == units for other in everybodys)
+    all_units = [None] * me.world_size
+    dist.all_gather_object(all_units, units)  # a collective: every rank calls it
+    return all(other == units for other in all_units)
 """,
     ),
 }

@@ -17,21 +17,21 @@ from labkit.training import hf_models
 
 MIB, GIB = 2**20, 2**30
 PARAMETERS = 8_030_261_248  # of Llama 3 8B
-WORLD, LENGTH, BUDGET = 4, 64, 36 * MIB  # bytes on a rank at the peak of a step, tensors only
+WORLD, LENGTH, BUDGET = 4, 64, 36 * MIB  # BUDGET: bytes per rank at the peak of a step, tensors only
 CONFIG = json.loads((launch.SOURCE / "samples" / "llama_small.json").read_text())  # the chapter's model
 SHAPE = huggingface.shape_of(CONFIG)
 
-TRAPS = {  # a word for it: what one would see
+TRAPS = {  # {name: its symptoms}
     "units": "few units, or large ones: print them, with the parameters of each",
     "tied": "more parameters than before, and later an error about a shared one, or two weights that drift apart",
-    "buffers": "a loss that is wrong without saying so, and buffers unlike those of from_pretrained",
+    "buffers": "a wrong loss without an error, and buffers that differ from those of from_pretrained",
     "load": "host memory of the whole model on each rank, before the first step",
-    "recompute": "a peak that does not fall, although recomputation was asked for",
+    "recompute": "a peak that does not fall, although recomputation is enabled",
 }
 
 
 def _model(tied: bool):
-    """The chapter's model, with random weights."""
+    """Return the chapter's model, with random weights."""
     import transformers
 
     settings = {name: value for name, value in CONFIG.items() if name != "model_type"}
@@ -39,8 +39,8 @@ def _model(tied: bool):
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings | {"tie_word_embeddings": tied}))
 
 
-def _cut(me, shard, tied: bool) -> dict:
-    """What has become of a model that ``shard`` has cut: its units, what is in none, whether the weight is still shared."""
+def _shard(me, shard, tied: bool) -> dict:
+    """Shard the model with ``shard``; return its units, the parameters in none, and whether the weights are still tied."""
     model = _model(tied)
     shard(model, init_device_mesh("cpu", (me.world_size,)))
     units = [name or "model" for name, module in model.named_modules() if isinstance(module, FSDPModule)]
@@ -49,24 +49,24 @@ def _cut(me, shard, tied: bool) -> dict:
 
 
 def _trained(me, shard) -> list[dict]:
-    """Of the model with two weights for embedding and head, and of the one with a shared one: what ``_cut`` finds, and the peak."""
+    """Shard and train the model with untied, then tied weights; return the results of ``_shard``, and the untied peak."""
     torch.set_num_threads(1)
-    found = []
+    results = []
     for tied in (False, True):
-        about = _cut(me, shard, tied)
+        about = _shard(me, shard, tied)
         model = about.pop("model")
         if not tied and "model" in about["units"] and not about["loose"]:
             about["peak"] = _peak(model)
-        found.append(about)
-    return found
+        results.append(about)
+    return results
 
 
 def _peak(model) -> int:
-    """Bytes alive at the peak of a step: the lower of two, as in every record."""
+    """Return the bytes alive at the peak of a step: the lower of two steps, as in every record."""
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     meter = trace.StepTrace(model, optimizer, torch.device("cpu"))
     peaks = []
-    for _ in range(3):  # the first makes the meter acquainted with what is there
+    for _ in range(3):  # the first warms up the tracer
         ids = torch.randint(256, (1, LENGTH + 1))
         with meter:
             logits = model(input_ids=ids[:, :-1], use_cache=False).logits
@@ -78,24 +78,22 @@ def _peak(model) -> int:
 
 
 def judge_shard(shard) -> str:
-    apart, tied = on_ranks(_trained, shard, ranks=WORLD, timeout=90)[0]
-    if not apart["units"]:
+    untied, tied = on_ranks(_trained, shard, ranks=WORLD, timeout=90)[0]
+    if not untied["units"]:
         return "not answered yet"
-    if apart["loose"]:
-        return f"not quite: {apart['loose'][0]} is in no unit: nobody shards it; end with fully_shard(model, mesh=mesh)"
-    if "model" not in apart["units"]:
-        return (
-            "not quite: the model itself is no unit: end with fully_shard(model, mesh=mesh), which takes what is left"
-        )
-    if apart["peak"] > BUDGET:
-        much = f"the peak is {apart['peak'] / MIB:.1f} MiB, the budget {BUDGET / MIB:.0f}"
-        return f"not quite: {much}: {_too_large(apart['units'])}"
+    if untied["loose"]:
+        return f"not quite: {untied['loose'][0]} is in no unit, so it is not sharded; end with fully_shard(model, mesh=mesh)"
+    if "model" not in untied["units"]:
+        return "not quite: the model itself is not a unit: end with fully_shard(model, mesh=mesh), which takes the remaining parameters"
+    if untied["peak"] > BUDGET:
+        much = f"the peak is {untied['peak'] / MIB:.1f} MiB, the budget {BUDGET / MIB:.0f}"
+        return f"not quite: {much}: {_too_large(untied['units'])}"
     if not tied["units"] or tied["loose"] or "model" not in tied["units"]:
-        return "not quite: where embedding and head share their weight, not all of the model is in a unit"
+        return "not quite: with tied weights of embedding and head, not all of the model is in a unit"
     if not tied["tied"]:
         return (
-            "not quite: where embedding and head share their weight, they are two weights afterwards: "
-            "leave both to one unit, such as the root"
+            "not quite: the tied weights of embedding and head are two weights after sharding: "
+            "put both into one unit, such as the root"
         )
     return "right"
 
@@ -103,15 +101,15 @@ def judge_shard(shard) -> str:
 def _too_large(units: list[str]) -> str:
     blocks = [name for name in units if name.rpartition(".")[2].isdecimal()]
     if units == ["model"]:
-        return "all is one unit, which is whole at once"
+        return "there is one unit, so all parameters are gathered at once"
     if len(blocks) < SHAPE.num_hidden_layers:
         return f"the units are {', '.join(units[:4])}, …: whose forward runs the decoder's blocks one by one?"
-    return "each block is a unit; what else is large? The root is whole all through the step"
+    return "each block is a unit; what else is large? The root stays gathered throughout the step"
 
 
 @dataclass(frozen=True)
 class Find:
-    """An exercise whose answer names a trap: {"a": "units", …}, a word of ``TRAPS`` for each script."""
+    """An exercise whose answer names a trap of ``TRAPS`` for each script: {"a": "units", …}."""
 
     title: str
     level: int
@@ -120,16 +118,16 @@ class Find:
     hint: str
     solution: str
 
-    def judge(self, given) -> str:
-        if not isinstance(given, dict) or set(given) != set(self.traps):
-            return f"a trap for each script is wanted: {{{', '.join(f'{name!r}: …' for name in self.traps)}}}"
-        if all(unanswered(word) for word in given.values()):
+    def judge(self, value) -> str:
+        if not isinstance(value, dict) or set(value) != set(self.traps):
+            return f"name a trap for each script: {{{', '.join(f'{name!r}: …' for name in self.traps)}}}"
+        if all(unanswered(word) for word in value.values()):
             return "not answered yet"
-        for script, word in given.items():
+        for script, word in value.items():
             if word not in TRAPS:
-                return f"{word!r} is none of the traps: {', '.join(TRAPS)}"
+                return f"{word!r} is not among the traps: {', '.join(TRAPS)}"
             if word != self.traps[script]:
-                return f"not quite: script {script}: with {word!r} one would see {TRAPS[word]}"
+                return f"not quite: script {script}: with {word!r} you would see {TRAPS[word]}"
         return "right"
 
 
@@ -140,8 +138,8 @@ EXERCISES = {
         minutes=12,
         judge=judge_shard,
         hint="Inner modules first, the model last. model.model.layers are the blocks; model.get_input_embeddings() and "
-        "model.get_output_embeddings() find the other two large ones, in every family. If their weights are one tensor, "
-        "`is` says so.",
+        "model.get_output_embeddings() return the other two large ones, in every family. `is` tests whether their "
+        "weights are one tensor.",
         solution="""
 from torch.distributed.fsdp import fully_shard
 
@@ -149,10 +147,10 @@ def shard(model, mesh):
     for block in model.model.layers:
         fully_shard(block, mesh=mesh)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if head.weight is not embedding.weight:  # two weights, two units; a weight that both use is the root's
+    if head.weight is not embedding.weight:  # two weights, two units; tied weights go to the root
         fully_shard(embedding, mesh=mesh)
-        fully_shard(head, mesh=mesh, reshard_after_forward=False)  # backward begins with it
-    fully_shard(model, mesh=mesh)  # the root: what is left
+        fully_shard(head, mesh=mesh, reshard_after_forward=False)  # backward starts with it
+    fully_shard(model, mesh=mesh)  # the root: the remaining parameters
 """,
     ),
     "17.1": Predict(
@@ -162,12 +160,12 @@ def shard(model, mesh):
         answer=8 * 4 * PARAMETERS / GIB,
         unit="GiB",
         slips={
-            "that is one rank's copy; all eight ranks of the node make one": 4 * PARAMETERS / GIB,
-            "in bf16 it lies in the file; the ranks ask for fp32, 4 bytes per parameter": 8 * 2 * PARAMETERS / GIB,
-            "that is the size of the file; each rank makes a copy of its own, in fp32": 2 * PARAMETERS / GIB,
+            "that is one rank's copy; each of the node's eight ranks makes one": 4 * PARAMETERS / GIB,
+            "the file is in bf16, but the ranks load it in fp32, with 4 bytes per parameter": 8 * 2 * PARAMETERS / GIB,
+            "that is the size of the file; each rank makes its own copy, in fp32": 2 * PARAMETERS / GIB,
             "1 GiB is 1024³ bytes": 8 * 4 * PARAMETERS / 1e9,
         },
-        hint="Converted numbers cannot lie in the file: each rank has its own. How many bytes has one in fp32?",
+        hint="Converted weights cannot be mapped from the file: each rank has its own copy. How many bytes is a parameter in fp32?",
         solution=f"answer = 8 * {PARAMETERS:_} * 4 / 2**30  # eight copies in fp32, before anything is sharded",
     ),
     "17.2": Find(
@@ -175,13 +173,13 @@ def shard(model, mesh):
         level=2,
         minutes=8,
         traps={"a": "recompute", "b": "units", "c": "buffers"},
-        hint="For each script, ask what trap 1 to 5 would have you print: the units, the weights shared, the buffers, the "
-        "host's memory, and the mode that from_pretrained leaves a model in.",
+        hint="For each script, check what traps 1 to 5 tell you to print: the units, the tied weights, the buffers, the "
+        "host's memory, and the mode in which from_pretrained returns a model.",
         solution="""
 answer = {
-    "a": "recompute",  # from_pretrained leaves the model in eval mode, in which the library recomputes nothing
-    "b": "units",  # no module of this model is a "LlamaBlock": all is left to the root, one unit
-    "c": "buffers",  # to_empty gives the rotary tables memory, and read_into knows parameters only
+    "a": "recompute",  # from_pretrained returns the model in eval mode, in which the library recomputes nothing
+    "b": "units",  # no module of this model is a "LlamaBlock": all parameters go to the root, a single unit
+    "c": "buffers",  # to_empty allocates the rotary tables, but read_into fills only parameters
 }
 """,
     ),

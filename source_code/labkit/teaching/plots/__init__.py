@@ -1,8 +1,8 @@
-"""Every figure of the course, from records only, in one visual language.
+"""Draw the course's figures from records, in one visual style.
 
 Solid is measured, outlined is predicted, hatched is simulated; the learner's guess is a small diamond.
 A category of memory has the same colour in every figure. The colours are Okabe and Ito's, those of strategies Paul
-Tol's: colour-blind readers can tell them apart. Figures that only one chapter draws are in files of their own beside this one.
+Tol's: colour-blind readers can distinguish them. Figures of a single chapter have their own files in this folder.
 
 The functions that make whole figures end with ``show``, which puts them under a notebook's cell.
 """
@@ -47,19 +47,19 @@ matplotlib.rcParams.update(STYLE)
 
 
 def caption(record: dict) -> str:
-    """What a figure must always say: hardware, ranks, data."""
+    """Return the line that every figure shows: hardware, ranks, data."""
     ranks = f"{record['ranks']} rank" + ("s" if record["ranks"] > 1 else "")
     return f"{record['hardware']} · {ranks} · {record['data']['name']} · batch {record['batch_size']} per rank"
 
 
 def headline(figure, title: str, under: str):
-    """A bold title, and the line under it that names hardware, ranks and data."""
+    """Add a bold title, and below it the line with hardware, ranks and data."""
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
     figure.axes[0].set_title(under, fontsize=11)
 
 
 def show(figure, alt: str | None = None):
-    """In a notebook, put the figure under the cell. alt: the picture in words (default: its headline)."""
+    """Show the figure below the cell of a notebook. alt: text alternative (default: its headline)."""
     if not matplotlib.get_backend().endswith("inline"):
         return
     from IPython.display import display
@@ -71,7 +71,7 @@ def show(figure, alt: str | None = None):
 
 
 def memory_bars(axes, rows: list[tuple[str, dict, int | None]], guesses: dict[str, float] | None = None):
-    """Stacked horizontal bars of peak memory: rows of (label, {category: bytes} measured, predicted bytes or None).
+    """Draw stacked horizontal bars of peak memory: rows of (label, {category: bytes} measured, predicted bytes or None).
 
     The first row is drawn on top. A predicted total is an outline around the bar. guesses: {label: MiB or None}.
     """
@@ -98,7 +98,7 @@ def memory_bars(axes, rows: list[tuple[str, dict, int | None]], guesses: dict[st
 
 
 def time_bars(axes, rows: list[tuple[str, dict | None]]):
-    """Horizontal bars of the median step time, with the spread from the 10th to the 90th percentile."""
+    """Draw horizontal bars of the median step time, with the range from the 10th to the 90th percentile."""
     for place, (_, step) in enumerate(rows):
         if step is None:
             continue
@@ -114,7 +114,7 @@ def time_bars(axes, rows: list[tuple[str, dict | None]]):
 
 
 def memory(rows: list[tuple[str, dict, dict | None]], title: str, guesses: dict[str, float] | None = None):
-    """A figure of peak memory: rows of (label, record, predicted {category: bytes} or None); guesses: {label: MiB}."""
+    """Draw a figure of peak memory: rows of (label, record, predicted {category: bytes} or None); guesses: {label: MiB}."""
     figure, axes = plt.subplots(figsize=(10, 0.6 * len(rows) + 2.2), layout="constrained")
     bars = [(label, record["memory"]["peak"], terms and sum(terms.values())) for label, record, terms in rows]
     memory_bars(axes, bars, guesses)
@@ -135,20 +135,21 @@ def memory(rows: list[tuple[str, dict, dict | None]], title: str, guesses: dict[
 
 
 def timeline(axes, record: dict, height: float | None = None):
-    """The live bytes of one step by category, from its first tensor to its last, the highest moment marked.
+    """Draw the live bytes of one step by category, with the peak marked.
 
-    height: MiB the vertical axis has room for (default: this step's peak). The horizontal axis counts changes of memory, not seconds: what is quick and what is slow look alike.
+    The horizontal axis counts changes of memory, not seconds. height: upper end of the vertical axis in MiB (default:
+    the peak of this step).
     """
-    moments = record["memory"]["timeline"]
-    levels = [[moment[1 + i] / MIB for moment in moments] for i in range(len(CATEGORIES))]
+    snapshots = record["memory"]["timeline"]
+    levels = [[snapshot[1 + i] / MIB for snapshot in snapshots] for i in range(len(CATEGORIES))]
     used = [i for i in range(len(CATEGORIES)) if max(levels[i]) > 0.005]
     totals = [sum(level) for level in zip(*levels, strict=True)]
     top = max(totals)
     height = height or top
-    # In the legend is what can be found: thicker than a hair for longer than a hair's breadth
+    # The legend lists only visible areas: tall enough for long enough
     wide = [sum(size > 0.01 * height for size in level) > 0.002 * len(totals) for level in levels]
     axes.stackplot(
-        range(len(moments)),
+        range(len(snapshots)),
         [levels[i] for i in used],
         labels=[CATEGORIES[i] if wide[i] else "" for i in used],
         colors=[COLOURS[CATEGORIES[i]] for i in used],
@@ -161,14 +162,14 @@ def timeline(axes, record: dict, height: float | None = None):
     behind = {"facecolor": "white", "edgecolor": "none", "pad": 0}  # of a phase's line
     axes.text(clear, top * 1.02, f"peak {top:.1f} MiB ", ha="right", va="bottom", bbox=behind)
     axes.plot(where, top, "v", color="black", markersize=8, clip_on=False)
-    name_phases(axes, [moment[0] for moment in moments], height * 1.2)
+    name_phases(axes, [snapshot[0] for snapshot in snapshots], height * 1.2)
     axes.set(xlim=(0, len(totals)), ylim=(0, height * 1.27), ylabel="live tensors [MiB]")
     axes.set_xticks([])
 
 
 def name_phases(axes, phases: list[str], height: float):
-    """Name forward, backward and optimizer above the timeline, a thin line between them."""
-    # A fused optimizer changes nothing that lives, and has no moments.
+    """Label forward, backward and optimizer above the timeline, separated by thin lines."""
+    # A fused optimizer allocates nothing, so it has no snapshots.
     named = [phase for phase in ("forward", "backward", "optimizer") if phase in phases]
     starts = [0, *(phases.index(phase) for phase in named[1:]), len(phases)]
     for phase, start, end in zip(named, starts[:-1], starts[1:], strict=True):
@@ -180,9 +181,9 @@ def name_phases(axes, phases: list[str], height: float):
 
 
 def timelines(rows: list[tuple[str, dict]], title: str, called: dict[str, str] | None = None):
-    """A figure of one step's memory, a panel a run, one scale for all: rows of (label, record).
+    """Draw one step's memory, one panel per run on a common scale: rows of (label, record).
 
-    called: {category: its name in the legend, where another says more}.
+    called: {category: a more specific name for the legend}.
     """
     figure, panels = plt.subplots(
         len(rows), 1, figsize=(10, 2.6 * len(rows) + 1.6), squeeze=False, layout="constrained"
@@ -206,7 +207,7 @@ def timelines(rows: list[tuple[str, dict]], title: str, called: dict[str, str] |
 
 
 def ladder(runs: list[dict], path: Path):
-    """Memory and step time of every rung, side by side.
+    """Draw memory and step time of every rung, side by side.
 
     runs: [{"label", "record", "predicted": bytes or None}, …], in order. Writes ``path`` (PNG or SVG).
     """

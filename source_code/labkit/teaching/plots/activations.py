@@ -1,4 +1,4 @@
-"""Figures of chapter 08: what precision and recomputation do to what is kept, to a step's cost, and to the loss."""
+"""Figures of chapter 08: effects of precision and recomputation on saved tensors, step cost, and loss."""
 
 import matplotlib.pyplot as plt
 
@@ -6,7 +6,7 @@ from labkit.measuring.trace import CATEGORIES
 from labkit.teaching.plots import COLOURS, MIB, caption, headline, show, time_bars
 
 TONES = ("#f2f2f2", "#d9d9d9", "#bdbdbd", "#969696", "#737373", "#525252")
-PHASE_COLUMN = 1  # a moment of a record's timeline is [phase, bytes by category …]
+PHASE_COLUMN = 1  # a snapshot of a record's timeline is [phase, bytes by category …]
 LINES = {
     "fp32": ("#0072B2", "-", "fp32"),
     "bf16": ("#E69F00", "--", "bf16, fp32 master weights"),
@@ -16,13 +16,13 @@ SPLIT = {"none": ("#0072B2", "nothing recomputed"), "full": ("#D55E00", "full re
 
 
 def most(record: dict, category: str) -> int:
-    """The most bytes of a category at any moment of the step."""
+    """Return the peak bytes of a category within the step."""
     column = PHASE_COLUMN + CATEGORIES.index(category)
-    return max(moment[column] for moment in record["memory"]["timeline"])
+    return max(snapshot[column] for snapshot in record["memory"]["timeline"])
 
 
 def kept(rows: list[tuple[str, dict, dict]], title: str, under: str):
-    """What a block keeps of a token: rows of (label, {what: bytes} measured, the same predicted), in tones of grey."""
+    """Draw the bytes per token that a block saves for backward: rows of (label, {tensor: bytes} measured, predicted)."""
     figure, axes = plt.subplots(figsize=(10, 0.7 * len(rows) + 1.9), layout="constrained")
     widest = max(sum(parts.values()) for _, parts, _ in rows)
     for place, (_, parts, predicted) in enumerate(rows):
@@ -40,16 +40,16 @@ def kept(rows: list[tuple[str, dict, dict]], title: str, under: str):
     axes.set_yticks(range(len(rows)), [label for label, _, _ in rows])
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
-    axes.set(xlim=(0, widest * 1.12), xlabel="bytes per token that one block keeps for backward")
+    axes.set(xlim=(0, widest * 1.12), xlabel="bytes per token that one block saves for backward")
     headline(figure, title, under)
     figure.legend(handles, names, loc="outside lower left", ncols=3, fontsize=11)
     show(figure)
 
 
 def cost(rows: list[tuple[str, dict, int, int]], title: str):
-    """Operations and time of a step: rows of (label, record, operations counted, operations predicted).
+    """Draw operations and time of a step: rows of (label, record, operations counted, operations predicted).
 
-    Operations are shown against those of the first row.
+    Operations are relative to those of the first row.
     """
     figure, (flops, time) = plt.subplots(1, 2, figsize=(11.5, 0.6 * len(rows) + 2.0), layout="constrained", sharey=True)
     base = rows[0][2]
@@ -66,9 +66,9 @@ def cost(rows: list[tuple[str, dict, int, int]], title: str):
 
 
 def crossing(runs: list[dict], predicted, where: dict, title: str):
-    """Activations and model state against the tokens on a rank, two panels of one scale: none and full recomputation.
+    """Draw activations and model state over tokens per rank, without and with full recomputation, on one scale.
 
-    predicted(tokens, recompute): bytes of activations at their most. where: the predicted crossings, {recompute: tokens}.
+    predicted(tokens, recompute): peak bytes of activations. where: the predicted crossings, {recompute: tokens}.
     """
     figure, panels = plt.subplots(1, 2, figsize=(11.5, 4.9), layout="constrained", sharey=True)
     for axes, (recompute, (_, name)) in zip(panels, SPLIT.items(), strict=True):
@@ -79,7 +79,7 @@ def crossing(runs: list[dict], predicted, where: dict, title: str):
         ]
         measured = [most(run, "activations") / MIB for run in mine]
         axes.plot(tokens, state, "s-", color=COLOURS["optimizer state"], label="parameters and optimizer state")
-        axes.plot(tokens, measured, "o-", color="#666666", label="activations at their most")
+        axes.plot(tokens, measured, "o-", color="#666666", label="peak of activations")
         outlined = [predicted(count, recompute) / MIB for count in tokens]
         axes.plot(tokens, outlined, "o", markersize=13, markerfacecolor="none", color="black")
         axes.axvline(where[recompute], color="black", linestyle="--", linewidth=1)
@@ -99,7 +99,7 @@ def crossing(runs: list[dict], predicted, where: dict, title: str):
 
 
 def losses(curves: dict[str, dict], title: str, under: str):
-    """Left: the loss of each step; right: the share of weights that the step changed.
+    """Draw the loss of each step (left) and the share of weights that the step changed (right).
 
     curves: {one of LINES: {"losses", "changed"}}.
     """

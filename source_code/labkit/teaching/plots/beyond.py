@@ -9,7 +9,7 @@ from labkit.teaching.plots import MIB, headline, show
 FORWARD, BACKWARD = "#BBBBBB", "#4D4D4D"  # as in images/pipeline_schedules.svg
 PIPELINE = "#666666"
 ALL_OF_IT = "#B8A9D9"  # a bar that is not divided: in a figure where shades of grey have meanings
-KINDS = {  # what a step sends, by what for: its colour, that of the category of memory
+KINDS = {  # {content of the traffic: its colour, that of the category of memory}
     "parameters and gradients": "#0072B2",
     "activations of a tensor group": "#BBBBBB",
     "activations between stages": "#767676",
@@ -42,15 +42,15 @@ def pipeline_timeline(steps: dict[str, list], under: str, title: str):
 
 
 def stages(rows: dict[str, tuple[dict, list[int]]], title: str, guesses: dict[tuple[str, int], float] | None = None):
-    """Peak memory of each stage: {schedule: (record, predicted bytes by rank)}; guesses: {(schedule, stage): MiB}."""
+    """Draw the peak memory of each stage: {schedule: (record, predicted bytes by rank)}; guesses: {(schedule, stage): MiB}."""
     figure, axes = plt.subplots(figsize=(10, 4.6), layout="constrained")
     width, colours = 0.36, ("#AAAAAA", PIPELINE)
     for number, ((name, (record, predicted)), colour) in enumerate(zip(rows.items(), colours, strict=True)):
-        for rank, (found, expected) in enumerate(zip(record["memory"]["peak_by_rank"], predicted, strict=True)):
+        for rank, (measured, expected) in enumerate(zip(record["memory"]["peak_by_rank"], predicted, strict=True)):
             place = rank + (number - 0.5) * (width + 0.06)
-            axes.bar(place, found / MIB, width * 0.86, color=colour, label=name if rank == 0 else None)
+            axes.bar(place, measured / MIB, width * 0.86, color=colour, label=name if rank == 0 else None)
             axes.bar(place, expected / MIB, width, fill=False, edgecolor="black", linewidth=1.3)
-            axes.text(place, expected / MIB, f"{found / MIB:.1f}", ha="center", va="bottom")
+            axes.text(place, expected / MIB, f"{measured / MIB:.1f}", ha="center", va="bottom")
             guess = (guesses or {}).get((name, rank))
             if guess is not None:
                 axes.plot(place, guess, "D", color="black", markeredgecolor="white", markersize=9, zorder=5)
@@ -71,34 +71,34 @@ def caption_of_pipeline(record: dict) -> str:
 
 
 def what_for(entry: dict) -> str:
-    """Which of ``KINDS`` a step's collective is."""
+    """Return which of ``KINDS`` a step's collective belongs to."""
     if entry["kind"] in ("send", "receive"):
         return "activations between stages"
     return "activations of a tensor group" if entry["dimension"] == "tensor" else "parameters and gradients"
 
 
 def sent_for(plan) -> dict[str, float]:
-    """Bytes that a rank sends in a step, by what for (``KINDS``), in a ring and on one node. plan: a ``predict.Plan``."""
-    found = dict.fromkeys(KINDS, 0.0)
+    """Return the bytes that a rank sends per step, by ``KINDS``, with ring algorithms on one node. plan: a ``predict.Plan``."""
+    by_kind = dict.fromkeys(KINDS, 0.0)
     for entry in plan.traffic():
-        found[what_for(entry)] += entry["count"] * cost.ring_bytes(entry, plan, plan.ranks)["rank"]
-    return found
+        by_kind[what_for(entry)] += entry["count"] * cost.ring_bytes(entry, plan, plan.ranks)["rank"]
+    return by_kind
 
 
 def ways(rows: list[tuple[str, dict, int, dict]], title: str, under: str):
-    """Memory, traffic and time side by side: rows of (name, record, predicted peak in bytes, ``sent_for`` of a rank).
+    """Draw memory, traffic and time side by side: rows of (name, record, predicted peak in bytes, ``sent_for`` of a rank).
 
-    The peak is that of the fullest rank.
+    The peak is that of the rank with the highest peak.
     """
     figure, (memory, traffic, time) = plt.subplots(
         1, 3, figsize=(13, 0.62 * len(rows) + 2.6), sharey=True, layout="constrained"
     )
     seen = set()
     for place, (_, record, peak, sent) in enumerate(rows):
-        found = max(record["memory"]["peak_by_rank"]) / MIB
-        memory.barh(place, found, 0.56, color=ALL_OF_IT)
+        measured = max(record["memory"]["peak_by_rank"]) / MIB
+        memory.barh(place, measured, 0.56, color=ALL_OF_IT)
         memory.barh(place, peak / MIB, 0.74, fill=False, edgecolor="black", linewidth=1.3)
-        memory.text(max(found, peak / MIB), place, f"  {found:.1f}", va="center")
+        memory.text(max(measured, peak / MIB), place, f"  {measured:.1f}", va="center")
         left = 0.0
         for kind, size in sent.items():
             if size:
@@ -114,19 +114,19 @@ def ways(rows: list[tuple[str, dict, int, dict]], title: str, under: str):
         time.text(max(median, high), place, f"  {median:.0f}", va="center")
     memory.set_yticks(range(len(rows)), [row[0] for row in rows])
     memory.invert_yaxis()
-    labels = ("peak memory of the fullest rank [MiB]", "sent by the busiest rank [MB per step]", "step time [ms]")
+    labels = ("highest peak memory of a rank [MiB]", "sent by the busiest rank [MB per step]", "step time [ms]")
     for axes, label in zip((memory, traffic, time), labels, strict=True):
         axes.set_xlabel(label)
         axes.tick_params(axis="y", length=0)
         axes.margins(x=0.2)
-    marks = "left: measured, outlined predicted · middle: by the ring's law · right: measured, median, 10th to 90th percentile"
+    marks = "left: measured, outlined predicted · middle: by the ring formula · right: measured, median, 10th to 90th percentile"
     headline(figure, title, f"{under}\n{marks}")
     figure.legend(*traffic.get_legend_handles_labels(), loc="outside lower left", ncols=3, fontsize=11)
     show(figure)
 
 
 def loss_parity(record: dict, tolerance: dict[str, float], title: str):
-    """The largest relative difference of a loss to one process, of each way: ``proofs/parity.py``'s record."""
+    """Draw the largest relative difference of the loss from one process, per variant of ``proofs/parity.py``'s record."""
     names = [name for name in dict.fromkeys(row["way"] for row in record["rows"]) if name != "one process"]
     figure, axes = plt.subplots(figsize=(10, 0.34 * len(names) + 2.4), layout="constrained")
     colours = {"fp64": "#0072B2", "fp32": "#D55E00"}

@@ -1,10 +1,10 @@
-"""Figures of chapter 07: a run that goes on from a checkpoint, and what the checkpoint holds."""
+"""Figures of chapter 07: a run resumed from a checkpoint, and the files of the checkpoint."""
 
 import matplotlib.pyplot as plt
 
 from labkit.teaching.plots import MIB, STRATEGY_COLOURS, caption, headline, show
 
-# One look a resumed run, larger marks first so that the smaller ones on top leave them visible
+# One style per resumed run, larger marks first so that the smaller ones on top leave them visible
 MARKS = ({"marker": "s", "markersize": 12, "color": "#56B4E9"}, {"marker": "o", "markersize": 6, "color": "#0072B2"})
 ODD = {"marker": "X", "markersize": 8, "color": "#D55E00"}  # a run that is meant to go wrong
 LIMIT = 1e-10
@@ -12,21 +12,21 @@ FLOOR = 1e-17  # where two losses that are equal to the last bit are drawn
 
 
 def seam(whole: dict, resumed: dict[str, list[float]], saved_at: int, killed_at: int | None, title: str):
-    """Losses of a run and of its continuations, and how far they lie apart: resumed is {label: losses after the seam}.
+    """Draw the losses of a run and of its resumed runs, and their relative differences.
 
-    whole: the record of the run that was not interrupted. killed_at: the last step whose work was lost, if any. The
-    label "without …" marks a run that should part.
+    whole: record of the uninterrupted run. resumed: {label: losses after the checkpoint}; a label "without …" marks a run
+    that should diverge. killed_at: the last step whose work was lost, if any.
     """
     figure, (above, below) = plt.subplots(
         2, 1, figsize=(10, 6.4), height_ratios=[3, 2], sharex=True, layout="constrained"
     )
     losses = whole["losses"]
     above.plot(range(1, len(losses) + 1), losses, color="#666666", linewidth=2, label="not interrupted, 4 ranks")
-    for (label, found), mark in zip(resumed.items(), MARKS, strict=False):
+    for (label, continued), mark in zip(resumed.items(), MARKS, strict=False):
         look = (ODD if label.startswith("without") else mark) | {"linestyle": "none", "label": label}
-        steps = range(saved_at + 1, saved_at + 1 + len(found))
-        above.plot(steps, found, **look)
-        differences = [abs(a - b) / b for a, b in zip(found, losses[saved_at:], strict=False)]
+        steps = range(saved_at + 1, saved_at + 1 + len(continued))
+        above.plot(steps, continued, **look)
+        differences = [abs(a - b) / b for a, b in zip(continued, losses[saved_at:], strict=False)]
         below.plot(steps, [max(d, FLOOR) for d in differences], **look)
     for axes in (above, below):
         axes.axvline(saved_at + 0.5, color="black", linewidth=1)
@@ -49,7 +49,7 @@ def seam(whole: dict, resumed: dict[str, list[float]], saved_at: int, killed_at:
 
 
 def files(record: dict, written: dict[int, dict[str, int]], predicted: int, guess: float | None):
-    """Bytes of a checkpoint by file, a bar for each number of ranks: written is {ranks: {file: bytes}}; guess in MiB."""
+    """Draw the bytes of a checkpoint by file, one bar for each number of ranks: written is {ranks: {file: bytes}}; guess in MiB."""
     figure, axes = plt.subplots(figsize=(10, 0.75 * len(written) + 1.9), layout="constrained")
     for place, by_file in enumerate(written.values()):
         left = 0.0
@@ -73,7 +73,7 @@ def files(record: dict, written: dict[int, dict[str, int]], predicted: int, gues
 
 
 def _about(record: dict) -> str:
-    """Hardware and data, without the ranks, which differ from run to run."""
+    """Return hardware and data, without the number of ranks, which differs between runs."""
     hardware, _, *rest = caption(record).split(" · ")
     batch = f"global batch {record['config']['global_batch_size']}"
     return " · ".join([hardware, *rest[:-1], batch, record["config"]["precision"]])

@@ -1,4 +1,4 @@
-"""The figures of chapter 02: what a rank sends, and how long a collective takes."""
+"""Figures of chapter 02: bytes sent per rank, and time per collective."""
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -14,9 +14,9 @@ COLLECTIVE_COLOURS = {
 
 
 def sent_by_world(measured: dict[int, float], size: float, guess: tuple[int, float | None], title: str, under: str):
-    """What a rank sends in an all-reduce of ``size`` MB, against the world size.
+    """Draw the MB that a rank sends in an all-reduce of ``size`` MB over the world size.
 
-    measured: {ranks: MB}. guess: (ranks, MB or None). The law, 2 (W−1)/W × size, is drawn for 1 to 8 ranks.
+    measured: {ranks: MB}. guess: (ranks, MB or None). The formula, 2 (W−1)/W × size, is drawn for 1 to 8 ranks.
     """
     figure, axes = plt.subplots(figsize=(10, 4.2), layout="constrained")
     worlds = range(1, max(8, *measured) + 1)
@@ -37,7 +37,7 @@ def sent_by_world(measured: dict[int, float], size: float, guess: tuple[int, flo
 
 
 def sent_bars(rows: list[tuple[str, float, float, str]], title: str, under: str):
-    """What a rank sends: rows of (label, predicted MB, measured MB, colour)."""
+    """Draw the MB sent per rank: rows of (label, predicted MB, measured MB, colour)."""
     figure, axes = plt.subplots(figsize=(10, 0.7 * len(rows) + 1.9), layout="constrained")
     longest = max(max(predicted, measured) for _, predicted, measured, _ in rows)
     for place, (_, predicted, measured, colour) in enumerate(rows):
@@ -54,7 +54,7 @@ def sent_bars(rows: list[tuple[str, float, float, str]], title: str, under: str)
 
 
 def time_against_size(sizes, timed: dict, fits: dict, title: str, under: str):
-    """Time of collectives against the tensor's size, both axes logarithmic.
+    """Draw the time of collectives over the tensor's size, with logarithmic axes.
 
     sizes: bytes. timed: {collective: (lower quartile, median, upper quartile), each by size, in seconds}.
     fits: {collective: (latency in seconds, seconds per byte)}.
@@ -63,8 +63,8 @@ def time_against_size(sizes, timed: dict, fits: dict, title: str, under: str):
     fine = np.geomspace(sizes[0], sizes[-1], 200)
     for place, (name, (low, middle, high)) in enumerate(timed.items()):
         colour, kilo = COLLECTIVE_COLOURS[name], [size / 1e3 * 1.1 ** (place - 1) for size in sizes]
-        latency, a_byte = fits[name]
-        axes.plot(fine / 1e3, (latency + a_byte * fine) * 1e3, color=colour, linewidth=1.5)
+        latency, per_byte = fits[name]
+        axes.plot(fine / 1e3, (latency + per_byte * fine) * 1e3, color=colour, linewidth=1.5)
         axes.vlines(kilo, [t * 1e3 for t in low], [t * 1e3 for t in high], color=colour, linewidth=1.5)
         axes.plot(kilo, [t * 1e3 for t in middle], "o", color=colour, markersize=7, label=name)
     axes.set(xscale="log", yscale="log", xlabel="size of the whole tensor [kB]", ylabel="time [ms]")

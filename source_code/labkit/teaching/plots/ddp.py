@@ -1,4 +1,4 @@
-"""The figures that only chapter 01 draws."""
+"""Figures of chapter 01."""
 
 from statistics import fmean, median
 
@@ -8,9 +8,9 @@ from labkit.teaching.plots import MIB, STRATEGY_COLOURS, headline, show
 
 
 def peak_against_batch(records: list[dict], predicted: dict[str, list[tuple[int, int]]], floor: int):
-    """Peak memory against the batch per rank: measured points, predicted lines.
+    """Draw peak memory over the batch per rank: measured points, predicted lines.
 
-    predicted: {strategy: [(images per rank, bytes), …]}; floor: bytes that no batch, however small, gets below.
+    predicted: {strategy: [(images per rank, bytes), …]}. floor: lower bound of the peak for any batch, in bytes.
     """
     figure, axes = plt.subplots(figsize=(10, 5.4), layout="constrained")
     for strategy, points in predicted.items():
@@ -41,7 +41,7 @@ def peak_against_batch(records: list[dict], predicted: dict[str, list[tuple[int,
 
 
 def speed_up(ratios: dict[int, dict[str, list[float]]], guess: float | None, under: str):
-    """Images per second, in units of one process's, against the ranks: {ranks: {way: [ratio of each round]}}, from 2 ranks on.
+    """Draw images per second over ranks, relative to one process: {ranks: {way: [ratio of each round]}}, from 2 ranks on.
 
     guess: the learner's for DDP on two ranks.
     """
@@ -71,9 +71,9 @@ def speed_up(ratios: dict[int, dict[str, list[float]]], guess: float | None, und
 
 
 def loss_by_images(runs: dict[str, list[float]], images: int, under: str, points: int = 8):
-    """The training loss against the images that all ranks have seen: {name: [loss of each step]}, means of some steps.
+    """Draw the training loss over the images that all ranks have seen: {name: [loss of each step]}, averaged over steps.
 
-    images: that a whole run has seen.
+    images: number of images in a run.
     """
     figure, axes = plt.subplots(figsize=(10, 4.6), layout="constrained")
     looks = zip(("#666666", STRATEGY_COLOURS["ddp"], STRATEGY_COLOURS["ddp"]), ("o", "o", "^"), strict=True)

@@ -1,4 +1,4 @@
-"""The digits themselves: what every lab of the MNIST network looks at."""
+"""Draw digits of MNIST."""
 
 import matplotlib.pyplot as plt
 
@@ -6,7 +6,7 @@ from labkit.teaching.plots import show
 
 
 def row(images, labels, under: str):
-    """A row of images (uint8, 28 × 28), each with its label above it; under: what data set it is."""
+    """Draw a row of images (uint8, 28 × 28), each below its label. under: name of the data set."""
     figure, panels = plt.subplots(1, len(images), figsize=(10, 1.5), layout="constrained")
     for axes, image, label in zip(panels, images, labels, strict=True):
         axes.imshow(image, cmap="gray_r")

@@ -1,4 +1,4 @@
-"""Figures of chapter 14: which device has which part of an array, what each keeps and needs, the effect of a threshold."""
+"""Figures of chapter 14: the layout of arrays over devices, memory per device, the effect of a threshold."""
 
 import matplotlib.pyplot as plt
 
@@ -8,7 +8,7 @@ TONES = ("#F2F2F2", "#DADADA", "#C2C2C2", "#AAAAAA", "#8E8E8E", "#717171", "#545
 
 
 def places(arrays: dict[str, object], title: str, under: str):
-    """Where arrays of two dimensions lie, a panel each: {name: a jax.Array}. As its ``addressable_shards`` say."""
+    """Draw the layout of 2-D arrays from their ``addressable_shards``, one panel each: {name: a jax.Array}."""
     figure, panels = plt.subplots(1, len(arrays), figsize=(10, 2.7), squeeze=False, layout="compressed")
     for axes, (name, array) in zip(panels[0], arrays.items(), strict=True):
         rows, columns = array.shape
@@ -28,7 +28,7 @@ def places(arrays: dict[str, object], title: str, under: str):
         axes.set_yticks([])
         axes.spines[:].set_visible(False)
     figure.suptitle(f"{title}\n", x=0.01, ha="left", fontweight="bold")
-    # In no panel's title: it is longer than a panel, which would grow for it
+    # Not a panel's title: it is wider than a panel, which would grow
     figure.text(0.01, 0.88, under, fontsize=11, va="top").set_in_layout(False)
     show(figure, f"{title}. {under}")
 
@@ -40,15 +40,15 @@ def _part(axes, x, y, width, height, colour: str, text: str):
 
 
 def leaves(rows: list[tuple[str, int, int]], devices: int, title: str, under: str):
-    """What each device keeps of each array: rows of (name, bytes of the array, bytes of it on one device)."""
+    """Draw the bytes of each array on each device: rows of (name, bytes of the array, bytes of it on one device)."""
     figure, axes = plt.subplots(figsize=(10, 0.36 * len(rows) + 1.9), layout="constrained")
     most = max(size for _, size, _ in rows)
-    for place, (_, size, kept) in enumerate(rows):
+    for place, (_, size, local) in enumerate(rows):
         axes.barh(place, size / 2**10, 0.76, color="#E4E4E4")
-        axes.barh(place, kept / 2**10, 0.76, color=COLOURS["parameters"])
-        share = "whole" if kept == size else f"1/{size / kept:g}"
+        axes.barh(place, local / 2**10, 0.76, color=COLOURS["parameters"])
+        share = "whole" if local == size else f"1/{size / local:g}"
         axes.text(
-            (size + 0.01 * most) / 2**10, place, f"{kept / 2**10:.3g} of {size / 2**10:.4g}: {share}", va="center"
+            (size + 0.01 * most) / 2**10, place, f"{local / 2**10:.3g} of {size / 2**10:.4g}: {share}", va="center"
         )
     axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
     axes.tick_params(axis="y", length=0)
@@ -60,7 +60,7 @@ def leaves(rows: list[tuple[str, int, int]], devices: int, title: str, under: st
 
 
 def memory(rows: list[tuple[str, dict, float | None]], title: str, under: str, guesses: dict[str, float] | None = None):
-    """What a device needs, by the compiled program: rows of (name, {category: bytes}, bytes predicted in all or None).
+    """Draw the memory per device in the compiled program: rows of (name, {category: bytes}, predicted total or None).
 
     guesses: {name: MiB}.
     """
@@ -89,19 +89,24 @@ def memory(rows: list[tuple[str, dict, float | None]], title: str, under: str, g
 
 
 def thresholds(rows: list[tuple[str, int, int, int]], title: str, under: str):
-    """Rows of (threshold, bytes kept per device, the planner's, collectives of a step): two panels."""
-    figure, (kept, sent) = plt.subplots(1, 2, figsize=(10, 0.5 * len(rows) + 2), sharey=True, layout="constrained")
+    """Draw persistent bytes and collectives per threshold.
+
+    rows: (threshold, persistent bytes per device, predicted bytes, collectives per step).
+    """
+    figure, (persistent, sent) = plt.subplots(
+        1, 2, figsize=(10, 0.5 * len(rows) + 2), sharey=True, layout="constrained"
+    )
     for place, (_, size, predicted, collectives) in enumerate(rows):
-        kept.barh(place, size / MIB, 0.6, color="#AAAAAA")
-        kept.barh(place, predicted / MIB, 0.76, fill=False, edgecolor="black", linewidth=1.3)
-        kept.text(size / MIB, place, f"  {size / MIB:.2f}", va="center")
+        persistent.barh(place, size / MIB, 0.6, color="#AAAAAA")
+        persistent.barh(place, predicted / MIB, 0.76, fill=False, edgecolor="black", linewidth=1.3)
+        persistent.text(size / MIB, place, f"  {size / MIB:.2f}", va="center")
         sent.barh(place, collectives, 0.6, color="#666666")
         sent.text(collectives, place, f"  {collectives}", va="center")
-    kept.set_yticks(range(len(rows)), [row[0] for row in rows])
-    kept.invert_yaxis()
-    kept.set_xlabel("kept between steps per device [MiB]")
+    persistent.set_yticks(range(len(rows)), [row[0] for row in rows])
+    persistent.invert_yaxis()
+    persistent.set_xlabel("persistent memory per device [MiB]")
     sent.set_xlabel("collectives of a step")
-    for axes in (kept, sent):
+    for axes in (persistent, sent):
         axes.tick_params(axis="y", length=0)
         axes.margins(x=0.2)
     headline(figure, title, under)

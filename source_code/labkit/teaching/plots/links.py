@@ -12,7 +12,7 @@ MB = 1e6
 
 
 def across(rows: dict[str, tuple[float, float]], guesses: dict, title: str, under: str):
-    """Bytes of a step that leave a node: rows {name: (measured, predicted)}, guesses {name: MB or None}."""
+    """Draw the bytes of a step that leave a node: rows {name: (measured, predicted)}, guesses {name: MB or None}."""
     figure, axes = plt.subplots(figsize=(10, 0.7 * len(rows) + 2), layout="constrained")
     longest = max(max(pair) for pair in rows.values()) / MB
     for place, (name, (measured, predicted)) in enumerate(rows.items()):
@@ -33,10 +33,12 @@ def across(rows: dict[str, tuple[float, float]], guesses: dict, title: str, unde
 
 
 def sweep(steps: dict, predicted: dict, spans: dict, title: str, under: str):
-    """Step time against the time that the link needs for a megabyte, the same near the crossing, and the communication.
+    """Draw step time over the time the link needs per megabyte, an enlarged part near the crossing, and communication time.
 
-    steps, predicted: {name: {Mbit/s: seconds}}; a link that is not slowed is infinitely fast: there it is measured what a
-    step takes, and the law's line begins at what it computes and waits for latency. spans: {name: {Mbit/s: (measured, the least) communication, over the law's}}.
+    An unthrottled link counts as infinitely fast: at that point the predicted line consists of compute and latency.
+
+    steps, predicted: {name: {Mbit/s: seconds}}. spans: {name: {Mbit/s: (measured, least) communication time, divided by
+    the formula's}}.
     """
     figure, panels = plt.subplot_mosaic(
         [["all", "zoom"], ["all", "ratio"]], figsize=(13, 7.6), layout="constrained", width_ratios=[3, 2.6]
@@ -61,7 +63,7 @@ def sweep(steps: dict, predicted: dict, spans: dict, title: str, under: str):
 
 
 def _place(speed: float) -> float:
-    """ms a megabyte, of Mbit/s: on this axis a step is a straight line."""
+    """Convert Mbit/s to ms per megabyte: on this axis, step time is a straight line."""
     return 8e3 / speed
 
 
@@ -82,7 +84,7 @@ def _name_speeds(axes, speeds: list[float]):
 
 
 def _shares(axes, spans: dict):
-    """At each speed, the fastest first as on the other axes, and strategy by strategy: the law's span, and what was measured."""
+    """Draw the predicted range and the measured communication time for each speed, fastest first, and strategy."""
     speeds = sorted(next(iter(spans.values())), reverse=True)
     for number, (name, (colour, _, mark)) in enumerate(STYLES.items()):
         for place, speed in enumerate(speeds):

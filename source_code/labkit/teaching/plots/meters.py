@@ -1,11 +1,11 @@
-"""What the meters say of one process: its resident memory beside what its tensors hold."""
+"""Figures of chapter 00: the resident memory of one process compared with its tensors."""
 
 import matplotlib.pyplot as plt
 
 from labkit.teaching.plots import MIB, headline, show
 
 MEASURED = "#444444"
-# Parts of a process' resident memory: no categories of tensors, and no strategies, so none of their colours
+# Parts of a process' resident memory; they use other colours than categories of tensors and strategies
 PARTS = {
     "Python and libraries": "#333333",
     "first step, besides its tensors (assumed)": "#999999",
@@ -16,7 +16,7 @@ LIGHT = ("#999999", "#F0DDB8")  # black text is read better on these
 
 
 def moments(grown: dict, predicted: dict, guesses: dict, under: str):
-    """Growth of resident memory at each moment: measured and predicted {moment: bytes}, guesses {moment: MiB or None}."""
+    """Draw the growth of resident memory: measured and predicted {moment: bytes}, guesses {moment: MiB or None}."""
     figure, axes = plt.subplots(figsize=(10, 0.62 * len(grown) + 1.7), layout="constrained")
     top = max(*grown.values(), *predicted.values()) / MIB
     for place, (moment, size) in enumerate(grown.items()):
@@ -32,16 +32,16 @@ def moments(grown: dict, predicted: dict, guesses: dict, under: str):
     axes.set_xlabel("growth of resident memory [MiB]")
     headline(
         figure,
-        "Resident memory is what was written and not given back",
+        "Resident memory is memory that was written and not returned",
         f"{under}\nsolid: measured, outlined: predicted, diamond: your guess",
     )
     show(figure)
 
 
 def parts(rows: list[tuple[str, dict]], under: str):
-    """Peak resident memory, taken apart: rows of (label, {part: bytes}), the parts those of ``PARTS``.
+    """Draw the components of peak resident memory: rows of (label, {part: bytes}), with the parts of ``PARTS``.
 
-    All parts but the last were predicted: they are outlined together. The last is what they leave of the measured peak.
+    All parts except the last are predicted and outlined together. The last is the rest of the measured peak.
     """
     figure, axes = plt.subplots(figsize=(10, 0.62 * len(rows) + 2.2), layout="constrained")
     left, widest = [0.0] * len(rows), max(sum(sizes.values()) for _, sizes in rows) / MIB
@@ -69,6 +69,6 @@ def parts(rows: list[tuple[str, dict]], under: str):
     axes.set_xlim(0, widest * 1.08)
     axes.set_xlabel("peak resident memory [MiB]")
     marks = "bar's end: measured, outlined: the first three parts together, predicted; the fourth is the difference"
-    headline(figure, "One training process, taken apart", f"{under}\n{marks}")
+    headline(figure, "Components of one training process", f"{under}\n{marks}")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=4, fontsize=11)
     show(figure)

@@ -1,4 +1,4 @@
-"""Chapter 06's figures: one step's memory on two sides of a bus, and what offload saves as the batch grows."""
+"""Figures of chapter 06: one step's memory on device and host, and the memory offload saves by batch size."""
 
 import matplotlib.pyplot as plt
 
@@ -8,31 +8,33 @@ from labkit.teaching import plots
 MIB = 2**20
 
 
-def _places(moments: list, on_host: tuple) -> tuple[dict, dict]:
-    """({category: MiB at each moment} on the device, the same on the host).
+def _places(snapshots: list, on_host: tuple) -> tuple[dict, dict]:
+    """Return {category: MiB in each snapshot} on the device, and on the host.
 
-    on_host: the categories that offload moves; what the optimizer makes is on the host too.
+    on_host: the categories that offload moves. The optimizer's temporary tensors are on the host, too.
     """
     device, host = {}, {}
     for i, category in enumerate(CATEGORIES):
-        levels = [moment[1 + i] / MIB for moment in moments]
-        here = [category in on_host or (moment[0] == "optimizer" and category == "temporary") for moment in moments]
+        levels = [snapshot[1 + i] / MIB for snapshot in snapshots]
+        here = [
+            category in on_host or (snapshot[0] == "optimizer" and category == "temporary") for snapshot in snapshots
+        ]
         host[category] = [level if moved else 0 for level, moved in zip(levels, here, strict=True)]
         device[category] = [0 if moved else level for level, moved in zip(levels, here, strict=True)]
     return device, host
 
 
 def two_sides(record: dict, on_host: tuple):
-    """One step of a record, moment by moment: the device's share above the axis, the host's below it."""
-    moments = record["memory"]["timeline"]
+    """Draw one step of a record: the device's memory above the axis, the host's below it."""
+    snapshots = record["memory"]["timeline"]
     figure, (above, below) = plt.subplots(
         2, 1, figsize=(10, 6.2), sharex=True, height_ratios=[5, 3], layout="constrained"
     )
     tops, names = [], {}
-    for axes, side in zip((above, below), _places(moments, on_host), strict=True):
+    for axes, side in zip((above, below), _places(snapshots, on_host), strict=True):
         used = [c for c in CATEGORIES if max(side[c]) > 0.005]
         areas = axes.stackplot(
-            range(len(moments)),
+            range(len(snapshots)),
             [side[c] for c in used],
             colors=[plots.COLOURS[c] for c in used],
             step="post",
@@ -44,17 +46,17 @@ def two_sides(record: dict, on_host: tuple):
         where = len(totals) - 1 - totals[::-1].index(tops[-1])
         axes.axhline(tops[-1], color="black", linestyle="--", linewidth=1)
         axes.plot(where, tops[-1], "v" if axes is above else "^", color="black", markersize=8, clip_on=False)
-    above.text(len(moments), tops[0], f"device side's peak {tops[0]:.1f} MiB ", ha="right", va="bottom")
+    above.text(len(snapshots), tops[0], f"device side's peak {tops[0]:.1f} MiB ", ha="right", va="bottom")
     below.text(0, tops[1] * 1.04, f" host side's peak {tops[1]:.1f} MiB", ha="left", va="top")
-    plots.name_phases(above, [moment[0] for moment in moments], tops[0] * 1.22)
-    above.set(xlim=(0, len(moments)), ylim=(0, tops[0] * 1.3), ylabel="device side [MiB]")
+    plots.name_phases(above, [snapshot[0] for snapshot in snapshots], tops[0] * 1.22)
+    above.set(xlim=(0, len(snapshots)), ylim=(0, tops[0] * 1.3), ylabel="device side [MiB]")
     below.set(
         ylim=(tops[1] * 1.35, 0), ylabel="host side [MiB]", xlabel="one step, left to right: every change of memory"
     )
     below.set_xticks([])
     plots.headline(
         figure,
-        "What stays, and what offload moves",
+        "Memory that stays on the device, and memory that offload moves",
         f"{plots.caption(record)}\nmeasured by category on a CPU, put on a side by the rule; no GPU was there",
     )
     ordered = [c for c in CATEGORIES if c in names]
@@ -63,7 +65,7 @@ def two_sides(record: dict, on_host: tuple):
 
 
 def side_bars(record: dict, on_host: tuple, predicted: dict[str, int], guess: float | None):
-    """Three bars: the peak in one memory, and the peaks of the device's side and the host's side.
+    """Draw three bars: the peak in one memory, and the peaks of the device side and the host side.
 
     predicted: {"one memory", "device side", "host side"} in bytes. guess: MiB, of the device's side.
     """
@@ -83,7 +85,7 @@ def side_bars(record: dict, on_host: tuple, predicted: dict[str, int], guess: fl
 
 
 def against_batch(points: dict, lines: dict, record: dict):
-    """Left: peaks against the batch size. Right: the share of the peak that offload saves.
+    """Draw peaks over the batch size (left) and the share of the peak that offload saves (right).
 
     points, lines: {ranks: [(batch, peak bytes, device side's peak bytes)]}, measured and predicted. The left
     panel shows the ranks that were measured. record: names the hardware and the data.

@@ -12,15 +12,16 @@ def micro_batches(record: dict) -> int:
 
 
 def traffic(entries: list[dict], among: int | None = None) -> int:
-    """Bytes that a step's collectives gather and reduce; of those of ``among`` ranks only, if that is given."""
+    """Return the bytes that a step's collectives gather and reduce. among: count only collectives of that many ranks."""
     return sum(e["count"] * e["bytes"] for e in entries if among in (None, e.get("ranks")))
 
 
 def plane(points: list[tuple], title: str, guesses: dict[str, float] | None = None):
-    """points: (label, record, planner.predict.Plan); guesses: {label: MiB or None}, drawn where the traffic is predicted.
+    """Draw peak memory over traffic, one point per run: the record's values solid, the plan's outlined.
 
-    Solid: the record's peak and traffic. Outlined: the plan's. An arrow leads to the traffic that all ranks share,
-    where the rest stays in smaller groups: of that the plan knows, and the record does not.
+    An arrow leads to the traffic among all ranks, if the rest stays in smaller groups. Only the plan has that number.
+
+    points: (label, record, planner.predict.Plan). guesses: {label: MiB or None}, drawn at the predicted traffic.
     """
     figure, axes = plt.subplots(figsize=(10, 6.2), layout="constrained")
     places = []
@@ -35,7 +36,7 @@ def plane(points: list[tuple], title: str, guesses: dict[str, float] | None = No
         if shared < expected:
             axes.annotate("", (shared, y), (x, y), arrowprops={"arrowstyle": "->", "shrinkA": 9, "linestyle": "--"})
             middle, up = ((shared + x) / 2, y), (0, 5)
-            axes.annotate("what leaves the groups", middle, up, textcoords="offset points", ha="center", fontsize=11)
+            axes.annotate("traffic among all ranks", middle, up, textcoords="offset points", ha="center", fontsize=11)
         guess = (guesses or {}).get(label)
         if guess is not None:
             axes.plot(expected, guess, "D", color="black", markersize=7)
@@ -49,15 +50,15 @@ def plane(points: list[tuple], title: str, guesses: dict[str, float] | None = No
     axes.set(xlabel="gathered + reduced per micro-batch [MB]", ylabel="peak memory per rank [MiB]")
     axes.grid(color="#DDDDDD", linewidth=0.6)
     marks = "solid: measured, outlined: predicted" + ", diamond: your guess" * bool(guessed)
-    marks += "; the upright axis does not begin at zero"
+    marks += "; the vertical axis does not start at zero"
     headline(figure, title, f"{caption(points[0][1])}\n{marks}")
     show(figure)
 
 
 def _name(axes, places: list[tuple[str, float, float]], right: float):
-    """Write each label to the right of its point; where points crowd, one above the other."""
+    """Write each label to the right of its point; spread the labels of close points vertically."""
     low, high = axes.get_ylim()
-    columns = {}  # where labels begin → the points that have theirs there
+    columns = {}  # x of labels → their points
     for label, x, y in sorted(places, key=lambda place: place[2]):
         columns.setdefault(right if x > 0.85 * right else x, []).append((label, x, y))
     for column, points in columns.items():

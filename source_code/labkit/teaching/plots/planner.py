@@ -1,4 +1,4 @@
-"""Figures of chapter 11: what is predicted, simulated and measured, side by side; errors of estimators."""
+"""Figures of chapter 11: predicted, simulated and measured memory side by side; errors of estimators."""
 
 import re
 from itertools import pairwise
@@ -12,14 +12,14 @@ from labkit.measuring.trace import CATEGORIES
 from labkit.teaching.plots import COLOURS, headline, show
 
 GIB = 2**30
-MOST_NAMES = 30  # of places, below an axis
-LEAST = 0.01  # of the peak: smaller terms share a bar
+MOST_NAMES = 30  # most phase labels below an axis
+LEAST = 0.01  # share of the peak: smaller terms are drawn as one bar
 WAYS = ("measured", "simulated", "predicted")  # from top to bottom
 MARKS = {"measured": "solid", "simulated": "hatched", "predicted": "outlined"}
 
 
 def look(way: str, colour: str) -> dict:
-    """How a bar of that way is drawn."""
+    """Return the style of a bar for measured, simulated or predicted memory."""
     if way == "measured":
         return {"color": colour}
     return {
@@ -31,7 +31,7 @@ def look(way: str, colour: str) -> dict:
 
 
 def ways(rows: list[tuple], title: str, under: str, unit=(2**20, "MiB"), limit=None, guesses=None):
-    """Peak memory by category: rows of (label, {"measured" | "simulated" | "predicted": {category: bytes}}).
+    """Draw peak memory by category: rows of (label, {"measured" | "simulated" | "predicted": {category: bytes}}).
 
     limit: bytes, a dashed line. guesses: {label: number in ``unit`` or None}.
     """
@@ -78,44 +78,44 @@ def ways(rows: list[tuple], title: str, under: str, unit=(2**20, "MiB"), limit=N
     show(figure)
 
 
-def places(moments: dict, title: str, under: str):
-    """The highest moment of each place of a predicted step: ``Plan.timeline()``'s dict, in order."""
+def places(phases: dict, title: str, under: str):
+    """Draw the peak of each phase of a predicted step: ``Plan.timeline()``'s dict, in order."""
     figure, axes = plt.subplots(figsize=(10, 6.4), layout="constrained")
-    handles = draw_places(axes, moments)
+    handles = draw_places(axes, phases)
     headline(figure, title, f"{under}; outlined: predicted")
     categories_below(figure, handles)
     show(figure)
 
 
-def draw_places(axes, moments: dict, size: int = GIB, unit: str = "GiB") -> dict:
-    """A bar for each place, stacked by category; returns the legend's handles."""
+def draw_places(axes, phases: dict, size: int = GIB, unit: str = "GiB") -> dict:
+    """Draw a bar for each phase, stacked by category; return the legend's handles."""
     handles = {}
-    totals = [total / size for total, _ in moments.values()]
-    at = _with_breaks(list(moments))
-    for x, (_, terms) in zip(at, moments.values(), strict=True):
+    totals = [total / size for total, _ in phases.values()]
+    at = _with_breaks(list(phases))
+    for x, (_, terms) in zip(at, phases.values(), strict=True):
         bottom, gap = 0, 0.005 * max(totals)
         for category in CATEGORIES:
-            height = sum(found for (kind, _), found in terms.items() if kind == category) / size
+            height = sum(bytes_ for (kind, _), bytes_ in terms.items() if kind == category) / size
             if height > 0.003 * max(totals):
                 inset = min(gap, height / 3)
                 drawn = {"bottom": bottom + inset / 2, "width": 0.66} | look("predicted", COLOURS[category])
                 handles.setdefault(category, axes.bar(x, height - inset, **drawn))
                 bottom += height
     for before, after in pairwise(at):
-        if after - before > 1:  # blocks that are left out: they lie between their neighbours
+        if after - before > 1:  # omitted blocks: their memory is between that of their neighbors
             axes.text((before + after) / 2, 0.02 * max(totals), "⋯", ha="center", fontsize=16)
     top = max(range(len(totals)), key=lambda i: totals[i])
     axes.text(at[top], totals[top], f"{totals[top]:.2f}", ha="center", va="bottom", fontweight="bold")
-    names = list(moments)
-    shown = range(0, len(moments), len(moments) // MOST_NAMES + 1)
+    names = list(phases)
+    shown = range(0, len(phases), len(phases) // MOST_NAMES + 1)
     where = [at[x] for x in shown]
     axes.set_xticks(where, [names[x] for x in shown], rotation=60, ha="right", rotation_mode="anchor", fontsize=11)
-    axes.set(ylabel=f"highest moment [{unit}]", ylim=(0, 1.12 * max(totals)), xlim=(-0.6, at[-1] + 0.6))
+    axes.set(ylabel=f"peak of each phase [{unit}]", ylim=(0, 1.12 * max(totals)), xlim=(-0.6, at[-1] + 0.6))
     return handles
 
 
 def _with_breaks(names: list[str]) -> list[float]:
-    """Where each place stands on the axis: one apart, and further where blocks between two of them are left out."""
+    """Return each phase's position on the axis: at a distance of 1, or more if blocks between two phases are omitted."""
     blocks = [re.fullmatch(r"(.*block) (\d+)", name) for name in names]
     at = [0.0]
     for before, after in pairwise(blocks):
@@ -130,8 +130,8 @@ def categories_below(figure, handles: dict):
 
 
 def step(plan, title: str):
-    """The memory of a planned step, place by place, and below it the terms of its peak, the largest first."""
-    moments = plan.timeline()
+    """Draw the memory of a planned step by phase, and below it the terms of its peak, largest first."""
+    phases = plan.timeline()
     terms = plan.explain()
     peak = sum(size for _, size, _ in terms)
     large = [term for term in terms if term[1] >= LEAST * peak]
@@ -141,7 +141,7 @@ def step(plan, title: str):
     figure, (above, below) = plt.subplots(
         2, figsize=(10, 7.2 + 0.36 * rows), height_ratios=[5, 1 + 0.36 * rows], layout="constrained"
     )
-    handles = draw_places(above, moments, size, unit)
+    handles = draw_places(above, phases, size, unit)
     for place, ((category, _), bytes_, _) in enumerate(large):
         below.barh(place, bytes_ / size, height=0.66, **look("predicted", COLOURS[category]))
         below.text(bytes_ / size, place, f" {bytes_ / size:.2f}", va="center", fontsize=11)
@@ -154,13 +154,17 @@ def step(plan, title: str):
     below.invert_yaxis()
     below.set_xlim(0, 1.1 * max(bytes_ for _, bytes_, _ in large) / size)
     below.set_xlabel(f"alive at the peak, {plan.peak()[0]} [{unit}]")
-    headline(figure, fill(title, 78), "outlined: predicted; of many equal blocks those in the middle are left out")
+    headline(figure, fill(title, 78), "outlined: predicted; the middle ones of many equal blocks are omitted")
     categories_below(figure, handles)
     return figure
 
 
 def save(figure, path: str):
-    """Write a figure. UserError: no such format, or it cannot be written."""
+    """Write a figure.
+
+    Raises:
+        UserError: if the format is unknown, or the file cannot be written.
+    """
     try:
         figure.savefig(path)
     except OSError as error:
@@ -172,26 +176,26 @@ def save(figure, path: str):
 
 
 def errors(panels: dict[str, dict[str, float]], title: str, under: str):
-    """Signed relative errors of estimators: {what they estimated: {estimator: error}}, a panel each.
+    """Draw signed relative errors of estimators, one panel per estimated quantity: {quantity: {estimator: error}}.
 
-    The first panel has them all, the planner last; who is missing in another was not asked.
+    The first panel has all estimators, the planner last; estimators missing in another panel were not run there.
     """
     names = list(next(iter(panels.values())))
     figure, axes = plt.subplots(1, len(panels), figsize=(10, 0.5 * len(names) + 2.2), sharey=True, layout="constrained")
-    for panel, (about, found) in zip(axes, panels.items(), strict=True):
-        reach = 100 * largest(map(abs, found.values()))
+    for panel, (about, by_estimator) in zip(axes, panels.items(), strict=True):
+        reach = 100 * largest(map(abs, by_estimator.values()))
         for place, name in enumerate(names):
-            if name not in found:
+            if name not in by_estimator:
                 panel.text(0.05 * reach, place, "not asked", va="center", color="#666666")
                 continue
-            error = found[name] * 100
+            error = by_estimator[name] * 100
             panel.barh(place, error, color="#222222" if place == len(names) - 1 else "#999999", height=0.6)
             side, gap = ("left", 0.05 * reach) if error >= 0 else ("right", -0.05 * reach)
             panel.text(
                 error + gap, place, f"{error:+.0f} %" if abs(error) >= 0.5 else f"{error:+.2f} %", ha=side, va="center"
             )
         panel.axvline(0, color="black", linewidth=1)
-        low, high = min(0, *[100 * e for e in found.values()]), max(0, *[100 * e for e in found.values()])
+        low, high = min(0, *[100 * e for e in by_estimator.values()]), max(0, *[100 * e for e in by_estimator.values()])
         panel.set_xlim(low - 0.45 * reach, high + 0.45 * reach)
         panel.set_xlabel("error of the estimate [%]")
         panel.set_title(about, loc="right", fontsize=11)
@@ -204,11 +208,11 @@ def errors(panels: dict[str, dict[str, float]], title: str, under: str):
 
 
 def sliders(redraw, **controls):
-    """ipywidgets' ``interactive``, with words instead of the widget where a page cannot move it."""
+    """Show ipywidgets' ``interactive``, with a text replacement for saved pages."""
     from IPython.display import display
     from ipywidgets import interactive
 
-    found = interactive(redraw, **controls)
-    data = found._repr_mimebundle_()
+    widget = interactive(redraw, **controls)
+    data = widget._repr_mimebundle_()
     words = "[Sliders: run this cell in JupyterLab to move them. Saved pages show the figure below instead.]"
     display(data | {"text/plain": words}, raw=True)

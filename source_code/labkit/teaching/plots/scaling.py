@@ -1,10 +1,10 @@
-"""Memory against the number of ranks: a curve as predicted, points as measured."""
+"""Figure of memory over the number of ranks."""
 
 from labkit.teaching.plots import MIB, STRATEGY_COLOURS, caption, headline, plt, show
 
 
 def against_ranks(measured: dict[int, dict], predicted: dict[int, tuple[dict, dict]], floor: int, title: str):
-    """Peak and persistent memory of a rank over the world size.
+    """Draw peak and persistent memory of a rank over the world size.
 
     measured: {world size: record}; predicted: {world size: (persistent terms, peak terms)}, terms in bytes.
     floor: bytes below which the peak cannot fall.
@@ -16,8 +16,8 @@ def against_ranks(measured: dict[int, dict], predicted: dict[int, tuple[dict, di
         axes.annotate(
             name, (max(predicted), heights[-1]), (0, 12), textcoords="offset points", ha="right", color=colour
         )
-        moment = ("start", "peak")[place]
-        points = [sum(record["memory"][moment].values()) / MIB for record in measured.values()]
+        key = ("start", "peak")[place]
+        points = [sum(record["memory"][key].values()) / MIB for record in measured.values()]
         axes.plot(list(measured), points, mark, color=colour, markersize=8)
         axes.plot(list(predicted), heights, mark, markerfacecolor="none", color="black", markersize=13)
         for world_size, point in zip(measured, points, strict=True):

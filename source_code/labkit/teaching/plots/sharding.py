@@ -1,4 +1,4 @@
-"""The figures of chapter 03: model state by stage, and how it falls with the number of ranks."""
+"""Figures of chapter 03: model state by stage and by number of ranks."""
 
 import matplotlib.pyplot as plt
 
@@ -9,10 +9,10 @@ STAGE_COLOURS = [STRATEGY_COLOURS[name] for name in ("ddp", "zero1", "zero2", "z
 
 
 def stages(rows: list[tuple[str, dict, dict]], title: str, under: str, guesses: dict[str, float] | None = None):
-    """Bars of model state: rows of (label, {category: bytes} measured, {category: bytes} predicted)."""
+    """Draw bars of model state: rows of (label, {category: bytes} measured, {category: bytes} predicted)."""
     figure, axes = plt.subplots(figsize=(10, 0.7 * len(rows) + 2.2), layout="constrained")
     empty = dict.fromkeys(CATEGORIES, 0)
-    memory_bars(axes, [(label, empty | held, sum(told.values())) for label, held, told in rows], guesses)
+    memory_bars(axes, [(label, empty | held, sum(predicted.values())) for label, held, predicted in rows], guesses)
     axes.set_xlabel("parameters, gradients, optimizer state per rank [MiB]")
     diamond = ", diamond: your guess" if any(guess is not None for guess in (guesses or {}).values()) else ""
     headline(figure, title, f"{under}\nsolid: measured, outlined: predicted{diamond}")
@@ -21,7 +21,7 @@ def stages(rows: list[tuple[str, dict, dict]], title: str, under: str, guesses: 
 
 
 def steps(rows: list[tuple[str, dict]], title: str):
-    """One step's memory, a panel a run (``timelines``), in this chapter's words: shard, and whole."""
+    """Draw one step's memory per run with ``timelines``, with this chapter's names for the categories."""
     words = {
         "parameters": "parameters: this rank's shard",
         "gradients": "gradients: this rank's shard",
@@ -33,7 +33,7 @@ def steps(rows: list[tuple[str, dict]], title: str):
 
 
 def by_ranks(predicted: dict, measured: dict, title: str, under: str):
-    """Model state against the number of ranks: {stage: [(ranks, bytes), …]}, a colour a stage."""
+    """Draw model state over the number of ranks: {stage: [(ranks, bytes), …]}, one colour per stage."""
     figure, axes = plt.subplots(figsize=(10, 4.6), layout="constrained")
     for (stage, points), colour in zip(predicted.items(), STAGE_COLOURS, strict=True):
         ranks, sizes = zip(*((w, size / MIB) for w, size in points), strict=True)

@@ -1,4 +1,4 @@
-"""Figures of chapter 12: where a step's time goes, and what each memory saver costs of it."""
+"""Figures of chapter 12: the time of a step by part, and the time cost of each memory saving."""
 
 import statistics
 
@@ -22,7 +22,7 @@ GRID = {"color": "#DDDDDD", "linewidth": 0.6}
 
 
 def lanes(runs: dict[str, list[dict]], under: str, title: str):
-    """Two lanes a rank: what the computing thread does, and what is on its way meanwhile.
+    """Draw two rows per rank: operators of the computing thread, and collectives in flight.
 
     runs: {name: [a rank's {"begin", "end", "operators": [(begin, end)], "collectives": [(kind, begin, end)]}]}, seconds.
     """
@@ -51,7 +51,7 @@ def lanes(runs: dict[str, list[dict]], under: str, title: str):
 
 
 def shares(rows: dict[str, dict[str, float]], under: str, title: str):
-    """Stacked bars of a step's shares: rows {name: {share's name: 0 to 1}}."""
+    """Draw stacked bars of a step's shares: rows {name: {share's name: 0 to 1}}."""
     figure, axes = plt.subplots(figsize=(10, 0.62 * len(rows) + 2), layout="constrained")
     left = [0.0] * len(rows)
     for share, colour in SHARES.items():
@@ -71,7 +71,7 @@ def shares(rows: dict[str, dict[str, float]], under: str, title: str):
 
 
 def ratios(rows: dict[str, dict], under: str, title: str, label: str, guesses: dict | None = None, log=False):
-    """A dot and its spread a row, on an axis of ratios with 1 marked. rows: {name: {"median", "p10", "p90"}}."""
+    """Draw one dot with its spread per row, on an axis of ratios with 1 marked. rows: {name: {"median", "p10", "p90"}}."""
     figure, axes = plt.subplots(figsize=(10, 0.6 * len(rows) + 1.7), layout="constrained")
     for place, (name, ratio) in enumerate(rows.items()):
         axes.plot([ratio["p10"], ratio["p90"]], [place, place], color="black", linewidth=1.5)
@@ -96,7 +96,7 @@ def ratios(rows: dict[str, dict], under: str, title: str, label: str, guesses: d
 
 
 def batch_scaling(tokens: list[int], steps: list[dict], fixed: float, each: float, under: str, title: str):
-    """Step time and tokens/s against tokens per step: measured, and by ``fixed + each × tokens`` seconds."""
+    """Draw step time and tokens/s over tokens per step: measured, and ``fixed + each × tokens`` seconds."""
     figure, (time, rate) = plt.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
     fine = [max(tokens) * n / 200 for n in range(201)]
     time.plot(fine, [1e3 * (fixed + each * n) for n in fine], "--", color="black", linewidth=1)
@@ -122,7 +122,7 @@ def batch_scaling(tokens: list[int], steps: list[dict], fixed: float, each: floa
 
 
 def efficiency(strong: dict[int, dict], weak: dict[int, dict], cores: int, under: str, title: str):
-    """Strong and weak efficiency against ranks, and the ceiling that the cores set.
+    """Draw strong and weak scaling efficiency over ranks, and the ceiling set by the number of cores.
 
     strong, weak: {ranks: {"median", "p10", "p90"}}, each a share of 1.
     """
@@ -152,7 +152,7 @@ def efficiency(strong: dict[int, dict], weak: dict[int, dict], cores: int, under
 
 
 def _coinciding(x: list[float], y: list[float], size: tuple[float, float]) -> list[list[int]]:
-    """The points, those together whose rings of that size (in x, in y) overlap: each group has one label."""
+    """Group the points whose rings of the given size (in x, in y) overlap; each group has one label."""
     groups = []
     for n in sorted(range(len(y)), key=y.__getitem__):
         touched = [g for g in groups if any(abs(x[m] - x[n]) < size[0] and abs(y[m] - y[n]) < size[1] for m in g)]
@@ -161,14 +161,14 @@ def _coinciding(x: list[float], y: list[float], size: tuple[float, float]) -> li
 
 
 def pareto(records: list[dict], labels: list[str], predicted: list[int], front: list[int], under: str, title: str):
-    """Memory against throughput, a numbered point a record; front: the numbers of the points on it, in order.
+    """Draw throughput over memory, one numbered point per record. front: indices of the Pareto-optimal points, in order.
 
-    Points that coincide share a label. FSDP1's, which may lie on FSDP2's, are smaller and drawn last.
+    Coinciding points share a label. FSDP1's points, which may coincide with FSDP2's, are smaller and drawn last.
     """
     figure, (axes, key) = plt.subplots(1, 2, figsize=(13, 6.2), layout="constrained", width_ratios=[5, 2])
     x = [sum(record["memory"]["peak"].values()) / MIB for record in records]
     y = [record["tokens_per_second"] for record in records]
-    # A step: between two points there is no mixture of the two to be had, and with more memory one has the left one.
+    # A step: there is nothing between two points; with more memory, the left one is still the best available.
     until = [*(x[n] for n in front), 1.04 * max(x)]
     axes.step(until, [*(y[n] for n in front), y[front[-1]]], where="post", color="#888888", linewidth=1.5, zorder=1)
     for n, record in enumerate(records):

@@ -1,4 +1,4 @@
-"""Figures of chapter 05: what the choice of units does to peak memory and traffic."""
+"""Figures of chapter 05: the effect of the wrapping policy on peak memory and traffic."""
 
 import matplotlib.pyplot as plt
 
@@ -6,12 +6,12 @@ from labkit.teaching.plots import caption, headline, memory_bars, show
 
 
 def traffic(record: dict) -> float:
-    """MB of tensors that a step gathers and reduces (1000² bytes)."""
+    """Return the MB (1000² bytes) of tensors that a step gathers and reduces."""
     return sum(entry["count"] * entry["bytes"] for entry in record["traffic"]) / 1e6
 
 
 def memory_and_traffic(rows: list[tuple[str, dict, int | None]], title: str, guesses: dict[str, float] | None = None):
-    """Stacked bars of peak memory, and the traffic of the same runs beside them.
+    """Draw stacked bars of peak memory next to the traffic of the same runs.
 
     rows: (label, record, predicted bytes of the peak or None). guesses: {label: MiB}.
     """

@@ -1,4 +1,4 @@
-"""Figures of chapter 17: what it costs to load a model."""
+"""Figure of chapter 17: the memory needed to load a model."""
 
 import matplotlib.pyplot as plt
 
@@ -9,9 +9,9 @@ DARK, LIGHT = "#555555", "#bbbbbb"  # resident memory has no categories
 
 
 def loading(rows: list[tuple[str, int, int, float]], guess: float | None, where: str):
-    """Bars of what a rank's memory has grown by: (label, bytes at the most, bytes that stay, bytes of its tensors).
+    """Draw the growth of a rank's memory: (label, peak bytes, bytes after loading, bytes of its tensors).
 
-    guess: MiB, of what stays of the last row.
+    guess: MiB after loading, for the last row.
     """
     figure, axes = plt.subplots(figsize=(11, 0.9 * len(rows) + 2.2), layout="constrained")
     most = max(max(high, tensors) for _, high, _, tensors in rows) / MIB
