@@ -37,6 +37,8 @@ REPORT_SECONDS = 300  # how long a save may take before the run says that it wai
 # What a file server may answer now and not in a moment. The rest (a full disk, a quota, no permission) will not pass.
 PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.ENOTCONN, errno.EBUSY)
 WAITS = (1.0, 10.0)  # seconds before each further attempt to write
+# PyTorch 2.11's DefaultStager closes itself after one use, which later versions (2.15 was looked at) do not.
+KEEPS_STAGER = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 
 
 class SaveFailed(UserError):
@@ -189,7 +191,7 @@ class Saver:
 
     def _copied(self, state: dict) -> dict:
         """A copy of this rank's part in the CPU's memory, which training no longer changes."""
-        if self.stager is None:
+        if self.stager is None or not KEEPS_STAGER:
             self.stager = _stager()
         return self.stager.stage(state)
 
@@ -221,7 +223,7 @@ def _thread() -> ThreadPoolExecutor:
 def _stager() -> DefaultStager:
     """What copies a state to the CPU's memory: from a GPU into page-locked memory, which is several times faster.
 
-    One for the whole run: it keeps that memory for the next save.
+    One for the whole run, where PyTorch allows it: it keeps that memory for the next save.
     """
     pinned = torch.cuda.is_initialized()
     return DefaultStager(
