@@ -32,9 +32,9 @@ BREAKS = {
     ),
     "a step before the asynchronous save is called": (
         {"before = snapshot()": "before = snapshot(); train()"},
-        "against the moment of the call",
+        "against those at the call",
         ("lab.run(", "preempted", "sizes(", "metadata", "def apart", "resumed", "def state_dicts", "state_dicts,"),
-        ["parameters read back, against the moment of the call"],
+        ["parameters read back, against those at the call"],
     ),
     "a warning comes a step later, and nothing is loaded": (
         {

@@ -205,7 +205,7 @@ def test_a_job_that_fails_at_the_same_step_every_time_ends(slurm, tmp_path):
     output = (tmp_path / "out").read_text()
     assert "Not requeued: the last 3 starts saved nothing" in output
     # The first start saved step 2; then as many restarts as are allowed, and one more that began it
-    assert output.count("as planned") == 4 and output.count("resumed at step 2 of 12") == 3
+    assert output.count("RuntimeError: as planned") == 4 and output.count("resumed at step 2 of 12") == 3
     assert checkpoints.latest(tmp_path / "c").name == "step-000002"
 
 

@@ -520,7 +520,7 @@ def resumed(tmp_path_factory):
     for name in SAVED:
         (folder / name).mkdir()
     whole = on_ranks(train_and_save, folder, count=4)[0]
-    written = {name: sorted(p.name for p in (folder / name).iterdir()) for name in SAVED}
+    written = {name: sorted(p.name for p in (folder / name).glob("step-*")) for name in SAVED}
     return whole, written, on_ranks(resume_all, folder, count=2)[0]
 
 

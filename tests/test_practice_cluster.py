@@ -173,8 +173,8 @@ def lab(tmp_path):
     """A repository with the templates, and a mnist_fsdp.py that only says who it is."""
     source = tmp_path / "source_code"
     (source / "slurm").mkdir(parents=True)
-    for template in TEMPLATES.glob("*.sbatch"):
-        shutil.copy(template, source / "slurm")
+    for file in (*TEMPLATES.glob("*.sbatch"), TEMPLATES / "requeue.sh"):
+        shutil.copy(file, source / "slurm")
     (source / "mnist_fsdp.py").write_text(LAB)
     return source
 

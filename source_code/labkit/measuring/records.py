@@ -33,6 +33,7 @@ results/runs, or my-fsdp-labs/runs in the home directory if the installation is 
 
 import contextlib
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -77,9 +78,10 @@ def ensure_writable_dir(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         _probe(folder)
     except OSError as error:
-        why = f"runs cannot be written to {folder} ({error.strerror})"
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise UserError(
-            f"{why}: make room, or set FSDP_LABS_RUNS to a folder of yours that every node can see"
+            f"runs cannot be written to {folder} ({error.strerror}): {'make room, or ' * full}"
+            "set FSDP_LABS_RUNS to a folder of yours that every node can see"
         ) from None
     return folder
 

@@ -37,6 +37,8 @@ REPORT_SECONDS = 300  # after which a save in progress is reported
 # Transient errors of a file server. Others (a full disk, a quota, no permission) are permanent.
 TRANSIENT = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.ENOTCONN, errno.EBUSY)
 WAITS = (1.0, 10.0)  # seconds before each further attempt to write
+# PyTorch 2.11's DefaultStager closes itself after one use, which later versions (2.15 was looked at) do not.
+KEEPS_STAGER = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 
 
 class SaveFailed(UserError):
@@ -190,9 +192,15 @@ class Saver:
         dist.all_reduce(infinite, dist.ReduceOp.MAX, self.group)
         return not infinite.item()
 
+<<<<<<< HEAD
     def _stage(self, state: dict) -> dict:
         """Copy this rank's shard of the state to CPU memory, which training does not change."""
         if self.stager is None:
+=======
+    def _copied(self, state: dict) -> dict:
+        """A copy of this rank's part in the CPU's memory, which training no longer changes."""
+        if self.stager is None or not KEEPS_STAGER:
+>>>>>>> main
             self.stager = _stager()
         return self.stager.stage(state)
 
@@ -224,7 +232,11 @@ def _thread() -> ThreadPoolExecutor:
 def _stager() -> DefaultStager:
     """Return the stager that copies a state to CPU memory; from a GPU to pinned memory, which is several times faster.
 
+<<<<<<< HEAD
     Use one for the whole run: it reuses that memory for the next save.
+=======
+    One for the whole run, where PyTorch allows it: it keeps that memory for the next save.
+>>>>>>> main
     """
     pinned = torch.cuda.is_initialized()
     return DefaultStager(
