@@ -192,15 +192,9 @@ class Saver:
         dist.all_reduce(infinite, dist.ReduceOp.MAX, self.group)
         return not infinite.item()
 
-<<<<<<< HEAD
     def _stage(self, state: dict) -> dict:
         """Copy this rank's shard of the state to CPU memory, which training does not change."""
-        if self.stager is None:
-=======
-    def _copied(self, state: dict) -> dict:
-        """A copy of this rank's part in the CPU's memory, which training no longer changes."""
         if self.stager is None or not KEEPS_STAGER:
->>>>>>> main
             self.stager = _stager()
         return self.stager.stage(state)
 
@@ -232,11 +226,7 @@ def _thread() -> ThreadPoolExecutor:
 def _stager() -> DefaultStager:
     """Return the stager that copies a state to CPU memory; from a GPU to pinned memory, which is several times faster.
 
-<<<<<<< HEAD
-    Use one for the whole run: it reuses that memory for the next save.
-=======
-    One for the whole run, where PyTorch allows it: it keeps that memory for the next save.
->>>>>>> main
+    Use one for the whole run, where PyTorch allows it: it reuses that memory for the next save.
     """
     pinned = torch.cuda.is_initialized()
     return DefaultStager(
