@@ -17,6 +17,8 @@ from labkit import UserError
 from labkit.running import stopping
 
 LIVES = 10**6  # how often submitit may requeue a job (unasked: three times); its training ends it, or MAX_IDLE does
+# The command has saved, or the warning has ended it before it listened (slurm/requeue.sh has the same)
+WARNED = (stopping.TRY_AGAIN, 128 + signal.SIGUSR1, 128 + signal.SIGUSR2)
 MAX_IDLE = 3  # how many starts in a row may save nothing before the job ends: slurm/requeue.sh's MAX_RESTARTS
 
 
@@ -35,7 +37,7 @@ class Command:
         self.newest = self._newest()
         self.process = subprocess.Popen(self.words).pid
         code = self._wait()
-        if code == stopping.TRY_AGAIN and self.resumes:
+        if code in WARNED and self.resumes:
             if os.environ["SLURM_PROCID"] == "0":  # where only the command was asked to end, so is submitit now
                 os.kill(os.getpid(), signal.SIGUSR2)
             while True:  # the job ends this task when it goes back to the queue
