@@ -14,7 +14,7 @@ WATCHED = 4  # steps: the fewest by which the meter has seen a peak
 
 
 def watched(me, run) -> dict:
-    """The part of a record that is known before the times are: what ran, its memory and its traffic. Collective."""
+    """Run a few steps, and return a record of them without times: options, peak memory, traffic. Collective."""
     meter = meters.Meter(run.model, run.optimizer, me.device, progress=Progress(me, WATCHED))
     for _ in meter.watch([run.batch] * WATCHED):
         run.step()
