@@ -15,6 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from notebooks import run_broken
 
+# The cells that need a run
+NEED_A_RUN = ("lab.run(", "lab.on_ranks(", "total(", "about_guess(g", "claims", "trained", "most(full", "trials")
+
 # What is broken: text → replacement, up to which cell, without which cells, and the claims that must then fail
 BREAKS = {
     "the first run recomputes": (
@@ -49,35 +52,13 @@ BREAKS = {
             ),
         },
         "operations with full recomputation",
-        # the cells that need a run
-        (
-            "lab.run(",
-            "lab.on_ranks(",
-            "total(",
-            "about_guess(g",
-            "claims",
-            "trained",
-            "most(full",
-            "trials",
-        ),
+        NEED_A_RUN,
         ["operations with full recomputation, over those without"],
     ),
     "no dropout": (
         {"dropout(x, 0.1)": "dropout(x, 0.0)"},
         "random state not preserved",
-        # the cells that need a run
-        (
-            "lab.run(",
-            "lab.on_ranks(",
-            "total(",
-            "about_guess(g",
-            "claims",
-            "trained",
-            "most(full",
-            "counted",
-            "trials",
-            "crossing",
-        ),
+        (*NEED_A_RUN, "counted", "crossing"),
         ["gradient's relative error, random state not preserved"],
     ),
 }

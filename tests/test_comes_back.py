@@ -254,6 +254,16 @@ def test_a_queued_job_comes_back_but_not_after_a_users_error(code, next_life):
         assert (again and again.function.words[:1]) == next_life
 
 
+@pytest.mark.parametrize("signal_name, waits", [("USR2", True), ("USR1", True), ("KILL", False)])
+def test_a_command_that_the_warning_ends_before_it_listens_is_no_failure(signal_name, waits, monkeypatch):
+    """Its task waits for the job to be requeued: what submitit is told of one task decides for the whole job."""
+    monkeypatch.setenv("SLURM_PROCID", "1")  # task 0 has submitit requeue the job
+    monkeypatch.setattr(submitit_job.signal, "pause", lambda: (_ for _ in ()).throw(TimeoutError("waits")))
+    command = submitit_job.Command(["bash", "-c", f"kill -{signal_name} $$"], True)
+    with pytest.raises(TimeoutError if waits else submitit_job.FailedJobError):
+        command()
+
+
 def test_a_queued_job_that_saves_nothing_comes_back_so_often_and_no_more(tmp_path):
     """And as often as it takes, if it does save."""
     command = submitit_job.Command(["lab.py", "--checkpoint", str(tmp_path), "--resume"], True)

@@ -119,6 +119,17 @@ def let_everybody_in():
     ownership._why_over = lambda *_: "nobody asked"
 
 
+def release_the_folder_at_once():
+    acquire = ownership.acquire
+
+    def and_release(folder):
+        owner, over = acquire(folder)
+        owner.release()
+        return owner, over
+
+    ownership.acquire = and_release
+
+
 def save_whatever_it_is():
     saving.Saver._is_finite = lambda self: True
 
@@ -134,6 +145,7 @@ BROKEN = {  # what is broken: the kind of trial that must see it, and what it sa
     make_room_before_it_is_whole: ("kill", "step-000002 was whole and is lost"),
     leave_the_damaged_one: ("damage", "was not set aside"),
     let_everybody_in: ("second run", "the second run was not refused"),
+    release_the_folder_at_once: ("second run", "the second run was not refused"),
     save_whatever_it_is: ("NaN", "has numbers that are not finite"),
     give_up_at_once: ("I/O error", "an error that passes ended the run"),
 }

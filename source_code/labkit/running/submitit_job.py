@@ -18,6 +18,8 @@ from labkit import UserError
 from labkit.running import preemption
 
 MAX_REQUEUES = 10**6  # submitit's default is 3; here the end of training ends the job, or MAX_IDLE does
+# The command has saved, or the warning has ended it before it listened (slurm/requeue.sh has the same)
+WARNED = (preemption.EXIT_REQUEUE, 128 + signal.SIGUSR1, 128 + signal.SIGUSR2)
 MAX_IDLE = 3  # consecutive starts that may save nothing before the job ends: slurm/requeue.sh's MAX_RESTARTS
 
 
@@ -39,7 +41,7 @@ class Command:
         self.newest = self._newest()
         self.process = subprocess.Popen(self.words).pid
         code = self._wait()
-        if code == preemption.EXIT_REQUEUE and self.resumes:
+        if code in WARNED and self.resumes:
             if os.environ["SLURM_PROCID"] == "0":  # in case only the command got the signal
                 os.kill(os.getpid(), signal.SIGUSR2)
             while True:  # requeuing the job ends this task

@@ -14,7 +14,7 @@ TRACED_STEPS = 4  # fewest steps after which the meter has seen a peak
 
 
 def memory_record(me, run) -> dict:
-    """Measure the memory and traffic of a run and return its record, without times. Collective."""
+    """Run a few steps, and return a record of them without times: options, peak memory, traffic. Collective."""
     meter = meters.Meter(run.model, run.optimizer, me.device, progress=Progress(me, TRACED_STEPS))
     for _ in meter.watch([run.batch] * TRACED_STEPS):
         run.step()
