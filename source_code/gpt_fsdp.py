@@ -149,6 +149,7 @@ def fsdp2(model, config, me):
     fsdp.fully_shard(model, **settings)
     if config.prefetch:
         prefetch(model, units, config.prefetch)
+    return model
 
 
 def prefetch(model, units, ahead):
@@ -262,20 +263,6 @@ def prepare(config, me):
     return model, optimizer, lambda inputs, targets: train_step(model, optimizer, inputs, targets, config)
 
 
-def untrained(config, me):
-    """Return (model, optimizer, batch) for a simulated step (labkit/running/simulated_lab.py), sharded and not initialized."""
-    from labkit.measuring import simulate  # only for simulations
-
-    model = unsharded(config)
-    with simulate.real_tensors():
-        if config.strategy == "fsdp1":
-            model = fsdp1(model, config, me)
-        elif config.strategy == "fsdp2":
-            fsdp2(model, config, me)
-    tokens = torch.zeros(config.accumulate, config.batch_size, config.seq_len, dtype=torch.long)
-    return model, make_optimizer(model, config), (tokens, torch.zeros_like(tokens))
-
-
 def train(config, me, prepare=prepare, compute_loss=compute_loss):
     """Train in the current process group, and return the measurements for a record.
 
@@ -295,14 +282,11 @@ def train(config, me, prepare=prepare, compute_loss=compute_loss):
         for inputs, targets in loop.watch(training_batches(data.train, config, me, loop.next_steps())):
             local_losses += train_one(inputs, targets)
 
-        summed = torch.stack(local_losses).view(-1, config.accumulate).sum(1)
-        dist.all_reduce(summed)  # once every LOG_EVERY steps: once per step, only to print, would slow down training
-        losses = (summed / me.world_size).tolist()
-        me.say(f"step {loop.step}: loss {losses[-1]:.4f}")
-        if not loop.log(losses):  # not finite: records.report raises Diverged, and nothing more is saved
+        finite = loop.log(local_losses)
+        me.say(f"step {loop.step}: loss {loop.losses[-1]:.4f}")
+        if not finite:  # records.report raises Diverged, and nothing more is saved
             break
-        if loop.save_is_due():
-            saver.save(loop.step)
+        loop.save_if_due()
     measured = loop.finish()
     validation_loss = evaluate(model, data.validation, config, me, compute_loss)
     loop.log_scalars(validation_loss=validation_loss)

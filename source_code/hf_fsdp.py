@@ -36,31 +36,33 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
+in_simulation = hf_models.untraced_masks  # the context of a simulated step
 # me is always this rank: its rank, local_rank, world_size, device; me.say prints on rank 0 only.
 
 
-def build(config, architecture, me):
-    """Build a model of a configuration (``hf_models.configuration``): shard it on the meta device, then initialize it."""
+def build(config, me):
+    """Build the model: shard it on the meta device, which allocates nothing, then initialize it."""
     preflight.refuse_if_too_big(config, me)
-    model, pattern = (hf_models.on_meta(architecture, config.dtype, config.lora) for _ in range(2))
-    parallelize(model, config, me)
+    with torch.device("meta"):
+        model, pattern = unsharded(config), unsharded(config)
+    if config.strategy == "fsdp2":
+        fsdp2(model, config, me)
     model.to_empty(device=me.device)
     model.tie_weights()  # to_empty has given each name its own tensor
     fill(model, pattern, config, me)  # the pattern is the unsharded model, which initial weights need
     return DistributedDataParallel(model) if config.strategy == "ddp" else model
 
 
-def parallelize(model, config, me):
-    """Apply activation checkpointing, then shard: FSDP's hooks must enclose the recomputation."""
-    if config.recompute == "full":
+def unsharded(config):
+    """Return the model as one process would train it, on the current default device."""
+    model = hf_models.without_weights(config.architecture, config.dtype, config.lora)
+    if config.recompute == "full":  # before sharding: FSDP's hooks must enclose the recomputation
         for block in hf_models.blocks(model):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    if config.strategy == "fsdp2":
-        shard(model, config, me)
     return model
 
 
-def shard(model, config, me):
+def fsdp2(model, config, me):
     """Apply FSDP2: each block, the embedding, and the head are units. The root has the rest, including a tied weight."""
     bf16 = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     settings = {
@@ -73,7 +75,7 @@ def shard(model, config, me):
         fsdp.fully_shard(model.get_input_embeddings(), **settings)
         # Backward begins with the head: if it were freed after forward, it would be gathered again immediately.
         fsdp.fully_shard(model.get_output_embeddings(), reshard_after_forward=False, **settings)
-    fsdp.fully_shard(model, **settings)
+    return fsdp.fully_shard(model, **settings)
 
 
 @torch.no_grad()
@@ -130,19 +132,6 @@ def train_step(model, optimizer, inputs, targets, config):
     return losses
 
 
-def untrained(config, me):
-    """Return (model, optimizer, batch) for a simulated step (labkit/running/simulated_lab.py), sharded and not initialized."""
-    from labkit.measuring import simulate  # only for simulations
-
-    architecture = hf_models.configuration(config.model or config.config, "--model" if config.model else "--config")
-    model = hf_models.without_weights(architecture, config.dtype, config.lora)
-    with simulate.real_tensors():
-        model = parallelize(model, config, me)
-    model.forward = hf_models.untraced_masks()(model.forward)
-    tokens = torch.zeros(config.accumulate, config.batch_size, config.seq_len, dtype=torch.long)
-    return model, make_optimizer(model, config), (tokens, torch.zeros_like(tokens))
-
-
 def training_batches(tokens, config, me, steps):
     """Yield this rank's micro-batches of each step: (inputs, targets), each of shape (accumulate, batch_size, seq_len)."""
     shape = config.accumulate, me.world_size, config.batch_size
@@ -153,16 +142,14 @@ def training_batches(tokens, config, me, steps):
 
 def train(config, me):
     """Train in the current process group, and return the measurements for a record."""
-    architecture = hf_models.configuration(config.model or config.config, "--model" if config.model else "--config")
-    name, tokens = hf_models.load_tokens(config, architecture, me.device)
-    model = build(config, architecture, me)
+    name, tokens = hf_models.load_tokens(config, config.architecture, me.device)
+    model = build(config, me)
     optimizer = make_optimizer(model, config)
     global_batch = config.batch_size * config.accumulate * me.world_size
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     me.say(f"{sum(p.numel() for p in model.parameters()):,} parameters, {trained:,} trained; {len(tokens):,} tokens")
     saver = saving.Saver(config, model, optimizer, checkpoints.identity(config, global_batch, name))
-    work = hf_models.flops_per_token(config)
-    loop = Loop(config, me, saver, config.max_steps, global_batch, flops_per_token=work)
+    loop = Loop(config, me, saver, config.max_steps, global_batch, flops_per_token=hf_models.flops_per_token(config))
     while loop.step < loop.last_step:
         local_losses = []
         for inputs, targets in loop.watch(training_batches(tokens, config, me, loop.next_steps())):
@@ -170,24 +157,17 @@ def train(config, me):
             torch.manual_seed(config.seed + 1000 * loop.step + me.rank)
             local_losses += train_step(model, optimizer, inputs, targets, config)
 
-        summed = torch.stack(local_losses).view(-1, config.accumulate).sum(1)
-        dist.all_reduce(summed)  # once every LOG_EVERY steps: once per step, only to print, would slow down training
-        losses = (summed / me.world_size).tolist()
-        me.say(f"step {loop.step}: loss {losses[-1]:.4f}")
-        if not loop.log(losses):  # not finite: records.report raises Diverged, and nothing more is saved
+        finite = loop.log(local_losses)
+        me.say(f"step {loop.step}: loss {loop.losses[-1]:.4f}")
+        if not finite:  # records.report raises Diverged, and nothing more is saved
             break
-        if loop.save_is_due():
-            saver.save(loop.step)
+        loop.save_if_due()
     measured = loop.finish()
     if config.save and all(map(math.isfinite, loop.losses)):
-        hf_models.save(getattr(model, "module", model), architecture, config)
+        hf_models.save(getattr(model, "module", model), config.architecture, config)
         me.say(f"saved to {config.save}")
-    return {
-        "data": {"name": name, "train": len(tokens), "test": 0},
-        "batch_size": config.batch_size,
-        "units": count_units(model),
-        **measured,
-    }
+    data = {"name": name, "train": len(tokens), "test": 0}
+    return {"data": data, "batch_size": config.batch_size, "units": count_units(model), **measured}
 
 
 def main(config, me):
@@ -209,6 +189,11 @@ class Config(HuggingFaceTraining):
     def dtype(self) -> torch.dtype:
         """Data type of the weights and of the loss."""
         return torch.float64 if self.precision == "fp64" else torch.float32
+
+    @property
+    def architecture(self):
+        """The model's configuration, as transformers reads it."""
+        return hf_models.configuration(self.model or self.config, "--model" if self.model else "--config")
 
 
 if __name__ == "__main__":

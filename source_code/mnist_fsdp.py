@@ -38,26 +38,28 @@ from torch.utils.data import DataLoader
 # me is always this rank: its rank, local_rank, world_size, device; me.say prints on rank 0 only.
 
 
+def unsharded(config):
+    """Return the model as one process would train it, with parameters in fp32."""
+    return Net(config.dropout)
+
+
 def parallelize(model, config, me):
     """Apply the strategy to the model. The model and ``train_step`` do not depend on the number of ranks."""
     if config.strategy == "single":
         return model.to(me.device)
     if config.strategy == "ddp":
         return DistributedDataParallel(model.to(me.device))
-    mesh = init_device_mesh(me.device.type, (me.world_size,))
-    if config.strategy == "fsdp1":
-        return fsdp1(model, config, me, mesh)
-    return fsdp2(model, config, me, mesh)
+    return fsdp1(model, config, me) if config.strategy == "fsdp1" else fsdp2(model, config, me)
 
 
-def fsdp1(model, config, me, mesh):
+def fsdp1(model, config, me):
     """Wrap a model with FSDP1, which makes one flat parameter of each unit and shards it evenly."""
     by_size = partial(size_based_auto_wrap_policy, min_num_params=config.min_num_params)
     bf16 = fsdp.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     keep = config.reshard_after_forward == "false"
     return fsdp.FullyShardedDataParallel(
         model,
-        device_mesh=mesh,
+        device_mesh=init_device_mesh(me.device.type, (me.world_size,)),
         device_id=me.device,
         auto_wrap_policy=by_size if config.wrap == "size" else None,
         sharding_strategy=fsdp.ShardingStrategy.SHARD_GRAD_OP if keep else fsdp.ShardingStrategy.FULL_SHARD,
@@ -66,12 +68,12 @@ def fsdp1(model, config, me, mesh):
     )
 
 
-def fsdp2(model, config, me, mesh):
+def fsdp2(model, config, me):
     """Apply FSDP2, which makes each parameter a DTensor on the mesh's device, sharded along its first dimension."""
     pinned = me.device.type == "cuda"  # pinned memory makes copies to a GPU fast; it is not available without one
     bf16 = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     settings = {
-        "mesh": mesh,
+        "mesh": init_device_mesh(me.device.type, (me.world_size,)),
         # None: free after forward, except the root, which backward needs immediately
         "reshard_after_forward": False if config.reshard_after_forward == "false" else None,
         "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=pinned) if config.cpu_offload else fsdp.OffloadPolicy(),
@@ -87,6 +89,10 @@ def fsdp2(model, config, me, mesh):
 def units(model):
     """Return the FSDP units of a model (none with "single" and "ddp")."""
     return [m for m in model.modules() if isinstance(m, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule))]
+
+
+def make_optimizer(model, config):
+    return torch.optim.Adadelta(model.parameters(), lr=config.lr)
 
 
 def compute_loss(model, images, labels, config, reduction="mean"):
@@ -105,18 +111,6 @@ def train_step(model, optimizer, images, labels, config):
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()
-
-
-def untrained(config, me):
-    """Return (model, optimizer, batch) for a simulated step (labkit/running/simulated_lab.py), sharded and not initialized."""
-    from labkit.measuring import simulate  # only for simulations
-
-    model, size = Net(config.dropout), config.batch_size_of(me.world_size)
-    if config.strategy != "single":
-        with simulate.real_tensors():
-            model = parallelize(model, config, me)
-    batch = torch.zeros(size, 1, 28, 28, dtype=config.dtype), torch.zeros(size, dtype=torch.long)
-    return model, torch.optim.Adadelta(model.parameters(), lr=config.lr), batch
 
 
 def training_batches(digits, config, me, epoch, batch_size, done=0):
@@ -170,8 +164,8 @@ def train(config, me):
         raise UserError(f"a global batch of {batch_size * me.world_size} is more than {images}")
 
     torch.manual_seed(config.seed)  # the same weights on every rank
-    model = parallelize(Net(config.dropout).to(config.dtype), config, me)
-    optimizer = torch.optim.Adadelta(model.parameters(), lr=config.lr)  # after sharding, which replaces the parameters
+    model = parallelize(unsharded(config).to(config.dtype), config, me)
+    optimizer = make_optimizer(model, config)  # after sharding, which replaces the parameters
     me.say(model)
     global_batch = batch_size * me.world_size
     saver = saving.Saver(config, model, optimizer, checkpoints.identity(config, global_batch, digits.name))
@@ -191,16 +185,13 @@ def train(config, me):
             torch.manual_seed(config.seed + 1000 * loop.step + me.rank)
             local_losses.append(train_step(model, optimizer, images, labels, config))
 
-        summed = torch.stack(local_losses)
-        dist.all_reduce(summed)  # once per epoch: once per step, only to print, would slow down training
-        losses = (summed / me.world_size).tolist()
-        finite = loop.log(losses)
+        finite = loop.log(local_losses)
         if finite:  # otherwise the previous checkpoint remains the newest
             saver.save(loop.step)
         correct, total, test_loss = evaluate(model, digits, config, me, loop.interruptible)
         loop.log_scalars(test_loss=test_loss, accuracy=correct / total)
         me.say(
-            f"epoch {epoch + 1}: loss {statistics.mean(losses):.4f}, "
+            f"epoch {epoch + 1}: loss {statistics.mean(loop.losses[-len(local_losses) :]):.4f}, "
             f"test loss {test_loss:.4f}, accuracy {correct}/{total} ({correct / total:.2%})"
         )
         if not finite:  # records.report raises Diverged

@@ -192,8 +192,7 @@ def _tuned(me, runs):
     found = []
     for options in runs:
         config = hf_fsdp.Config(device="cpu", strategy="fsdp2", batch_size=2, seq_len=LENGTH, tokens="bytes", **options)
-        architecture = hf_models.configuration(config.model, "--model")
-        model = hf_fsdp.build(config, architecture, me)
+        model = hf_fsdp.build(config, me)
         before = {name: hf_weights.local(p).clone() for name, p in model.named_parameters()}
         optimizer = hf_fsdp.make_optimizer(model, config)
         inputs, targets = torch.arange(2 * 2 * LENGTH).view(2, 1, 2, LENGTH) % 256
@@ -202,7 +201,7 @@ def _tuned(me, runs):
         changed = {n for n, p in model.named_parameters() if not torch.equal(before[n], hf_weights.local(p))}
         with torch.no_grad():
             logits = model(inputs[0], use_cache=False).logits
-        hf_models.save(model, architecture, config)
+        hf_models.save(model, config.architecture, config)
         found.append((logits, changed))
     return found
 
@@ -269,7 +268,7 @@ def _loading(me, folder):
     """(bytes that this rank keeps, bytes it has read, growth of its resident memory's peak, bytes of the largest tensor)."""
     config = hf_fsdp.Config(device="cpu", strategy="fsdp2", model=folder, tokens="bytes")
     model = hf_models.on_meta(hf_models.configuration(folder, "--model"), torch.float32)
-    hf_fsdp.parallelize(model, config, me)
+    hf_fsdp.fsdp2(model, config, me)
     model.to_empty(device="cpu")
     parameters = dict(model.named_parameters())
 
@@ -370,13 +369,12 @@ def test_a_model_is_loaded_and_saved_as_by_the_library(family, tmp_path, world_o
     config = hf_fsdp.Config(
         model=str(tmp_path / "given"), device="cpu", tokens="bytes", save=str(tmp_path / "saved"), seq_len=LENGTH
     )
-    architecture = hf_models.configuration(config.model, "--model")
-    model = hf_fsdp.build(config, architecture, world_of_one).eval()
+    model = hf_fsdp.build(config, world_of_one).eval()
     theirs = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
     ours, wanted = named_tensors(model), named_tensors(theirs)
     assert ours.keys() == wanted.keys()
     assert [name for name in wanted if not torch.equal(ours[name], wanted[name])] == []
-    hf_models.save(model, architecture, config)
+    hf_models.save(model, config.architecture, config)
     again, about = AutoModelForCausalLM.from_pretrained(config.save, dtype=torch.float32, output_loading_info=True)
     assert not about["missing_keys"] and not about["unexpected_keys"]
     with torch.no_grad():
@@ -400,7 +398,7 @@ def test_tensors_that_the_library_leaves_out_are_left_out(family, weights, tmp_p
     for name, value in OLD[family].items():
         add_tensor(copy, name, theirs.get_input_embeddings().weight.detach() if value is None else value)
     config = hf_fsdp.Config(model=str(copy), strategy="single", device="cpu", tokens="bytes")
-    model = hf_fsdp.build(config, hf_models.configuration(str(copy), "--model"), world_of_one)
+    model = hf_fsdp.build(config, world_of_one)
     assert [name for name, p in theirs.named_parameters() if not torch.equal(p, model.get_parameter(name))] == []
 
 
@@ -409,7 +407,7 @@ def test_a_family_whose_modules_do_not_initialize_a_tensor_is_refused(tmp_path, 
     AutoConfig.for_model("apertus", **COMMON).save_pretrained(tmp_path)
     config = hf_fsdp.Config(config=str(tmp_path), strategy="single", device="cpu")
     with pytest.raises(UserError, match="no value for model.layers.0.mlp.act_fn.*its module does not initialize it"):
-        hf_fsdp.build(config, hf_models.configuration(str(tmp_path), "--config"), world_of_one)
+        hf_fsdp.build(config, world_of_one)
 
 
 # ---- dropout
@@ -453,7 +451,7 @@ def test_what_does_not_fit_is_refused_before_it_is_built(given, shapes, monkeypa
     preflight.refuse_if_too_big(config, me)
     monkeypatch.setattr(meters, "free_memory_of_a_rank", lambda *_: needed - 1)
     with pytest.raises(UserError, match=f"--config {shapes['llama']} with --strategy .* needs .*take a smaller model"):
-        hf_fsdp.build(config, None, me)
+        hf_fsdp.build(config, me)
 
 
 def test_what_is_not_planned_is_not_refused(tmp_path, monkeypatch, world_of_one):
@@ -465,7 +463,7 @@ def test_what_is_not_planned_is_not_refused(tmp_path, monkeypatch, world_of_one)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_adapters_need_no_less_than_what_is_refused_by(recompute, shapes, world_of_one):
     config = hf_fsdp.Config(config=str(shapes["llama"]), device="cpu", strategy="single", lora=4, recompute=recompute)
-    model = hf_fsdp.build(config, hf_models.configuration(config.config, "--config"), world_of_one)
+    model = hf_fsdp.build(config, world_of_one)
     optimizer, batch = hf_fsdp.make_optimizer(model, config), (torch.arange(256).view(1, 2, 128),) * 2
     hf_fsdp.train_step(model, optimizer, *batch, config)
     step = trace.StepTrace(model, optimizer, torch.device("cpu"))

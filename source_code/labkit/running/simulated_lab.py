@@ -2,9 +2,12 @@
 
   simulated_lab.step(gpt_fsdp, gpt_fsdp.Config(precision="bf16"), ranks=64)
 
-A lab that can be simulated has ``untrained(config, me)``, which returns (model, optimizer, batch), and ``train_step``.
+A lab that can be simulated has ``unsharded(config)``, which builds the model on the current device; ``fsdp1`` and ``fsdp2``,
+named after their strategies, which shard it; ``make_optimizer``; and ``train_step``. It may have ``in_simulation``, which
+returns the context of a simulated step.
 """
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -45,14 +48,29 @@ def setup(lab, config, ranks: int) -> Callable:
         # Create the parameters in the lab's dtype: ``module.to`` does not work on fake tensors.
         torch.set_default_dtype(config.dtype)
         try:
-            model, optimizer, batch = lab.untrained(config, me)
+            model = lab.unsharded(config)
+            if config.strategy != "single":
+                with simulate.real_tensors():
+                    model = getattr(lab, config.strategy)(model, config, me)
+            optimizer = lab.make_optimizer(model, config)
+            batch = _batch(config, ranks)
         finally:
             torch.set_default_dtype(torch.float32)
         losses = []  # retained as in the lab's loop: they take memory, too
 
         def train(*batch):
-            losses.append(lab.train_step(model, optimizer, *batch, config))
+            with getattr(lab, "in_simulation", contextlib.nullcontext)():
+                losses.append(lab.train_step(model, optimizer, *batch, config))
 
         return model, optimizer, batch, train
 
     return prepare
+
+
+def _batch(config, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the zeros of a rank's batch: tokens and targets, or, without ``seq_len``, MNIST's images and labels."""
+    if hasattr(config, "seq_len"):
+        tokens = torch.zeros(config.accumulate, config.batch_size, config.seq_len, dtype=torch.long)
+        return tokens, torch.zeros_like(tokens)
+    size = config.batch_size_of(ranks)
+    return torch.zeros(size, 1, 28, 28, dtype=config.dtype), torch.zeros(size, dtype=torch.long)

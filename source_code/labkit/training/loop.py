@@ -3,11 +3,10 @@
   loop = Loop(config, me, saver, last_step=config.max_steps, global_batch=32)
   while loop.step < loop.last_step:
       for inputs, targets in loop.watch(batches):      # one batch per step
-          ...                                          # the lab's own: forward, backward, optimizer
-      ...                                              # the lab's own: average the losses over the ranks
+          losses += [...]                              # the lab's own: forward, backward, optimizer
       if not loop.log(losses):
           break                                        # a loss is not finite
-      saver.save(loop.step)
+      loop.save_if_due()
   record = loop.finish()
 
 The lab contains everything that a chapter teaches. Nothing in this file computes a gradient or updates a parameter.
@@ -16,6 +15,9 @@ The lab contains everything that a chapter teaches. Nothing in this file compute
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+
+import torch
+import torch.distributed as dist
 
 from labkit.measuring import event_files, meters, records
 from labkit.running import preemption, progress
@@ -104,9 +106,10 @@ class Loop:
     def _save_every(self) -> int:
         return self.config.checkpoint_every or self.last_step
 
-    def save_is_due(self) -> bool:
-        """Return whether to save after the current step, because of ``--checkpoint-every`` or the end of the run."""
-        return self.step % self._save_every == 0 or self.step == self.last_step
+    def save_if_due(self):
+        """Save after the current step if ``--checkpoint-every`` says so, or if it is the last one. Collective."""
+        if self.step % self._save_every == 0 or self.step == self.last_step:
+            self.saver.save(self.step)
 
     def watch(self, batches: Iterable) -> Iterator:
         """Yield each batch after setting its step's learning rate, and measure the caller's step. Collective.
@@ -131,16 +134,21 @@ class Loop:
         yield from batches if self.step == self.last_step else self.stop.until_preempted(batches)
         self.stop.raise_if_preempted(self.me, self.saver, self.step, self.last_step)
 
-    def log(self, losses: list[float]) -> bool:
-        """Record the losses of the steps since the last call, and write --log's scalars. Collective.
+    def log(self, local_losses: list[torch.Tensor]) -> bool:
+        """Average the losses of the steps since the last call over the ranks, and write --log's scalars. Collective.
+
+        Once every few steps: once per step, only to print, would slow down training.
 
         Args:
-            losses: One per step, averaged over the ranks.
+            local_losses: This rank's, scalars, one for each micro-batch of each step. The loss of a step is their sum.
 
         Returns:
             Whether every loss is finite. If not, ``records.report`` raises ``Diverged`` at the end of the run, and the
             newest checkpoint remains the one before.
         """
+        summed = torch.stack(local_losses).view(-1, getattr(self.config, "accumulate", 1)).sum(1)
+        dist.all_reduce(summed)
+        losses = (summed / self.me.world_size).tolist()
         self.losses += losses
         if self.config.log:
             steps = range(self.step - len(losses) + 1, self.step + 1)
