@@ -186,8 +186,11 @@ class Saver:
         """Return whether all ranks' parameters and optimizer state are finite."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         tensors = [local(each) for each in (*self.model.parameters(), *states) if isinstance(each, torch.Tensor)]
-        flags = [torch.isfinite(each).all() for each in tensors if each.is_floating_point() and each.numel()]
-        here = all(bool(flag) for flag in flags)
+        flags = {}  # {device: one per tensor}, so that each device is waited for once
+        for each in tensors:
+            if each.is_floating_point() and each.numel():
+                flags.setdefault(each.device, []).append(torch.isfinite(each).all())
+        here = all(torch.stack(of_device).all().item() for of_device in flags.values())
         infinite = torch.tensor(0 if here else 1)
         dist.all_reduce(infinite, dist.ReduceOp.MAX, self.group)
         return not infinite.item()
