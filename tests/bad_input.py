@@ -286,7 +286,7 @@ WHEN_STARTED = {
     "one_rank.py": {
         "--strategy ddp": "gpt_fsdp.py --strategy single",
         "--ranks 1": "--ranks 2",
-        "--checkpoint x": "checkpoint",
+        "--checkpoint x": "--checkpoint",
         "--ranks 4 --mesh 3x2": "--mesh 3x2",
         "--preset llama3-405b --ranks 2 --device cpu": "llama3-405b GiB",
     },

@@ -54,7 +54,7 @@ REDUCED = "dist.reduce_scatter_tensor(own, gradient)"
         ([(REDUCED, "dist.all_reduce(gradient); own = gradient")], "that is the mean of the whole gradient"),
         (
             [(REDUCED, "dist.all_reduce(gradient); own = gradient.chunk(world)[rank].clone()")],
-            "all_reduce sends more than a reduce-scatter",
+            "all_reduce sends more bytes than a reduce-scatter",
         ),
         (
             [("gradient.new_empty(len(gradient) // world)", "gradient.chunk(world)[rank]")],

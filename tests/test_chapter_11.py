@@ -18,7 +18,8 @@ from notebooks import FOLDER, code_cells, read, run_broken
 def test_a_plan_that_forgets_the_options_is_found_out():
     three = ["FSDP1", "FSDP2", "FSDP2, parameters kept"]
     breaks = {f'    "{name}": {{"strategy"': f'    # "{name}": {{"strategy"' for name in three}  # two are enough
-    lines = run_broken("11", breaks | {"common | config": "config | common"})
+    breaks["ask(**common | config)"] = 'ask(**common | {"strategy": config["strategy"]})'
+    lines = run_broken("11", breaks)
     assert [line[:4] for line in lines] == ["FAIL", "PASS", "FAIL", "PASS", "FAIL", "FAIL"]
     assert "a measured peak from its prediction" in lines[0] and "a category differs by" in lines[2]
     assert "bytes in the collectives" in lines[4]

@@ -164,7 +164,7 @@ def parsed(words):
 def test_what_cannot_be_split_evenly():
     shape = shapes.GPT_SHAPES["tiny"]
     shape.check_tensor_parallel(2, 16)
-    with refused("385 hidden"):
+    with refused("385 intermediate"):
         dataclasses.replace(shape, intermediate_size=385).check_tensor_parallel(2, 16)
     with refused("fsdp2", "ddp"):
         predict.Plan(networks.gpt(shape, 1, 16, tp_degree=2), "ddp", ranks=2)

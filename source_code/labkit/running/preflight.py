@@ -77,7 +77,7 @@ def refuse_if_too_big(config, me):
     if needed > free:
         how = f"--stage {config.stage}" if hasattr(config, "stage") else f"--strategy {config.strategy}"
         how = f"{len(plans)} stages" if len(plans) > 1 else how
-        named = ((name, getattr(config, name, None)) for name in ("preset", "model", "config"))
+        named = ((name, getattr(config, name, None)) for name in ("model", "config", "preset"))
         model = next(f"--{name} {value}" for name, value in named if value)
         raise UserError(
             f"{model} with {how} needs {needed / 2**30:.1f} GiB on each of "
