@@ -282,7 +282,7 @@ class Config(TransformerTraining):
     json: bool = option(False, "print JSON instead of tables")
 
     def __post_init__(self):
-        sources = [name for name in ("preset", "config", "model", "module") if getattr(self, name) is not None]
+        sources = [name for name in ("preset", "config", "model", "module") if getattr(self, name)]
         if len(sources) > 1:
             raise UserError(f"{flag(sources[0])} and {flag(sources[1])} both name a model: leave one of them out")
         # These are not the fields' defaults, so that an explicit value can be distinguished.
@@ -290,7 +290,6 @@ class Config(TransformerTraining):
             object.__setattr__(self, "preset", TransformerTraining.preset)
         if self.ranks is None:
             object.__setattr__(self, "ranks", 1 if self.strategy == "single" else 8)
-        _ = self.shape  # raises if a configuration cannot be read, before other checks use it
         super().__post_init__()
         arrange(self.ranks, self.mesh, self.reshard_after_forward)
 

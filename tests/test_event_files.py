@@ -188,7 +188,7 @@ SHARED = {
     "tensor": (gpt_fsdp, {"mesh": "tensor=2", "batch_size": SEQUENCES}),
     "zero 1": (gpt_zero, {"stage": "1"}),
     **{f"deepspeed {stage}": (gpt_zero, {"stage": stage, "engine": "deepspeed"}) for stage in "123"},
-    "pipeline": (gpt_pipeline, {"batch_size": SEQUENCES, "accumulate": 1}),
+    "pipeline": (gpt_pipeline, {"batch_size": SEQUENCES // 2, "accumulate": 2}),
 }
 
 

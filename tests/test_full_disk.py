@@ -77,7 +77,7 @@ def test_a_run_whose_disk_is_full_when_it_has_trained_prints_its_record(small_di
 def test_output_that_is_lost_is_explained(full, monkeypatch):
     """A notebook's run whose log could not be written would end with "exit code 1" alone."""
     monkeypatch.setattr(launch, "RUNS", full)
-    monkeypatch.setattr(records, "made", lambda folder: folder)
+    monkeypatch.setattr(records, "ensure_writable_dir", lambda folder: folder)
     command = [launch.sys.executable, "-u", "-c", "import sys; print('x' * 100_000); sys.exit(1)"]
     with pytest.raises(launch.RunFailed, match="Nothing more can be written to .*No space left on device"):
         launch.follow(command, lambda *_: None, timeout=60, device="cpu")

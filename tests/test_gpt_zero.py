@@ -106,7 +106,7 @@ BAD = {
     "--mesh 2x2": "unrecognized arguments: --mesh 2x2",
     "--stage 1 --cpu-offload": "--cpu-offload goes with --stage 2 or 3, or --engine deepspeed from 1 on; with 1",
     "--stage 0 --engine deepspeed --cpu-offload": "--cpu-offload goes with --stage 1, 2 or 3; with 0 leave it out",
-    "--engine deepspeed --precision fp64": "DeepSpeed steps and sums gradients in fp32: leave --precision fp64 out",
+    "--engine deepspeed --precision fp64": "DeepSpeed reduces gradients and steps in fp32: leave --precision fp64 out",
     "--engine deepspeed --checkpoint here": "DeepSpeed's checkpoints have a format of their own",
     "--stage 1 --checkpoint here": "ZeroRedundancyOptimizer saves its state on one rank only",
     "--resume": "--resume needs --checkpoint",
