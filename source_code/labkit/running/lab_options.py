@@ -4,7 +4,8 @@ A lab's ``Config`` derives from its class here, plan.py's from ``TransformerTrai
 conflicts. A class is registered for the name of a script (``of_lab``), so that records of that script
 (``planner.predict.plan_of``) and runs in a notebook (``Lab.plan``) can be planned.
 
-To add an option, declare it in its class. Labs that do not take it see its default.
+To add an option, declare it in its class. Labs that do not take it see its default. tests/test_lab_options.py draws a value
+of each (``VALUES``), tests/bad_input.py a wrong one.
 """
 
 import dataclasses
