@@ -1,13 +1,8 @@
 """Chapter 01: its verdicts can fail, and its exercises know right from wrong."""
 
-import re
-import sys
 
 import pytest
-import torch
 from answers import altered
-from commands import call
-from labkit.running import launch
 from labkit.teaching.exercises import check
 from labkit.teaching.exercises.chapter_01 import EXERCISES
 
@@ -92,20 +87,6 @@ ONLY = "if me.rank == 0:"
 )
 def test_a_wrong_conversion_is_told_its_first_difference(breaks, words, capsys):
     assert words in said("01.0", altered("01.0", *breaks), capsys)
-
-
-@pytest.mark.long
-def test_the_script_for_one_gpu_and_the_one_for_many_train_and_save_the_same_names(tmp_path):
-    """As a learner's own: they need nothing of this course."""
-    folder, saved = launch.SOURCE / "minimal", []
-    for words in (["one_gpu.py"], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "ddp.py"]):
-        run = call(sys.executable, *words[:-1], folder / words[-1], cwd=tmp_path, timeout=120)
-        assert run.returncode == 0, run.stderr
-        losses = [float(loss) for loss in re.findall(r"epoch \d: the last batch's loss is ([\d.]+)", run.stdout)]
-        assert len(losses) == 2 and max(losses) < 1  # once, not once per rank; ten classes by chance: 2.3
-        saved.append(torch.load(tmp_path / "model.pt"))
-        (tmp_path / "model.pt").unlink()
-    assert [(name, t.shape) for name, t in saved[0].items()] == [(name, t.shape) for name, t in saved[1].items()]
 
 
 def test_two_digits_after_the_point_are_enough(capsys):
