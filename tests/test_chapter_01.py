@@ -1,6 +1,5 @@
 """Chapter 01: its verdicts can fail, and its exercises know right from wrong."""
 
-
 import pytest
 from answers import altered
 from labkit.teaching.exercises import check
