@@ -32,6 +32,8 @@ STRATEGY_COLOURS = {  # from Paul Tol's palette "muted", so that none is a categ
     "zero2": "#117733",
     "zero3": "#AA4499",
 }
+# How a predicted bar is drawn: its outline, around the measured one
+PREDICTED = {"fill": False, "edgecolor": "black", "linewidth": 1.3}
 STYLE = {
     "font.size": 12,
     "figure.dpi": 100,
@@ -84,7 +86,7 @@ def memory_bars(axes, rows: list[tuple[str, dict, int | None]], guesses: dict[st
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for place, (_, _, predicted), total in zip(places, rows, left, strict=True):
         if predicted is not None:
-            axes.barh(place, predicted / MIB, fill=False, edgecolor="black", linewidth=1.3, height=0.76)
+            axes.barh(place, predicted / MIB, height=0.76, **PREDICTED)
         axes.text(total + max(left) * 0.015, place, f"{total:.1f}", va="center")
     for label, guess in (guesses or {}).items():
         if guess is not None:

@@ -3,7 +3,7 @@
 import matplotlib.pyplot as plt
 
 from labkit.measuring.trace import CATEGORIES
-from labkit.teaching.plots import COLOURS, MIB, caption, headline, show, time_bars
+from labkit.teaching.plots import COLOURS, MIB, PREDICTED, caption, headline, show, time_bars
 
 TONES = ("#f2f2f2", "#d9d9d9", "#bdbdbd", "#969696", "#737373", "#525252")
 PHASE_COLUMN = 1  # a snapshot of a record's timeline is [phase, bytes by category …]
@@ -33,7 +33,7 @@ def kept(rows: list[tuple[str, dict, dict]], title: str, under: str):
                 dark = TONES.index(tone) > 2
                 axes.text(left + size / 2, place, f"{size:,}", ha="center", va="center", color="w" if dark else "k")
             left += size
-        axes.barh(place, sum(predicted.values()), fill=False, edgecolor="black", linewidth=1.3, height=0.78)
+        axes.barh(place, sum(predicted.values()), height=0.78, **PREDICTED)
         axes.text(left + widest * 0.01, place, f"{left:,}", va="center", fontweight="bold")
     names = list(rows[0][1])
     handles = [plt.Rectangle((0, 0), 1, 1, facecolor=tone, edgecolor="black") for tone in TONES[: len(names)]]
@@ -55,7 +55,7 @@ def cost(rows: list[tuple[str, dict, int, int]], title: str):
     base = rows[0][2]
     for place, (_, _, counted, predicted) in enumerate(rows):
         flops.barh(place, counted / base, color="#666666", height=0.62)
-        flops.barh(place, predicted / base, fill=False, edgecolor="black", linewidth=1.3, height=0.76)
+        flops.barh(place, predicted / base, height=0.76, **PREDICTED)
         flops.text(counted / base, place, f"{counted / base:.3f}  ", va="center", ha="right", color="white")
     flops.axvline(4 / 3, color="black", linestyle="--", linewidth=1)
     flops.text(4 / 3, len(rows) / 2 - 0.5, " bound: 4/3", va="center")

@@ -4,7 +4,7 @@ import matplotlib.pyplot as plt
 from planner.timing import cost
 
 from labkit.measuring.pipeline_timeline import idle_share
-from labkit.teaching.plots import MIB, headline, show
+from labkit.teaching.plots import MIB, PREDICTED, headline, show
 
 FORWARD, BACKWARD = "#BBBBBB", "#4D4D4D"  # as in images/pipeline_schedules.svg
 PIPELINE = "#666666"
@@ -49,7 +49,7 @@ def stages(rows: dict[str, tuple[dict, list[int]]], title: str, guesses: dict[tu
         for rank, (measured, expected) in enumerate(zip(record["memory"]["peak_by_rank"], predicted, strict=True)):
             place = rank + (number - 0.5) * (width + 0.06)
             axes.bar(place, measured / MIB, width * 0.86, color=colour, label=name if rank == 0 else None)
-            axes.bar(place, expected / MIB, width, fill=False, edgecolor="black", linewidth=1.3)
+            axes.bar(place, expected / MIB, width, **PREDICTED)
             axes.text(place, expected / MIB, f"{measured / MIB:.1f}", ha="center", va="bottom")
             guess = (guesses or {}).get((name, rank))
             if guess is not None:
@@ -97,7 +97,7 @@ def ways(rows: list[tuple[str, dict, int, dict]], title: str, under: str):
     for place, (_, record, peak, sent) in enumerate(rows):
         measured = max(record["memory"]["peak_by_rank"]) / MIB
         memory.barh(place, measured, 0.56, color=ALL_OF_IT)
-        memory.barh(place, peak / MIB, 0.74, fill=False, edgecolor="black", linewidth=1.3)
+        memory.barh(place, peak / MIB, 0.74, **PREDICTED)
         memory.text(max(measured, peak / MIB), place, f"  {measured:.1f}", va="center")
         left = 0.0
         for kind, size in sent.items():

@@ -2,7 +2,7 @@
 
 import matplotlib.pyplot as plt
 
-from labkit.teaching.plots import MIB, STRATEGY_COLOURS, caption, headline, show
+from labkit.teaching.plots import MIB, PREDICTED, STRATEGY_COLOURS, caption, headline, show
 
 # One style per resumed run, larger marks first so that the smaller ones on top leave them visible
 MARKS = ({"marker": "s", "markersize": 12, "color": "#56B4E9"}, {"marker": "o", "markersize": 6, "color": "#0072B2"})
@@ -58,7 +58,7 @@ def files(record: dict, written: dict[int, dict[str, int]], predicted: int, gues
             axes.barh(place, width, left=left, color=STRATEGY_COLOURS["fsdp2"], edgecolor="white", height=0.62)
             axes.text(left + width / 2, place, f"rank {number}\n{width:.1f}", color="white", ha="center", va="center")
             left += width
-        axes.barh(place, predicted / MIB, fill=False, edgecolor="black", linewidth=1.3, height=0.78)
+        axes.barh(place, predicted / MIB, height=0.78, **PREDICTED)
         axes.text(left * 1.02, place, f"{left:.1f}", va="center")
     if guess is not None:
         axes.plot(guess, -0.39, "D", color="black", markersize=7, clip_on=False, zorder=5)

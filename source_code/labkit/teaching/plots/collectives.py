@@ -4,7 +4,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from labkit.teaching.plots import COLOURS, headline, show
+from labkit.teaching.plots import COLOURS, PREDICTED, headline, show
 
 COLLECTIVE_COLOURS = {
     "all-reduce": COLOURS["all-reduce buckets"],
@@ -42,7 +42,7 @@ def sent_bars(rows: list[tuple[str, float, float, str]], title: str, under: str)
     longest = max(max(predicted, measured) for _, predicted, measured, _ in rows)
     for place, (_, predicted, measured, colour) in enumerate(rows):
         axes.barh(place, measured, color=colour, height=0.52)
-        axes.barh(place, predicted, fill=False, edgecolor="black", linewidth=1.3, height=0.72)
+        axes.barh(place, predicted, height=0.72, **PREDICTED)
         text = f"{measured:.2f}, predicted {predicted:.2f}"
         axes.text(max(predicted, measured) + 0.015 * longest, place, text, va="center")
     axes.set_yticks(range(len(rows)), [row[0] for row in rows])

@@ -2,7 +2,7 @@
 
 import matplotlib.pyplot as plt
 
-from labkit.teaching.plots import COLOURS, MIB, headline, show
+from labkit.teaching.plots import COLOURS, MIB, PREDICTED, headline, show
 
 TONES = ("#F2F2F2", "#DADADA", "#C2C2C2", "#AAAAAA", "#8E8E8E", "#717171", "#545454", "#363636")  # devices 0 to 7
 
@@ -73,7 +73,7 @@ def memory(rows: list[tuple[str, dict, float | None]], title: str, under: str, g
             axes.barh(place, size / MIB, 0.62, left=left, color=COLOURS[category], label=label)
             left += size / MIB
         if predicted is not None:
-            axes.barh(place, predicted / MIB, 0.78, fill=False, edgecolor="black", linewidth=1.3)
+            axes.barh(place, predicted / MIB, 0.78, **PREDICTED)
         axes.text(max(left, (predicted or 0) / MIB) + 0.015 * max(totals), place, f"{left:.1f}", va="center")
         if (guesses or {}).get(name) is not None:
             axes.plot(guesses[name], place + 0.31, "D", color="black", markersize=7, clip_on=False, zorder=5)
@@ -98,7 +98,7 @@ def thresholds(rows: list[tuple[str, int, int, int]], title: str, under: str):
     )
     for place, (_, size, predicted, collectives) in enumerate(rows):
         persistent.barh(place, size / MIB, 0.6, color="#AAAAAA")
-        persistent.barh(place, predicted / MIB, 0.76, fill=False, edgecolor="black", linewidth=1.3)
+        persistent.barh(place, predicted / MIB, 0.76, **PREDICTED)
         persistent.text(size / MIB, place, f"  {size / MIB:.2f}", va="center")
         sent.barh(place, collectives, 0.6, color="#666666")
         sent.text(collectives, place, f"  {collectives}", va="center")

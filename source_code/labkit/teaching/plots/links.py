@@ -1,6 +1,6 @@
 """Figures of chapter 10: bytes that leave a node, and steps over links of several speeds."""
 
-from labkit.teaching.plots import STRATEGY_COLOURS, headline, plt, show
+from labkit.teaching.plots import PREDICTED, STRATEGY_COLOURS, headline, plt, show
 
 STYLES = {  # colour, line and mark of each strategy
     "DDP": (STRATEGY_COLOURS["ddp"], "-", "o"),
@@ -17,7 +17,7 @@ def across(rows: dict[str, tuple[float, float]], guesses: dict, title: str, unde
     longest = max(max(pair) for pair in rows.values()) / MB
     for place, (name, (measured, predicted)) in enumerate(rows.items()):
         axes.barh(place, measured / MB, color=STYLES.get(name, ("#777777",))[0], height=0.52)
-        axes.barh(place, predicted / MB, fill=False, edgecolor="black", linewidth=1.3, height=0.72)
+        axes.barh(place, predicted / MB, height=0.72, **PREDICTED)
         axes.text(max(measured, predicted) / MB + 0.015 * longest, place, f"{measured / MB:.2f}", va="center")
         if guesses.get(name) is not None:
             axes.plot(guesses[name], place + 0.36, "D", color="black", markersize=7, clip_on=False, zorder=5)

@@ -2,7 +2,7 @@
 
 import matplotlib.pyplot as plt
 
-from labkit.teaching.plots import MIB, headline, show
+from labkit.teaching.plots import MIB, PREDICTED, headline, show
 
 MEASURED = "#444444"
 # Parts of a process' resident memory; they use other colours than categories of tensors and strategies
@@ -21,7 +21,7 @@ def moments(grown: dict, predicted: dict, guesses: dict, under: str):
     top = max(*grown.values(), *predicted.values()) / MIB
     for place, (moment, size) in enumerate(grown.items()):
         axes.barh(place, size / MIB, color=MEASURED, height=0.5)
-        axes.barh(place, predicted[moment] / MIB, fill=False, edgecolor="black", linewidth=1.3, height=0.7)
+        axes.barh(place, predicted[moment] / MIB, height=0.7, **PREDICTED)
         axes.text(max(size, predicted[moment]) / MIB + top * 0.02, place, f"{size / MIB:.1f}", va="center")
         if guesses[moment] is not None:
             axes.plot(guesses[moment], place + 0.35, "D", color="black", markersize=7, clip_on=False, zorder=5)
@@ -61,7 +61,7 @@ def parts(rows: list[tuple[str, dict]], under: str):
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for place, (total, (_, sizes)) in enumerate(zip(left, rows, strict=True)):
         predicted = sum(list(sizes.values())[:-1]) / MIB
-        axes.barh(place, predicted, fill=False, edgecolor="black", linewidth=1.3, height=0.74)
+        axes.barh(place, predicted, height=0.74, **PREDICTED)
         axes.text(total + widest * 0.01, place, f"{total:.0f}", va="center")
     axes.set_yticks(range(len(rows)), [label for label, _ in rows])
     axes.tick_params(axis="y", length=0)
