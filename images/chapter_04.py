@@ -5,35 +5,47 @@ from drawing import COLOURS, COMPUTE, FREE, GATHER, INK, REDUCE, SOFT, Drawing
 RANKS = 4
 
 
+# What a rank holds: (category, parts, between steps, at the peak); None: nothing, and else which share of it
+DDP = [
+    ("parameters", 1, 1, 1),
+    ("gradients", 1, None, 1),
+    ("optimizer state", 2, 1, 1),
+    ("all-reduce buckets", 1, 1, 1),
+]
+FSDP = [
+    ("parameters", 1, 1 / RANKS, 1 / RANKS),
+    ("reduce-scatter", 1, None, 1),
+    ("optimizer state", 2, 1 / RANKS, 1 / RANKS),
+    ("all-gather", 1, None, 1),
+]
+LEGEND = {"reduce-scatter": "reduce-scatter: whole gradients", "all-gather": "all-gather: whole parameters"}
+
+
 def ddp_against_fsdp():
-    """What each rank holds between steps and at the peak: whole blocks under DDP, slices under FSDP."""
-    d = Drawing(940, 400, "Memory of four ranks: DDP against FSDP in one unit, between steps and at the peak")
-    kinds = [("parameters", 1), ("gradients", 1), ("optimizer state", 2)]
-    for column, (name, sharded) in enumerate((("DDP", False), ("FSDP, one unit", True))):
+    """What each rank holds between steps and at the peak, but for activations: whole blocks under DDP, slices under FSDP."""
+    d = Drawing(940, 492, "Memory of four ranks: DDP against FSDP in one unit, between steps and at the peak")
+    for column, (name, kinds) in enumerate((("DDP", DDP), ("FSDP, one unit", FSDP))):
         left = 150 + 400 * column
         d.text(left, 34, name, 20, bold=True)
-        for moment, (label, top) in enumerate((("between\nsteps", 60), ("at the\npeak", 220))):
+        for moment, (label, top) in enumerate((("between\nsteps", 56), ("at the\npeak", 246))):
             if column == 0:
-                d.text(28, top + 55, label, 16)
+                d.text(28, top + 70, label, 16)
             for rank in range(RANKS):
                 x, y = left + 88 * rank, top
-                for kind, weight in kinds:
-                    height = 30 * weight
-                    whole = not sharded or (moment == 1 and kind != "optimizer state")
-                    here = moment == 1 or kind != "gradients"
-                    part = height if whole else height / RANKS
-                    if here:
-                        colour = COLOURS[kind]
-                        d.box(x, y, 72, height, edge=SOFT, dash="" if whole else "3 3")
-                        offset = 0 if whole else rank * height / RANKS
-                        d.box(x, y + offset, 72, part, colour, colour)
-                    else:
-                        d.box(x, y, 72, height, edge=SOFT, dash="3 3")
+                for kind, parts, *shares in kinds:
+                    height, share = 30 * parts, shares[moment]
+                    d.box(x, y, 72, height, edge=SOFT, dash="" if share == 1 else "3 3")
+                    if share:
+                        offset = 0 if share == 1 else rank * height / RANKS
+                        d.box(x, y + offset, 72, share * height, COLOURS[kind], COLOURS[kind])
                     y += height
-                d.text(x + 36, top + 138, f"rank {rank}", 14, "middle", SOFT)
-    for number, (kind, _) in enumerate(kinds):
-        d.box(150 + 180 * number, 374, 16, 14, COLOURS[kind], COLOURS[kind])
-        d.text(172 + 180 * number, 387, kind, 15)
+                d.text(x + 36, top + 168, f"rank {rank}", 14, "middle", SOFT)
+    shown = [kind for kind, *_ in DDP] + ["all-gather", "reduce-scatter"]
+    for number, kind in enumerate(shown):
+        x, y = 150 + 250 * (number % 3), 436 + 26 * (number // 3)
+        d.box(x, y, 16, 14, COLOURS[kind], COLOURS[kind])
+        d.text(x + 22, y + 13, LEGEND.get(kind, kind), 15)
+    d.text(28, 449, "besides\nactivations", 14, colour=SOFT)
     d.save("ddp_against_fsdp")
 
 
@@ -68,7 +80,7 @@ def flat_against_per_parameter():
     """FSDP1 cuts one long tensor, wherever the cuts fall; FSDP2 cuts each parameter by rows."""
     d = Drawing(940, 380, "FSDP1's flat parameter against FSDP2's per-parameter sharding, on four ranks")
     tones = ["#0072B2", "#56B4E9", "#009E73", "#E69F00"]
-    names = [("conv1", 60), ("conv2", 130), ("fc1", 480), ("fc2", 90)]
+    names = [("conv1", 56), ("conv2", 76), ("fc1", 572), ("fc2", 56)]
     d.text(24, 36, "FSDP1: all parameters end to end in one flat tensor, cut into four equal parts", 17, bold=True)
     x = 90
     for name, width in names:
@@ -79,7 +91,8 @@ def flat_against_per_parameter():
         left = 90 + rank * total / RANKS
         d.line(left, 86, left, 104, SOFT)
         d.box(left, 104, total / RANKS, 34, tones[rank], INK, f"rank {rank}", 14)
-    d.text(90, 160, "a cut may fall inside a parameter; the last part is padded", 14, colour=SOFT)
+    scale = "not to scale: fc1 has 98 % of the numbers, and all three cuts fall inside it; the last part is padded"
+    d.text(90, 160, scale, 14, colour=SOFT)
     d.text(24, 208, "FSDP2: each parameter is cut by rows, and stays a tensor of its own (a DTensor)", 17, bold=True)
     shapes = [("conv1.weight\n32 rows", 90, [8, 8, 8, 8]), ("conv2.weight\n64 rows", 300, [16] * 4)]
     shapes += [("fc1.weight\n128 rows", 510, [32] * 4), ("fc2.weight\n10 rows", 720, [3, 3, 3, 1])]

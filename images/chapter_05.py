@@ -53,7 +53,7 @@ def legend(d: Drawing):
 
 def units_in_a_step():
     d = Drawing(980, 846, "A unit's life through a step, for one unit and for two")
-    d.text(20, 36, "A unit is whole from the turn of its first layer to that of its last", 20, bold=True)
+    d.text(20, 36, "A unit is whole from its gather to the turn of its last layer", 20, bold=True)
     d.text(
         20, 62, "Height: bytes of a unit that one rank holds. Left to right: one step, layer by layer.", 14, colour=SOFT
     )

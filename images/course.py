@@ -49,21 +49,38 @@ def table() -> str:
 
 def course_map() -> Drawing:
     """The chapters as stations of one line, in rows."""
-    found, high = chapters(), 178
-    drawing = Drawing(1000, high * len(ROWS) + 16, "The map of the course: its chapters as stations of one line")
-    for row, (name, places) in enumerate(ROWS.items()):
-        y, step = 58 + high * row, 1000 / len(places)
+    found = chapters()
+    rows = [([found[number] for number in places], name.strip()) for name, places in ROWS.items()]
+    tops, bottom = [], 16
+    for stations, _ in rows:
+        tops.append(bottom)
+        bottom += 120 + 16.2 * max(_lines(each, len(stations)) for each in stations)
+    drawing = Drawing(1000, round(bottom), "The map of the course: its chapters as stations of one line")
+    for top, (stations, name) in zip(tops, rows, strict=True):
+        y, step = top + 42, 1000 / len(stations)
         drawing.line(step / 2, y, 1000 - step / 2, y, LINE, 6)
-        drawing.text(14, y - 34, name.strip(), 15, colour=LINE, bold=True)
-        for place, number in enumerate(places):
-            _station(drawing, found[number], (place + 0.5) * step, y, int(step / 7.6))
+        if name:
+            drawing.text(14, y - 34, name, 15, colour=LINE, bold=True)
+        for place, chapter in enumerate(stations):
+            _station(drawing, chapter, (place + 0.5) * step, y, len(stations))
     return drawing
 
 
-def _station(drawing, chapter, x, y, letters):
+def _words(chapter: Chapter, stations: int) -> tuple[list[str], list[str]]:
+    """Return the lines of a station's title and of its law, for a row with this number of stations."""
+    step = 1000 / stations
+    return wrap(chapter.title, int(step / 9.4)), wrap(chapter.law(), int(step / 7.6))
+
+
+def _lines(chapter: Chapter, stations: int) -> int:
+    return sum(map(len, _words(chapter, stations)))
+
+
+def _station(drawing, chapter, x, y, stations):
     drawing.box(x - 21, y - 17, 42, 34, PAPER, LINE, chapter.number, 16, bold=True)
-    drawing.text(x, y + 38, chapter.title, 15, "middle", bold=True)
-    drawing.text(x, y + 57, "\n".join(wrap(chapter.law(), letters)), 13.5, "middle")
+    title, law = _words(chapter, stations)
+    drawing.text(x, y + 38, "\n".join(title), 15, "middle", bold=True)
+    drawing.text(x, y + 39 + 18 * len(title), "\n".join(law), 13.5, "middle")
 
 
 if __name__ == "__main__":
