@@ -47,7 +47,7 @@ def translated(values: dict) -> dict:
     current = {}
     for name, value in values.items():
         current_name, current_values = FORMER.get(name, (name, {}))
-        current[current_name] = current_values.get(value, value)
+        current[current_name] = current_values.get(value, value) if current_values else value
     return current
 
 
