@@ -72,7 +72,9 @@ def queue(template: str, lab: str, words: list, folder: Path, env, *sbatch, what
 
 
 def ended(job: str, folder: Path, env):
-    wait_for(lambda: state(job, env) not in ("", "RUNNING", "PENDING", "COMPLETING"), "end of the job", job, env)
+    # It is SIGNALING for the moment in which Slurm sends the warning
+    alive = ("", "PENDING", "CONFIGURING", "RUNNING", "SIGNALING", "COMPLETING", "REQUEUED")
+    wait_for(lambda: state(job, env) not in alive, "end of the job", job, env)
     output = (folder / "out").read_text()
     assert state(job, env) == "COMPLETED", output
     return output

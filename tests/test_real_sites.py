@@ -125,7 +125,7 @@ def test_a_job_that_is_too_small_is_told_in_one_sentence(job, nodes, why, slurm,
     ]  # of the job's own
     gpus = f"srun --nodes={nodes} --ntasks={4 * nodes} --gres=gpu:4"
     assert len(said) == 1 and re.fullmatch(
-        rf"RunFailed: job \d+, in which this runs, has too little for {gpus} \({re.escape(why)}\): "
+        rf"RunFailed: job \d+, in which this runs, has too few resources for {gpus} \({re.escape(why)}\): "
         "request more when you start the job, or fewer ranks",
         said[0],
     ), done.stderr
