@@ -34,9 +34,9 @@ def trained(folder, script: str, ranks: int, epochs: int = 2) -> dict[int, tuple
 
 @pytest.mark.long
 def test_losses_are_equal_however_many_ranks_train(tmp_path):
-    found = {run: trained(tmp_path / f"{run[0]}-{run[1]}", *run) for run in RUNS}
+    found = {run: trained(tmp_path / f"{run[0]}-{run[1]}", *run, epochs=1) for run in RUNS}
     first = found["one_gpu.py", 0]
-    assert first.keys() == {0, 1} and first[1][0] < first[0][0] < 2.3  # ten classes by chance: 2.3
+    assert first.keys() == {0} and first[0][0] < 2.3  # ten classes by chance: 2.3
     for run, epochs in found.items():
         for epoch, (loss, correct, of) in epochs.items():
             assert loss == pytest.approx(first[epoch][0], rel=1e-3), run
