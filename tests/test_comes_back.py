@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import call, script
@@ -251,7 +252,7 @@ def test_a_queued_job_comes_back_but_not_after_a_users_error(code, next_life):
     command = submitit_job.Command(["bash", "-c", f"trap 'exit {code}' USR2; echo; while :; do sleep 0.1; done"], True)
     with subprocess.Popen(command.words, stdout=subprocess.PIPE) as process:
         process.stdout.read(1)  # it listens
-        command.process = process.pid
+        command.process = process
         again = command.checkpoint()
         assert (again and again.function.words[:1]) == next_life
 
@@ -264,6 +265,19 @@ def test_a_command_that_the_warning_ends_before_it_listens_is_no_failure(signal_
     command = submitit_job.Command(["bash", "-c", f"kill -{signal_name} $$"], True)
     with pytest.raises(TimeoutError if waits else submitit_job.FailedJobError):
         command()
+
+
+def test_the_exit_code_of_a_command_that_ends_at_once_is_not_lost(monkeypatch):
+    """A Popen that nobody holds would reap it before anyone has asked."""
+
+    def ended(words):
+        process = subprocess.Popen(words)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        return process
+
+    monkeypatch.setattr(submitit_job, "subprocess", SimpleNamespace(Popen=ended))
+    with pytest.raises(submitit_job.FailedJobError, match="3"):
+        submitit_job.Command(["bash", "-c", "exit 3"], True)()
 
 
 def test_a_queued_job_that_saves_nothing_comes_back_so_often_and_no_more(tmp_path):

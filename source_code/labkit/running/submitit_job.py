@@ -39,7 +39,7 @@ class Command:
 
     def __call__(self):
         self.newest = self._newest()
-        self.process = subprocess.Popen(self.words).pid
+        self.process = subprocess.Popen(self.words)  # kept: a Popen that nobody holds reaps a command that has ended
         code = self._wait()
         if code in WARNED and self.resumes:
             if os.environ["SLURM_PROCID"] == "0":  # in case only the command got the signal
@@ -61,7 +61,7 @@ class Command:
             return None
         if self.process:  # else the warning came before the command had started
             with contextlib.suppress(ProcessLookupError):  # Slurm may have warned submitit only
-                os.kill(self.process, signal.SIGUSR2)
+                os.kill(self.process.pid, signal.SIGUSR2)
             if (
                 code := self._wait()
             ) == 0:  # training is complete: submitit can only requeue or fail, so the next start does nothing
@@ -81,7 +81,7 @@ class Command:
 
     def _wait(self) -> int:
         """Wait for the command and return its exit code. Reentrant, since the signal handler may interrupt a call."""
-        ended = os.waitid(os.P_PID, self.process, os.WEXITED | os.WNOWAIT)
+        ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
         return ended.si_status if ended.si_code == os.CLD_EXITED else 128 + ended.si_status
 
 
