@@ -5,6 +5,7 @@ import re
 import sys
 
 import pytest
+from answers import altered
 from commands import call
 from conftest import SOURCE
 from labkit import UserError
@@ -12,6 +13,7 @@ from labkit.measuring import host_memory
 from labkit.running import site
 from labkit.running.lab import Lab
 from labkit.teaching.exercises import check
+from torch.distributed.fsdp import fully_shard
 
 from notebooks import run_broken
 
@@ -22,48 +24,25 @@ def fails(lines: list[str], claim: str) -> bool:
 
 @pytest.mark.long
 def test_a_wrong_reduction_fails():
-    lines = run_broken("00", {"dist.ReduceOp.SUM": "dist.ReduceOp.MAX"}, skip=("show(",))
-    assert fails(lines, "the smallest sum on any rank") and fails(lines, "the largest sum on any rank")
+    lines = run_broken("00", {"dist.ReduceOp.SUM": "dist.ReduceOp.MAX"})
+    assert fails(lines, "the sum over all ranks")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("good", "bad", "claim"),
-    [
-        ("big.fill_(1)", "big[: 64 * MIB].fill_(1)", "RSS grows by a written tensor"),
-        ("big = torch.empty(128 * MIB)  #", "big = torch.ones(128 * MIB)  #", "RSS grows by torch.empty"),
-        ("pieces = [torch.ones(MIB)", "pieces = [torch.empty(MIB)", "RSS with the pieces deleted"),
-    ],
-)
-def test_a_tensor_written_by_half_or_too_early_fails(good, bad, claim):
-    skipped = ("show(", "sums")
-    assert fails(run_broken("00", {good: bad}, until="one_percent", skip=skipped), claim)
+def test_another_batch_than_the_predicted_one_fails():
+    other = 'ladder.predicted_peak(record | {"config": record["config"] | {"batch_size": 31}})'
+    breaks = {"ladder.predicted_peak(record)": other}
+    lines = run_broken("00", breaks, until='compare("one process", "DDP")', skip=("sums[",))
+    assert len(lines) == 2 and all(line.startswith("FAIL") for line in lines)
 
 
 @pytest.mark.long
-def test_a_forgotten_layer_and_another_precision_fail():
-    breaks = {"numbers = sum(layers.values())": 'numbers = sum(layers.values()) - layers["fc2"]'}
-    breaks |= {"max_steps=6)": 'max_steps=6, precision="fp64")'}
-    skipped = ("show(", "sums", "grown")
-    lines = run_broken("00", breaks, until='start["parameters"]', skip=skipped)
-    assert fails(lines, "parameters of one process") and fails(lines, "live tensors at the peak")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("times", "claims"),
-    [
-        (2, ["resident memory's growth, 64 to 256 images"]),
-        (0.5, ["the same, not far above", "the most that the three parts leave unexplained"]),
-    ],
-    ids=["twice", "half"],
-)
-def test_a_tracer_that_counts_twice_or_half_parts_from_resident_memory(times, claims):
-    breaks = {"return before, peak(trace.timeline())[1]": f"return before, {times} * peak(trace.timeline())[1]"}
-    breaks |= {"record['hardware']": "hardware", "for batch in (1, 64, 128, 256)}": "for batch in (1, 64, 256)}"}
-    skipped = ("show(", "sums", "lab.run(", "record.items", 'record["')  # all but the last step of the chapter
-    lines = run_broken("00", breaks, until="largest(rest)", skip=skipped)
-    assert all(fails(lines, claim) for claim in claims)
+def test_a_resume_at_another_learning_rate_and_a_forgotten_layer_fail():
+    breaks = {"resume=True, ranks=other": "resume=True, ranks=other, lr=0.1"}
+    breaks |= {"for tensor in load_file(file).values()": 'for n, tensor in load_file(file).items() if n != "fc2.bias"'}
+    skipped = ("sums[", "climb(", "compare(", "rungs[", "on_gpu", "yours_or_ours", "by_size)", "_table(")
+    lines = run_broken("00", breaks, until="load_file(file).values()", skip=skipped)
+    assert fails(lines, "largest difference of the ten losses") and fails(lines, "elements in the exported file")
 
 
 # Exercises
@@ -91,7 +70,47 @@ def by_address(tensors):
     ],
 )
 def test_a_wrong_tracer_is_told_its_first_difference(wrong, words, capsys):
-    assert words in said(capsys, "00.3", wrong)
+    assert words in said(capsys, "00.1", wrong)
+
+
+def forgets_the_root(model, mesh, min_num_params):
+    fully_shard(model.fc1, mesh=mesh)
+
+
+def is_strict(model, mesh, min_num_params):
+    for child in model.children():
+        if sum(p.numel() for p in child.parameters()) > min_num_params:
+            fully_shard(child, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def counts_tensors(model, mesh, min_num_params):
+    for child in model.children():
+        if len(list(child.parameters())) >= min_num_params:
+            fully_shard(child, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def root_first(model, mesh, min_num_params):
+    fully_shard(model, mesh=mesh)
+    fully_shard(model.fc1, mesh=mesh)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda model, mesh, min_num_params: model, "not answered yet"),
+        (forgets_the_root, "the model itself is no unit"),
+        (is_strict, "exactly 1,290"),
+        (counts_tensors, "count the elements"),
+        (root_first, "not quite"),
+        (altered("00.0"), "right"),
+    ],
+    ids=["empty", "no root", "strict", "tensors", "root first", "solution"],
+)
+def test_a_wrapping_is_told_its_first_difference(answer, words, capsys):
+    assert words in said(capsys, "00.0", answer)
 
 
 # Hello, and the machine

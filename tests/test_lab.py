@@ -23,7 +23,9 @@ def test_settings_come_from_the_environment_or_the_cell(monkeypatch):
     assert "a100" in repr(Lab())
 
 
-@pytest.mark.parametrize(("value", "words"), [("four", ("FSDP_LABS_RANKS", "'four'")), ("1", ("1 ranks", "2"))])
+@pytest.mark.parametrize(
+    ("value", "words"), [("four", ("FSDP_LABS_RANKS", "'four'")), ("1", ("1 rank ", "at least 2"))]
+)
 def test_bad_number_of_ranks_is_a_sentence(monkeypatch, value, words):
     monkeypatch.setenv("FSDP_LABS_RANKS", value)
     with refused(*words):

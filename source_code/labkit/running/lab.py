@@ -13,7 +13,7 @@ With the device "auto", a run computes on GPUs if there is one for each of its r
 of a single rank use it, and runs of several ranks use the CPU. A notebook never fails for lack of GPUs.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import InitVar, asdict, dataclass
 from functools import cached_property
 from importlib.metadata import version
 
@@ -29,22 +29,25 @@ class Lab(launch.Cluster):
     """The settings of a notebook's runs.
 
     Attributes:
-        ranks: number of ranks, at least 2.
+        at_least: the fewest ranks that the notebook runs on.
+        ranks: number of ranks.
         data: data set of the MNIST lab.
         device: "cpu", "cuda", or "auto" (GPUs if there are enough).
     """
 
+    at_least: InitVar[int] = 2
     ranks: int = launch.from_environment("RANKS", "4")
     data: str = launch.from_environment("DATASET", "mnist-5k")
     device: str = launch.from_environment("DEVICE", "cpu")
 
-    def __post_init__(self):
+    def __post_init__(self, at_least):
         try:
             object.__setattr__(self, "ranks", int(self.ranks))
         except ValueError:
             raise UserError(f"FSDP_LABS_RANKS is {self.ranks!r}: give a whole number") from None
-        if self.ranks < 2:
-            raise UserError(f"{self.ranks} ranks share nothing: the notebooks need at least 2")
+        if self.ranks < at_least:
+            few = "1 rank shares nothing" if self.ranks == 1 else f"there are no {self.ranks} ranks"
+            raise UserError(f"{few}: this notebook needs at least {at_least}")
         if self.device not in ("cpu", "cuda", "auto"):
             raise UserError(f"FSDP_LABS_DEVICE is {self.device!r}: use cpu, cuda or auto")
 

@@ -19,7 +19,7 @@ SLURM_CONFS = ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slur
 
 def describe_machine(lab) -> str:
     """Describe this machine and where labs run, as a small table. lab: a notebook's settings (``labkit.running.lab.Lab``)."""
-    import torch  # not above: chapter 00 measures what importing it costs
+    import torch  # not above: planning and queueing need no torch
     import torch.distributed as dist
 
     from labkit.measuring import records

@@ -1,19 +1,66 @@
-"""Exercises of chapter 00: what memory meters count."""
+"""Exercises of chapter 00: wrap by size, and count the bytes of live tensors."""
 
-from planner import predict
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
-from labkit.teaching.exercises import Do, Predict, unanswered
+from labkit.teaching.exercises import Do, on_ranks, unanswered
+from labkit.training.models import Net
 
-MIB = 2**20
-NUMBERS = predict.numel(predict.SHAPES)
+# threshold: the units of Net; 1,290 is fc2's number of parameters
+UNITS = {20_000: {"root", "fc1"}, 1_290: {"root", "conv2", "fc1", "fc2"}, 10_000_000: {"root"}}
 
-ROWS, COLUMNS, PAGE = 4096, 8192, 4096
+
+def _gradients(model, images) -> dict:
+    """Return {name: full gradient} of this rank's images, summed up."""
+    model(images).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in gradients.items()}
+
+
+def _compared(me, wrap) -> dict:
+    """Return {threshold: (units, names of parameters whose gradient is not the ranks' mean)}."""
+    mesh = init_device_mesh(me.device.type, (me.world_size,))
+    found = {}
+    for threshold in UNITS:
+        torch.manual_seed(0)
+        model, replica = Net(dropout=False).double(), Net(dropout=False).double()
+        replica.load_state_dict(model.state_dict())
+        torch.manual_seed(me.rank)
+        images = torch.rand(2, 1, 28, 28, dtype=torch.float64)
+        wrap(model, mesh, threshold)
+        units = {name or "root" for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+        if not units:
+            return {}
+        expected, wrong = _gradients(replica, images), []
+        for name, gradient in _gradients(model, images).items():
+            dist.all_reduce(expected[name], op=dist.ReduceOp.SUM)
+            if not torch.allclose(gradient, expected[name] / me.world_size):
+                wrong.append(name)
+        found[threshold] = units, wrong
+    return found
+
+
+def _judge_wrap(wrap) -> str:
+    found, *_ = on_ranks(_compared, wrap, ranks=2)
+    if not found:
+        return "not answered yet"
+    for threshold, (units, wrong) in found.items():
+        expected = UNITS[threshold]
+        if "root" not in units:
+            return f"not quite: the model itself is no unit, so nobody shards {', '.join(sorted(wrong))} or averages it"
+        if units != expected:
+            cause = "fc2 has exactly 1,290 parameters" if threshold == 1_290 else "count the elements of each child"
+            names = [", ".join(sorted(each)) for each in (units, expected)]
+            return f"not quite: with a threshold of {threshold:,} the units are {names[0]}, not {names[1]}: {cause}"
+        if wrong:
+            return f"not quite: the gradients of {', '.join(wrong)} are not the mean over the ranks"
+    return "right"
 
 
 def _cases():
     """Yield (description, tensors, bytes of their storages, the likely mistake behind another result)."""
-    import torch
-
     x, y = torch.ones(100, 10), torch.ones(100, 10)
     yield "one tensor of 1,000 float32", [x], 4000, "elements × bytes per element"
     yield "1,000 elements in bfloat16", [x.bfloat16()], 2000, "not every element takes 4 bytes: read it from the tensor"
@@ -24,7 +71,7 @@ def _cases():
     yield "one element expanded to 1,000", [torch.ones(1).expand(1000)], 4, "the storage holds one element only"
 
 
-def _judge(live_bytes) -> str:
+def _judge_live_bytes(live_bytes) -> str:
     for case, tensors, expected, cause in _cases():
         result = live_bytes(tensors)
         if unanswered(result):
@@ -35,51 +82,30 @@ def _judge(live_bytes) -> str:
 
 
 EXERCISES = {
-    "00.1": Predict(
-        title="parameters in double precision",
-        level=1,
-        minutes=3,
-        answer=8 * NUMBERS / MIB,
-        unit="MiB",
-        slips={
-            "that is fp32, with 4 bytes per parameter; double precision takes 8": 4 * NUMBERS / MIB,
-            "that is in MB (1000²); memory is counted in MiB (1024²) here": 8 * NUMBERS / 1e6,
-            "that is fc1 alone; the other layers are small, but they count": 8 * predict.numel(["fc1"]) / MIB,
-            "64 is the number of bits; 8 bits are a byte": 64 * NUMBERS / MIB,
-            "that is in bytes; the question is in MiB": 8 * NUMBERS,
-        },
-        hint="The network has 1,199,882 parameters. How many bytes is a 64-bit number? A MiB has 1024² bytes.",
-        solution="""
-# Parameter memory is elements × bytes per element. It does not depend on ranks, batch, or optimizer.
-answer = 1_199_882 * 8 / 2**20
-""",
-    ),
-    "00.2": Predict(
-        title="one column written",
+    "00.0": Do(
+        title="wrap by size",
         level=2,
         minutes=5,
-        answer=ROWS * PAGE / MIB,
-        unit="MiB",
-        slips={
-            "that is the whole tensor; the kernel allocates no page that is not touched": ROWS * COLUMNS * 4 / MIB,
-            "those are the bytes written; the kernel allocates whole pages": ROWS * 4 / MIB,
-            "that is one page; the elements of a column are not adjacent in memory": PAGE / MIB,
-            "that counts one page per element in a row; a column has one element in each row": COLUMNS * PAGE / MIB,
-        },
-        hint="How many bytes are between x[0, 0] and x[1, 0]? Is that more or less than a page? How many pages are "
-        "touched, then?",
+        judge=_judge_wrap,
+        hint="A loop over model.children(); for each, the sum of p.numel() over its parameters(); fully_shard(child, "
+        "mesh=mesh) if it is large enough. After the loop, fully_shard(model, mesh=mesh) takes what is left.",
         solution="""
-# Neighbors in a column are one row apart: 8192 × 4 bytes = 32 KiB, or eight pages. Each element touches its own page,
-# so writing 4,096 elements of 4 bytes makes 4,096 pages of 4 KiB resident.
-rows, page = 4096, 4096
-answer = rows * page / 2**20
+# Children first: fully_shard(model) takes all parameters below it that no unit has taken yet.
+from torch.distributed.fsdp import fully_shard
+
+
+def wrap(model, mesh, min_num_params):
+    for child in model.children():
+        if sum(p.numel() for p in child.parameters()) >= min_num_params:
+            fully_shard(child, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 """,
     ),
-    "00.3": Do(
+    "00.1": Do(
         title="live bytes",
         level=2,
         minutes=8,
-        judge=_judge,
+        judge=_judge_live_bytes,
         hint="Ignore the shapes. Call tensor.untyped_storage() on each tensor: a storage has data_ptr() and nbytes(). "
         "Count each storage once.",
         solution="""

@@ -208,22 +208,30 @@ def timelines(rows: list[tuple[str, dict]], title: str, called: dict[str, str] |
     show(figure)
 
 
-def ladder(runs: list[dict], path: Path):
+def ladder(runs: list[dict], path: Path | None = None, title: str | None = None, guesses: dict | None = None):
     """Draw memory and step time of every rung, side by side.
 
-    runs: [{"label", "record", "predicted": bytes or None}, …], in order. Writes ``path`` (PNG or SVG).
+    Args:
+        runs: [{"label", "record", "predicted": bytes or None}, …], in order.
+        path: file to write (PNG or SVG).
+        title: default: how many rungs there are.
+        guesses: {label: guessed peak in MiB, or None}.
     """
     figure, (memory, time) = plt.subplots(
         1, 2, figsize=(13, 0.55 * len(runs) + 2.4), width_ratios=[3, 2], sharey=False, layout="constrained"
     )
-    memory_bars(memory, [(r["label"], r["record"]["memory"]["peak"], r["predicted"]) for r in runs])
+    memory_bars(memory, [(r["label"], r["record"]["memory"]["peak"], r["predicted"]) for r in runs], guesses)
     time_bars(time, [(r["label"], r["record"]["time"]["step"]) for r in runs])
     time.set_yticklabels([])
     widest = max((r["record"] for r in runs), key=lambda record: record["ranks"])
-    predicted = "; solid: measured, outlined: predicted" if any(r["predicted"] for r in runs) else ""
-    figure.suptitle(f"The ladder: one network, {len(runs)} ways to train it\n", x=0.01, ha="left", fontweight="bold")
-    memory.set_title(caption(widest) + predicted, fontsize=11)
+    marks = "; solid: measured, outlined: predicted" if any(r["predicted"] for r in runs) else ""
+    marks += ", diamond: your guess" if any(guess is not None for guess in (guesses or {}).values()) else ""
+    title = title or f"The ladder: one network, {len(runs)} ways to train it"
+    figure.suptitle(f"{title}\n", x=0.01, ha="left", fontweight="bold")
+    memory.set_title(caption(widest) + marks, fontsize=11)
     handles, labels = memory.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", ncols=4, fontsize=11)
-    figure.savefig(path, dpi=120)
+    if path:
+        figure.savefig(path, dpi=120)
+    show(figure, alt=f"{title}: peak memory and step time of {', '.join(r['label'] for r in runs)}")
     plt.close(figure)
