@@ -78,8 +78,7 @@ def first_picture(path: Path):
     under = f"tiny GPT on 4 ranks · {runs['DDP']['hardware']}\nsolid: measured, outlined: predicted"
     right.set_title(under, fontsize=11)
     figure.suptitle("Will it fit? Peak memory, planned and measured\n", x=0.01, ha="left", fontweight="bold")
-    handles, labels = right.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower left", ncols=4, fontsize=11)
+    plots.category_legend(figure, plots.handles_of(right))
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

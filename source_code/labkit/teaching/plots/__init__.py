@@ -32,6 +32,8 @@ STRATEGY_COLOURS = {  # from Paul Tol's palette "muted", so that none is a categ
     "zero2": "#117733",
     "zero3": "#AA4499",
 }
+# Two categories are named after the collective that needs them; a legend says what they are.
+LABELS = {"all-gather": "gathered parameters (all-gather)", "reduce-scatter": "unreduced gradients (reduce-scatter)"}
 # How a predicted bar is drawn: its outline, around the measured one
 PREDICTED = {"fill": False, "edgecolor": "black", "linewidth": 1.3}
 STYLE = {
@@ -70,6 +72,21 @@ def show(figure, alt: str | None = None):
     headlines = ". ".join(" ".join(text.split()) for text in words if text)
     display(figure, metadata={"image/png": {"alt": alt or headlines}})
     plt.close(figure)
+
+
+def handles_of(*panels) -> dict:
+    """Return {label: artist} of what is drawn in these axes."""
+    return {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+
+
+def category_legend(figure, handles: dict, names: dict | None = None):
+    """Put the legend of the memory categories below a figure.
+
+    handles: {category: artist}. names: {category: a more specific name}.
+    """
+    ordered = [category for category in CATEGORIES if category in handles]
+    words = [(LABELS | (names or {})).get(category, category) for category in ordered]
+    figure.legend([handles[c] for c in ordered], words, loc="outside lower left", ncols=3, fontsize=11)
 
 
 def memory_bars(axes, rows: list[tuple[str, dict, int | None]], guesses: dict[str, float] | None = None):
@@ -132,7 +149,7 @@ def memory(rows: list[tuple[str, dict, dict | None]], title: str, guesses: dict[
     if sizes[0] < sizes[-1]:
         under = under.replace(f"batch {most['batch_size']} per", f"batch {sizes[0]} to {sizes[-1]} per")
     headline(figure, title, f"{under}\n{marks}")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=4, fontsize=11)
+    category_legend(figure, handles_of(axes))
     show(figure)
 
 
@@ -191,20 +208,16 @@ def timelines(rows: list[tuple[str, dict]], title: str, called: dict[str, str] |
         len(rows), 1, figsize=(10, 2.6 * len(rows) + 1.6), squeeze=False, layout="constrained"
     )
     height = max(sum(record["memory"]["peak"].values()) for _, record in rows) / MIB
-    names = {}
     for axes, (label, record) in zip(panels[:, 0], rows, strict=True):
         timeline(axes, record, height)
         axes.set_title(label, loc="right", fontsize=12, fontweight="bold")
-        names |= {name: handle for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}
     panels[-1, 0].set_xlabel("one step, left to right: every change of memory")
     widest = max((record for _, record in rows), key=lambda record: record["ranks"])
     under, (*others, most) = caption(widest), sorted({record["ranks"] for _, record in rows})
     if others:  # say that the panels differ
         under = under.replace(f"{most} ranks", f"{', '.join(map(str, others))} and {most} ranks")
     headline(figure, title, f"{under}\nmeasured")
-    ordered = [c for c in CATEGORIES if c in names]
-    words = [(called or {}).get(c, c) for c in ordered]
-    figure.legend([names[c] for c in ordered], words, loc="outside lower left", ncols=3 if called else 4, fontsize=11)
+    category_legend(figure, handles_of(*panels[:, 0]), called)
     show(figure)
 
 
@@ -229,8 +242,7 @@ def ladder(runs: list[dict], path: Path | None = None, title: str | None = None,
     title = title or f"The ladder: one network, {len(runs)} ways to train it"
     figure.suptitle(f"{title}\n", x=0.01, ha="left", fontweight="bold")
     memory.set_title(caption(widest) + marks, fontsize=11)
-    handles, labels = memory.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower left", ncols=4, fontsize=11)
+    category_legend(figure, handles_of(memory))
     if path:
         figure.savefig(path, dpi=120)
     show(figure, alt=f"{title}: peak memory and step time of {', '.join(r['label'] for r in runs)}")

@@ -3,7 +3,7 @@
 import matplotlib.pyplot as plt
 
 from labkit.measuring.trace import CATEGORIES
-from labkit.teaching.plots import COLOURS, headline, show
+from labkit.teaching.plots import COLOURS, category_legend, handles_of, headline, show
 
 KIB = 1024
 
@@ -28,7 +28,7 @@ def memory(runs: dict[str, tuple[list[dict], int]], limit: int, under: str, titl
         axes.set_xticks([])
     panels[0, 0].set_ylabel("live tensors of rank 0 [KiB]")
     headline(figure, title, under + "\n" * (len(runs) > 1))  # room for the panels' names
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower left", ncols=4, fontsize=11)
+    category_legend(figure, handles_of(panels[0, 0]))
     show(figure)
 
 

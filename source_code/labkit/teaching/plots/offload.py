@@ -59,8 +59,7 @@ def two_sides(record: dict, on_host: tuple):
         "Memory that stays on the device, and memory that offload moves",
         f"{plots.caption(record)}\nmeasured by category on a CPU, put on a side by the rule; no GPU was there",
     )
-    ordered = [c for c in CATEGORIES if c in names]
-    figure.legend([names[c] for c in ordered], ordered, loc="outside lower left", ncols=4, fontsize=11)
+    plots.category_legend(figure, names)
     plots.show(figure)
 
 
@@ -80,7 +79,7 @@ def side_bars(record: dict, on_host: tuple, predicted: dict[str, int], guess: fl
         "One memory, or two sides of a bus",
         f"{plots.caption(record)}\nsolid: measured by category on a CPU, outlined: predicted, diamond: your guess",
     )
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=4, fontsize=11)
+    plots.category_legend(figure, plots.handles_of(axes))
     plots.show(figure)
 
 

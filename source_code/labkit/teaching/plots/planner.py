@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 from labkit import UserError
 from labkit.measuring.differences import largest
 from labkit.measuring.trace import CATEGORIES
-from labkit.teaching.plots import COLOURS, headline, show
+from labkit.teaching.plots import COLOURS, category_legend, headline, show
 
 GIB = 2**30
 MOST_NAMES = 30  # most phase labels below an axis
@@ -73,8 +73,7 @@ def ways(rows: list[tuple], title: str, under: str, unit=(2**20, "MiB"), limit=N
     marks = ", ".join(f"{MARKS[way]}: {way}" for way in present)
     marks += ", diamond: your guess" * any(g is not None for g in (guesses or {}).values())
     headline(figure, title, f"{under}\n{marks}")
-    ordered = [c for c in CATEGORIES if c in handles]
-    figure.legend([handles[c] for c in ordered], ordered, loc="outside lower left", ncols=4, fontsize=11)
+    category_legend(figure, handles)
     show(figure)
 
 
@@ -83,7 +82,7 @@ def places(phases: dict, title: str, under: str):
     figure, axes = plt.subplots(figsize=(10, 6.4), layout="constrained")
     handles = draw_places(axes, phases)
     headline(figure, title, f"{under}; outlined: predicted")
-    categories_below(figure, handles)
+    category_legend(figure, handles)
     show(figure)
 
 
@@ -124,11 +123,6 @@ def _with_breaks(names: list[str]) -> list[float]:
     return at
 
 
-def categories_below(figure, handles: dict):
-    ordered = [c for c in CATEGORIES if c in handles]
-    figure.legend([handles[c] for c in ordered], ordered, loc="outside lower left", ncols=4, fontsize=11)
-
-
 def step(plan, title: str):
     """Draw the memory of a planned step by phase, and below it the terms of its peak, largest first."""
     phases = plan.timeline()
@@ -155,7 +149,7 @@ def step(plan, title: str):
     below.set_xlim(0, 1.1 * max(bytes_ for _, bytes_, _ in large) / size)
     below.set_xlabel(f"alive at the peak, {plan.peak()[0]} [{unit}]")
     headline(figure, fill(title, 78), "outlined: predicted; the middle ones of many equal blocks are omitted")
-    categories_below(figure, handles)
+    category_legend(figure, handles)
     return figure
 
 
