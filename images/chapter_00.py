@@ -24,7 +24,7 @@ def meters():
             [
                 ("the whole GPU: + the CUDA context, NCCL, other processes", "nvidia-smi"),
                 ("allocator: + freed and kept", "memory_reserved"),
-                ("allocator: + rounding to 512 bytes, workspaces", "memory_allocated"),
+                ("allocator: + rounding up, workspaces", "memory_allocated"),
             ],
         ),
     ]
@@ -36,8 +36,8 @@ def meters():
             drawing.text(x + inset + 14, y + 28, meter, 16, bold=True)
             drawing.text(x + inset + 14, y + 52, what, 14)
         drawing.box(x + 48, 280, 374, 108, LINE, INK)
-        drawing.text(x + 62, 308, "the tracer · pen and paper", 16, colour=PAPER, bold=True)
-        drawing.text(x + 62, 334, "live tensors: numbers × bytes per number,\neach storage once", 14, colour=PAPER)
+        drawing.text(x + 62, 308, "the tracer · arithmetic", 16, colour=PAPER, bold=True)
+        drawing.text(x + 62, 334, "live tensors: elements × bytes per element,\neach storage once", 14, colour=PAPER)
     drawing.save("meters")
 
 

@@ -228,17 +228,18 @@ def ladder(runs: list[dict], path: Path | None = None, title: str | None = None,
         runs: [{"label", "record", "predicted": bytes or None}, …], in order.
         path: file to write (PNG or SVG).
         title: default: how many rungs there are.
-        guesses: {label: guessed peak in MiB, or None}.
+        guesses: {label: guessed peak in MiB, or None}; those of other rungs are not drawn.
     """
     figure, (memory, time) = plt.subplots(
         1, 2, figsize=(13, 0.55 * len(runs) + 2.4), width_ratios=[3, 2], sharey=False, layout="constrained"
     )
+    guesses = {r["label"]: guesses[r["label"]] for r in runs if r["label"] in (guesses or {})}
     memory_bars(memory, [(r["label"], r["record"]["memory"]["peak"], r["predicted"]) for r in runs], guesses)
     time_bars(time, [(r["label"], r["record"]["time"]["step"]) for r in runs])
     time.set_yticklabels([])
     widest = max((r["record"] for r in runs), key=lambda record: record["ranks"])
     marks = "; solid: measured, outlined: predicted" if any(r["predicted"] for r in runs) else ""
-    marks += ", diamond: your guess" if any(guess is not None for guess in (guesses or {}).values()) else ""
+    marks += ", diamond: your guess" if any(guess is not None for guess in guesses.values()) else ""
     title = title or f"The ladder: one network, {len(runs)} ways to train it"
     figure.suptitle(f"{title}\n", x=0.01, ha="left", fontweight="bold")
     memory.set_title(caption(widest) + marks, fontsize=11)
