@@ -72,14 +72,14 @@ def fsdp_step():
             d.box(x, y, width, 36, fill, INK, words.get(name, word), 14)
     d.text(130, 285, "rank to rank: every shard\ngoes to every rank", 14, colour=SOFT)
     d.text(350, 285, "no communication: each rank has\nthe whole model and its own images", 14, colour=SOFT)
-    d.text(640, 285, "rank to rank: gradients are summed,\neach rank keeps its own slice", 14, colour=SOFT)
+    d.text(640, 285, "rank to rank: gradients are averaged,\neach rank keeps its own slice", 14, colour=SOFT)
     d.save("fsdp_step")
 
 
 def flat_against_per_parameter():
     """FSDP1 cuts one long tensor, wherever the cuts fall; FSDP2 cuts each parameter by rows."""
     d = Drawing(940, 380, "FSDP1's flat parameter against FSDP2's per-parameter sharding, on four ranks")
-    tones = ["#0072B2", "#56B4E9", "#009E73", "#E69F00"]
+    tones = ["#efe6f5", "#d9c3e6", "#bb99d1", "#8f6bb0"]  # no category's: these are ranks
     names = [("conv1", 56), ("conv2", 76), ("fc1", 572), ("fc2", 56)]
     d.text(24, 36, "FSDP1: all parameters end to end in one flat tensor, cut into four equal parts", 17, bold=True)
     x = 90
@@ -91,7 +91,7 @@ def flat_against_per_parameter():
         left = 90 + rank * total / RANKS
         d.line(left, 86, left, 104, SOFT)
         d.box(left, 104, total / RANKS, 34, tones[rank], INK, f"rank {rank}", 14)
-    scale = "not to scale: fc1 has 98 % of the numbers, and all three cuts fall inside it; the last part is padded"
+    scale = "not to scale: fc1 has 98 % of the elements, and all three cuts fall inside it; the last part is padded"
     d.text(90, 160, scale, 14, colour=SOFT)
     d.text(24, 208, "FSDP2: each parameter is cut by rows, and stays a tensor of its own (a DTensor)", 17, bold=True)
     shapes = [("conv1.weight\n32 rows", 90, [8, 8, 8, 8]), ("conv2.weight\n64 rows", 300, [16] * 4)]

@@ -6,6 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from forked import by_value
 from labkit.teaching.exercises import check
+from labkit.teaching.exercises.chapter_04 import EXERCISES
 from planner import predict
 from torch.distributed.fsdp import fully_shard
 
@@ -22,7 +23,8 @@ BREAKS = {
         ["peak of FSDP2", "whole gradients"],
     ),
 }
-TABLES = ("constructed", "held", "learned", "together")
+TABLES = ("constructed", "held", "learned", "together", "peak_and_time")
+SHORT = {"batch, steps = 32, 27": "batch, steps = 32, 6"}  # the time is not judged
 
 
 @pytest.mark.long
@@ -36,15 +38,26 @@ def test_another_batch_is_noticed():
 @pytest.mark.parametrize("case", BREAKS)
 def test_verdicts_can_fail(case):
     breaks, claims = BREAKS[case]
-    breaks = breaks | {"assert terms ==": "terms =="}
+    breaks = SHORT | breaks | {"assert terms ==": "terms =="}
     lines = run_broken("04", breaks, until="between steps, {kind}", skip=(*TABLES, "walk"))
     for claim in claims:
         assert any(line.startswith("FAIL") and claim in line for line in lines), lines
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_claim_fails_at_8_images(ranks):
+    """DDP's peak is then in the optimizer, whose temporaries FSDP saves, too; and FSDP1's where it packs gradients."""
+    breaks = {"batch, steps = 32, 27": "batch, steps = 8, 6"}
+    lines = run_broken("04", breaks, until="between steps, {kind}", skip=(*TABLES, "walk"), ranks=ranks)
+    for claim in ("saved at the peak", "FSDP1's peak against FSDP2's"):
+        assert any(line.startswith(f"FAIL  {claim}") for line in lines), lines
+    assert any(line.startswith("PASS  peak of FSDP2") for line in lines), lines  # which is planned for any batch
+
+
+@pytest.mark.long
 def test_floor_can_be_missed():
-    breaks = {
+    breaks = SHORT | {
         "floor = 4 * P": "floor = 2 * 4 * P",
         "for ranks in {2, 3} - {lab.ranks}": "for ranks in ()",  # nor FSDP1: four ranks of FSDP2 are enough
         'fsdp1 = lab.run("mnist_fsdp.py"': 'fsdp1 = dict(script="mnist_fsdp.py"',
@@ -58,10 +71,11 @@ def test_no_number_of_ranks_brings_the_planned_peak_below_the_floor():
     terms = predict.peak("fsdp2", "unit", 4, 32)[1]
     floor = 4 * predict.numel(predict.SHAPES)
     floor += sum(terms[name] for name in ("reduce-scatter", "activations", "temporary"))
-    sizes = (2, 3, 4, 8, 16, 32, 64, 127, 128)
+    sizes = (2, 3, 4, 8, 16, 32, 64, 127, 128, 256)
     peaks = {ranks: predict.total(predict.peak("fsdp2", "unit", ranks, 32)[1]) for ranks in sizes}
     assert min(peaks.values()) > floor
     assert peaks[127] > peaks[3]  # two rows each of fc1's 128, so that the gathered whole has 254
+    assert round(peaks[256] / 2**20, 1) == 31.8 and round(peaks[3] / 2**20, 1) == 30.0  # as the chapter says
 
 
 def answered(number, answer, capsys):
@@ -69,13 +83,33 @@ def answered(number, answer, capsys):
     return capsys.readouterr().out
 
 
+def at_peak(ddp, ranks):
+    """04.1, right."""
+    names = {}
+    exec(EXERCISES["04.1"].solution, names)
+    return names["at_peak"](ddp, ranks)
+
+
+def but(term, size):
+    """04.1, right but for one term."""
+    return lambda ddp, ranks: at_peak(ddp, ranks) | {term: size(ddp, ranks)}
+
+
 WRONG = [
     ("04.2", lambda rank, world, rows: (rank * (rows // world), (rank + 1) * (rows // world)), "10 rows on 4 ranks"),
     ("04.2", lambda rank, world, rows: (rank * -(-rows // world), (rank + 1) * -(-rows // world)), "that is 1"),
     ("04.2", lambda rank, world, rows: (rank, rows, world), "not quite"),
-    ("04.3", lambda tensors, rank, world: torch.cat([t.flatten() for t in tensors]).chunk(world)[rank], "padding"),
-    ("04.3", lambda tensors, rank, world: torch.cat([t.chunk(world)[rank].flatten() for t in tensors]), "not quite"),
-    ("04.3", lambda tensors, rank, world: 1 / 0, "ZeroDivisionError"),
+    ("04.1", lambda ddp, ranks: {term: size / ranks for term, size in ddp.items()}, "gradients, "),
+    ("04.1", lambda ddp, ranks: at_peak(ddp, 4), "on 2 ranks"),
+    ("04.1", but("parameters", lambda ddp, ranks: 0), "parameters, 0.00 MiB on 2 ranks, is too small"),
+    ("04.1", but("gradients", lambda ddp, ranks: ddp["gradients"] / ranks), "reduced to a shard yet"),
+    ("04.1", but("optimizer state", lambda ddp, ranks: ddp["optimizer state"]), "is too large"),
+    ("04.1", but("activations", lambda ddp, ranks: ddp["activations"] / ranks), "own batch"),
+    ("04.1", but("temporary", lambda ddp, ranks: float("nan")), "temporary, nan MiB"),
+    ("04.1", but("all-gather", lambda ddp, ranks: ddp["parameters"] / ranks), "gathered as a whole"),
+    ("04.1", but("reduce-scatter", lambda ddp, ranks: ddp["parameters"]), "reduce-scatter, 4.58 MiB"),
+    ("04.1", but("all-reduce buckets", lambda ddp, ranks: ddp["all-reduce buckets"]), "FSDP has none"),
+    ("04.1", but("buckets", lambda ddp, ranks: 0), "'buckets' is no term"),
 ]
 
 

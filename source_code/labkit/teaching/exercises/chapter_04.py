@@ -1,7 +1,5 @@
 """Exercises of chapter 04, FSDP in one unit."""
 
-from math import ceil
-
 import torch
 import torch.nn.functional as F
 from planner import predict
@@ -10,13 +8,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
+from labkit.teaching.exercises import Do, on_ranks, unanswered
 
 MIB = 2**20
-NUMBERS = predict.numel(predict.SHAPES)
-SHARD = 4 * ceil(NUMBERS / 8)
-
-
 WORLD, STEPS, LR, NORM = 2, 3, 0.5, 0.1  # the norm limit is low enough to clip in every step
 
 
@@ -161,26 +155,36 @@ def judge_rows_of(rows_of) -> str:
     return "right"
 
 
-def judge_flat_shard(flat_shard) -> str:
-    for shapes, world_size in (([(4, 2), (4,)], 4), ([(3, 3), (3,), (2, 3)], 4), ([(5,)], 3)):
-        tensors = [
-            torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape) + 10 * i for i, shape in enumerate(shapes)
-        ]
-        flat = torch.cat([tensor.flatten() for tensor in tensors])
-        size = ceil(len(flat) / world_size)
-        padded = torch.cat([flat, torch.zeros(size * world_size - len(flat))])
-        for rank in range(world_size):
-            result, right = flat_shard(tensors, rank, world_size), padded[rank * size : (rank + 1) * size]
-            if unanswered(result):
-                return "not answered yet"
-            where = f"{len(flat)} elements on {world_size} ranks, rank {rank}"
-            if result.dim() != 1:
-                return f"not quite: {where}: the result must have one dimension, yours has {result.dim()}"
-            if len(result) != size:
-                return f"not quite: {where}: every rank holds {size} elements, padding included, and yours has {len(result)}"
-            if not torch.equal(result, right):
-                return f"not quite: {where}: it holds {right.tolist()}; yours holds {result.tolist()}"
+BATCH = 32  # of the chapter's runs: the peaks of DDP and FSDP2 are then at the same operator
+_TERMS = {  # {term of FSDP2's peak: what decides it}
+    "parameters": "between steps, a rank keeps 1/W of every parameter, also while the whole ones are gathered",
+    "gradients": "backward has not ended: no gradient has been reduced to a shard yet",
+    "optimizer state": "a rank has the state of its shard only",
+    "activations": "they depend on the rank's own batch, which FSDP does not shard",
+    "temporary": "they depend on the rank's own batch, which FSDP does not shard",
+    "all-gather": "a unit is gathered as a whole, and this one is the whole model",
+    "reduce-scatter": "the reduce-scatter waits for the last gradient of the unit; until then, gradients are whole",
+    "all-reduce buckets": "DDP keeps them; FSDP has none",
+}
+
+
+def judge_at_peak(at_peak) -> str:
+    for ranks in (2, 4):
+        ddp, right = (predict.peak(*what, ranks=ranks, batch=BATCH)[1] for what in (("ddp",), ("fsdp2", "unit")))
+        result = at_peak(dict.fromkeys(_TERMS, 0) | ddp, ranks)
+        if unanswered(result):
+            return "not answered yet"
+        if unknown := set(result) - set(_TERMS):
+            return f"not quite: {min(unknown)!r} is no term of the peak; the terms are {', '.join(_TERMS)}"
+        for term, why in _TERMS.items():
+            size, wanted = result.get(term, 0), right.get(term, 0)
+            if not abs(size - wanted) <= 0.01 * wanted:
+                return f"not quite: {term}, {size / MIB:.2f} MiB on {ranks} ranks, is too {_off(size, wanted)}: {why}"
     return "right"
+
+
+def _off(size: float, wanted: float) -> str:
+    return "large" if size > wanted else "small"
 
 
 EXERCISES = {
@@ -213,28 +217,25 @@ def train(model, batches, mesh):
     return losses
 """,
     ),
-    "04.1": Predict(
-        title="persistent memory on 8 ranks with Adam",
-        level=1,
-        minutes=3,
-        answer=3 * SHARD / MIB,
-        unit="MiB",
-        slips={
-            "that is the parameters alone; Adam's two moments are persistent, too": SHARD / MIB,
-            "Adam has two moments per parameter, not one": 2 * SHARD / MIB,
-            "that includes gradients, which are freed between steps": 4 * SHARD / MIB,
-            "the parameters are sharded too, not the optimizer state alone": (4 * NUMBERS + 2 * SHARD) / MIB,
-            "that is persistent memory under DDP; with FSDP each rank has an eighth of it": 3 * 4 * NUMBERS / MIB,
-            "those are MB (1000²); MiB are 1024²": 3 * SHARD / 1e6,
-        },
-        hint="Three elements are persistent per parameter. How many parameters does one of 8 ranks hold, rounded up?",
+    "04.1": Do(
+        title="the terms of FSDP2's peak",
+        level=2,
+        minutes=6,
+        judge=judge_at_peak,
+        hint="Ask three questions of each term. Is it persistent? Then FSDP shards it. Does computing need it whole? Then it is\n"
+        "gathered, or waits for the reduce-scatter. Does it depend on the batch? Then it stays.",
         solution="""
-# One rank's shard of the flat parameter has 1,199,882 / 8 elements, rounded up. Three tensors of that size are
-# persistent: the parameter and Adam's two moments, at 4 bytes per element. zero_grad() frees the gradients.
-from math import ceil
-
-shard = ceil(1_199_882 / 8)
-answer = 3 * 4 * shard / 2**20
+# Two terms are persistent, and sharded. The parameters are there twice: the shard, and the gathered whole. The
+# gradients of fc1 and fc2 wait for the reduce-scatter. The batch's terms stay, and DDP's buckets go.
+def at_peak(ddp, ranks):
+    return {
+        "parameters": ddp["parameters"] / ranks,
+        "optimizer state": ddp["optimizer state"] / ranks,
+        "all-gather": ddp["parameters"],
+        "reduce-scatter": ddp["gradients"],
+        "activations": ddp["activations"],
+        "temporary": ddp["temporary"],
+    }
 """,
     ),
     "04.2": Do(
@@ -252,25 +253,6 @@ from math import ceil
 def rows_of(rank, world_size, rows):
     size = ceil(rows / world_size)
     return min(rank * size, rows), min((rank + 1) * size, rows)
-""",
-    ),
-    "04.3": Do(
-        title="FSDP1's shard of a flat parameter",
-        level=2,
-        minutes=5,
-        judge=judge_flat_shard,
-        hint="torch.cat of the flattened tensors; torch.nn.functional.pad to a multiple of world_size; then a slice.",
-        solution="""
-# Concatenate, pad with zeros until it divides evenly, and split. Unlike FSDP2's, a shard may start in the
-# middle of a row of one parameter and end in the middle of another parameter.
-import torch
-import torch.nn.functional as F
-
-
-def flat_shard(tensors, rank, world_size):
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    flat = F.pad(flat, (0, -len(flat) % world_size))
-    return flat.chunk(world_size)[rank]
 """,
     ),
 }
