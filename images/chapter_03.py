@@ -2,7 +2,36 @@
 
 from drawing import COLOURS, COMPUTE, FREE, GATHER, INK, REDUCE, SOFT, Drawing
 
-KINDS = (("parameters", 72), ("gradients", 72), ("optimizer state", 144))  # Adam: two numbers per parameter
+KINDS = (("parameters", 72), ("gradients", 72), ("optimizer state", 144))  # Adam: two elements per parameter
+
+
+def adam_elementwise():
+    """Adam computes each new parameter from four elements, so the vectors may be cut anywhere."""
+    drawing = Drawing(1080, 356, "Adam updates each parameter from its own four elements")
+    left, top, width, height, chosen = 240, 64, 96, 36, 5
+    rows = (
+        ("parameter", "p", "parameters"),
+        ("gradient", "g", "gradients"),
+        ("first moment", "m", "optimizer state"),
+        ("second moment", "v", "optimizer state"),
+    )
+    for row, (name, letter, kind) in enumerate(rows):
+        y = top + row * (height + 8)
+        drawing.text(left - 16, y + 24, name, 16, "end")
+        for element in range(8):
+            edge = INK if element == chosen else "#ffffff"
+            drawing.box(left + element * width + 4, y, width - 8, height, COLOURS[kind], edge, f"{letter}{element}", 15)
+    bottom, x = top + 4 * (height + 8) - 8, left + chosen * width
+    drawing.box(x - 2, top - 6, width + 4, bottom - top + 12, "none", INK)
+    drawing.line(x + width / 2, bottom + 8, x + width / 2, bottom + 46, INK, 2, arrow=True)
+    drawing.text(x + width / 2 + 12, bottom + 34, "Adam needs these four and nothing else", 15)
+    drawing.text(left - 16, bottom + 74, "new parameter", 16, "end")
+    drawing.box(x + 4, bottom + 50, width - 8, height, COLOURS["parameters"], INK, f"p{chosen}", 15)
+    for rank in range(4):
+        drawing.text(left + (2 * rank + 1) * width, 36, f"rank {rank} may update", 14, "middle", SOFT)
+        if rank:
+            drawing.line(left + 2 * rank * width, 46, left + 2 * rank * width, bottom + 12, SOFT, 1.5, dash="6 4")
+    drawing.save("adam_elementwise")
 
 
 def zero_stages():
@@ -77,5 +106,6 @@ def unit_life():
 
 
 if __name__ == "__main__":
+    adam_elementwise()
     zero_stages()
     unit_life()

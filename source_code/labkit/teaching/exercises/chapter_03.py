@@ -1,92 +1,155 @@
 """Exercises of chapter 03, sharding from scratch."""
 
-from functools import partial
+import gc
+import time
 
 import torch
 import torch.distributed as dist
-from planner import predict
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
+from labkit.teaching.exercises import Do, on_ranks, unanswered
 
-MIB = 2**20
-N = predict.numel(predict.SHAPES)
-WHOLE = N + -N % 8  # with padding, for 8 ranks
-SHARE = WHOLE // 8
-
-WORLD, LENGTH = 3, 6
+WORLD = 3  # the model of 03.0 has 34 parameters: two elements of padding
 
 
-def _gradient(rank: int):
-    """Return a rank's gradient; the ranks' gradients add up without rounding."""
-    return torch.arange(1.0, LENGTH + 1, dtype=torch.float64) * 10**rank * WORLD
+class _Gather(torch.autograd.Function):
+    """The chapter's ``Gather``: all-gather in forward, reduce-scatter in backward. It notes what it gathers."""
+
+    @staticmethod
+    def forward(ctx, shard, unit):
+        ctx.unit = unit
+        full = shard.new_empty(len(shard) * WORLD)
+        dist.all_gather_into_tensor(full, shard.detach())
+        unit.gathered.append(StorageWeakRef(full.untyped_storage()))
+        return full
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.unit.full = None
+        own = gradient.new_empty(len(gradient) // WORLD)
+        dist.reduce_scatter_tensor(own, gradient)
+        return own.div_(WORLD), None
 
 
-def _noted(calls, name, call, *arguments, **options):
-    calls.append(name)
-    return call(*arguments, **options)
+class _Unit(nn.Module):
+    """The chapter's ``Unit``, whose forward is the learner's function. It notes what it gathers."""
+
+    def __init__(self, module, rank: int):
+        super().__init__()
+        self.module, self.full, self.gathered = module, None, []
+        self.places = [(m, name) for m in module.modules() for name, _ in m.named_parameters(recurse=False)]
+        self.shapes = [p.shape for p in module.parameters()]
+        self.shard = nn.Parameter(_flat(module.parameters()).chunk(WORLD)[rank].clone())
+        for m, name in self.places:
+            delattr(m, name)
+
+    def gather(self):
+        return _Gather.apply(self.shard, self)
+
+    def compute(self, full, *inputs):
+        for (m, name), view in zip(self.places, _views(full, self.shapes), strict=True):
+            setattr(m, name, view)
+        output = self.module(*inputs)
+        for m, name in self.places:
+            delattr(m, name)
+        return output
+
+    def alive(self) -> int:
+        """Count the gathered vectors that something still refers to."""
+        for _ in range(20):
+            gc.collect()
+            count = sum(not reference.expired() for reference in self.gathered)
+            if not count:
+                break
+            time.sleep(0.05)  # gloo's threads free their buffers a moment after a collective
+        return count
 
 
-def _reduced(me, reduce):
-    """Run the learner's reduction on this rank.
+def _flat(tensors):
+    vector = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    return nn.functional.pad(vector, (0, -len(vector) % WORLD))
+
+
+def _views(vector, shapes):
+    sizes = [shape.numel() for shape in shapes]
+    return [part.view(shape) for part, shape in zip(vector[: sum(sizes)].split(sizes), shapes, strict=True)]
+
+
+def _model():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+
+
+def _findings(me, run_unit) -> list[str] | None:
+    """Train two steps with the learner's function and with a replica; return what is wrong on this rank, worst first.
 
     Returns:
-        (its result, the bytes of the result's storage, the collectives called that deliver more than a slice).
+        None if there is no answer yet. No finding ends the function early: the other ranks wait in collectives.
     """
-    calls = []
-    for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce", "gather", "broadcast"):
-        setattr(dist, name, partial(_noted, calls, name, getattr(dist, name)))
-    result = reduce(_gradient(me.rank), me.rank, me.world_size)
-    if not isinstance(result, torch.Tensor):
-        return result, 0, []
-    return result.clone(), result.untyped_storage().nbytes(), calls
+    unit, replica = _Unit(_model(), me.rank), _model()
+    found = []
+    for step in (1, 2):
+        generator = torch.Generator().manual_seed(10 * step + me.rank)
+        images = torch.randn(2, 5, dtype=torch.float64, generator=generator, requires_grad=True)
+        unit.gathered.clear()
+        output, expected = run_unit(unit, images), replica(images)
+        if unanswered(output):
+            return None
+        if not isinstance(output, torch.Tensor):
+            return [f"it returns a {type(output).__name__}; it must return the output of unit.compute"]
+        if output.shape != expected.shape or not torch.allclose(output, expected):
+            found.append(f"step {step}: the output differs from a replicated module's")
+        if unit.alive():
+            found.append(
+                "after forward, the whole vector is still alive: autograd, a function or an attribute refers to it"
+            )
+        output.square().sum().backward()
+        count = len(unit.gathered)
+        if count != 2:
+            found.append(
+                f"a step gathers {count} time{'s' * (count != 1)}; it takes 2, one in forward, one in backward"
+            )
+        elif unit.alive():
+            found.append("after backward, a whole vector is still alive: only unit.full may refer to the second one")
+        gradients = torch.autograd.grad(expected.square().sum(), list(replica.parameters()))
+        found += _step(unit, replica, gradients, me.rank, step)
+    return found
 
 
-def _judge_reduce(reduce) -> str:
-    results = on_ranks(_reduced, reduce, ranks=WORLD)
-    if all(unanswered(result) for result, *_ in results):
+def _step(unit, replica, gradients, rank: int, step: int) -> list[str]:
+    """Compare the shard's gradient with its slice of the replicas' mean, then update both from the latter."""
+    mean = _flat(gradients)
+    dist.all_reduce(mean)
+    mean /= WORLD
+    own = mean.chunk(WORLD)[rank]
+    found = []
+    if unit.shard.grad is None:
+        found.append("the shard gets no gradient: autograd must see the first unit.gather()")
+    elif not torch.allclose(unit.shard.grad, own):
+        first = int((~torch.isclose(unit.shard.grad, own)).nonzero()[0])
+        numbers = f"{unit.shard.grad[first]:.4g} instead of {own[first]:.4g}"
+        found.append(f"step {step}: element {first} of the shard's gradient is {numbers}")
+    unit.shard.grad = None
+    with torch.no_grad():
+        unit.shard -= 0.1 * own
+        for p, gradient in zip(replica.parameters(), _views(mean, unit.shapes), strict=True):
+            p -= 0.1 * gradient
+    return found
+
+
+def _judge_unit(run_unit) -> str:
+    results = on_ranks(_findings, run_unit, ranks=WORLD)
+    if all(findings is None for findings in results):
         return "not answered yet"
-    own = [_gradient(rank) for rank in range(WORLD)]
-    mean = sum(own) / WORLD
-    for rank, (result, *_) in enumerate(results):
-        right = mean.chunk(WORLD)[rank]
-        if not isinstance(result, torch.Tensor):
-            return (
-                f"not quite: rank {rank} returns a {type(result).__name__}; it must return a tensor, this rank's slice"
-            )
-        if result.shape != right.shape or not torch.allclose(result, right):
-            difference = f"rank {rank} returns {result.tolist()} instead of {right.tolist()}"
-            return f"not quite: {difference}{_describe(result, rank, own, mean)}"
-    for rank, (result, size, calls) in enumerate(results):
-        if calls:
-            return (
-                f"not quite: the slices are right, but {calls[0]} sends more bytes than a reduce-scatter: each rank "
-                "needs only its slice of the mean"
-            )
-        if size > result.nbytes:
-            return (
-                f"not quite: the slices are right, but rank {rank}'s is a view of {result.nbytes} bytes: its "
-                f"storage has {size}, and keeps the whole vector alive"
-            )
+    for rank, findings in enumerate(results):
+        if findings:
+            return f"not quite: on rank {rank}, {findings[0]}"
     return "right"
 
 
-def _describe(result, rank, own, mean) -> str:
-    known = {
-        "the sum over the ranks, not the mean": (mean * WORLD).chunk(WORLD)[rank],
-        "the mean, divided by the number of ranks once more": (mean / WORLD).chunk(WORLD)[rank],
-        "its slice of its own gradient: nothing was communicated": own[rank].chunk(WORLD)[rank],
-        "the mean of the whole gradient; this rank needs its slice": mean,
-        "the sum of the whole gradient; this rank needs its slice, and the mean": mean * WORLD,
-    }
-    known |= {f"rank {other}'s slice": mean.chunk(WORLD)[other] for other in range(WORLD) if other != rank}
-    for words, tensor in known.items():
-        if result.shape == tensor.shape and torch.allclose(result, tensor):
-            return f": that is {words}"
-    return ""
-
-
 def reference_pieces(sizes, rank: int, world: int) -> list[tuple[int, int]]:
-    """Find the pieces as 03.2 asks for them, by visiting each position of the vector."""
+    """Find the pieces as 03.1 asks for them, by visiting each position of the vector."""
     owners = [(number, index) for number, size in enumerate(sizes) for index in range(size)]
     share = -(-len(owners) // world)
     mine = owners[rank * share : (rank + 1) * share]
@@ -172,46 +235,39 @@ def _same(result, wanted) -> bool:
 
 EXERCISES = {
     "03.0": Do(
-        title="reduce a gradient to a shard",
-        level=2,
-        minutes=6,
-        judge=_judge_reduce,
-        hint="dist.reduce_scatter_tensor(output, input) writes into `output` this rank's slice of the sum: allocate it\n"
-        "first. Then divide the sum, to get the mean.",
+        title="a unit's forward",
+        level=3,
+        minutes=15,
+        judge=_judge_unit,
+        hint="A view shares its storage with the whole vector: compare tensor.untyped_storage().data_ptr() with the vector's.\n"
+        "Take the vector's address before you define pack: a pack that refers to the vector keeps it alive.\n"
+        "pack returns an activation itself, and (size, stride, offset) for a view. unpack sees which of the two it gets;\n"
+        "for a view it gathers if unit.full is None, and returns unit.full.as_strided(size, stride, offset).",
         solution="""
-import torch.distributed as dist
+import torch
 
-def shard_of_mean(gradient, rank, world):
-    own = gradient.new_empty(len(gradient) // world)  # memory for the slice only
-    dist.reduce_scatter_tensor(own, gradient)
-    return own.div_(world)  # sum over the ranks → mean
+def run_unit(unit, *inputs):
+    full = unit.gather()
+    address = full.untyped_storage().data_ptr()  # a number; a reference to ``full`` would keep it alive
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() != address:
+            return tensor  # an activation
+        return tensor.size(), tensor.stride(), tensor.storage_offset()  # a view: note where it lies
+
+    def unpack(saved):
+        if isinstance(saved, torch.Tensor):
+            return saved
+        if unit.full is None:
+            unit.full = unit.gather()  # for the first view of this backward; the others find it there
+        return unit.full.as_strided(*saved)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return unit.compute(full, *inputs)  # then nothing refers to ``full`` any more: it is freed
 """,
     ),
-    "03.1": Predict(
-        title="bytes at stage 2",
-        level=1,
-        minutes=4,
-        answer=(4 * WHOLE + 4 * SHARE + 8 * SHARE + 4) / MIB,
-        unit="MiB",
-        slips={
-            "that is stage 1: the gradients are sharded too": (8 * WHOLE + 8 * SHARE) / MIB,
-            "that is stage 3: at stage 2 every rank keeps all parameters": 16 * SHARE / MIB,
-            "that is stage 0, with nothing sharded": 16 * WHOLE / MIB,
-            "one shard is missing: the gradients', or one of Adam's two moments": (4 * WHOLE + 8 * SHARE) / MIB,
-            "you left out Adam's moments": (4 * WHOLE + 4 * SHARE) / MIB,
-            "an element of float32 has 4 bytes, and you counted 8": (8 * WHOLE + 24 * SHARE) / MIB,
-        },
-        hint="There are three terms. Which of them does every rank hold in full at stage 2, and which are divided by 8?",
-        solution="""
-n = 1_199_882 + 6  # padded to a multiple of 8
-parameters = 4 * n  # full size on every rank: stage 2 does not shard them
-gradients = 4 * n // 8  # this rank's shard, after the reduce-scatter
-moments = 2 * 4 * n // 8 + 4  # Adam's two for each parameter that this rank owns, and its step counter
-answer = (parameters + gradients + moments) / 2**20
-""",
-    ),
-    "03.2": Do(
-        title="whose numbers are these",
+    "03.1": Do(
+        title="which elements are these",
         level=2,
         minutes=8,
         judge=_judge_pieces,
@@ -228,7 +284,7 @@ def pieces(sizes, rank, world):
     return ranges
 """,
     ),
-    "03.3": Do(
+    "03.2": Do(
         title="clip what is sharded",
         level=3,
         minutes=12,
