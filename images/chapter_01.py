@@ -18,7 +18,7 @@ def boxes(drawing, x, y, layers):
     return ends
 
 
-def lane(drawing, rank, y, band):
+def draw_rank(drawing, rank, y, band):
     """One rank: what it holds, and its step. band: where the all-reduce is, for the arrows."""
     drawing.text(24, y + 6, f"rank {rank}", 17, bold=True)
     drawing.text(24, y + 27, "its own slice of the batch,\nits own copy of everything:", 13)
@@ -39,8 +39,8 @@ def ddp_step():
     for x, name in ((LEFT, "forward"), (LEFT + 240, "backward"), (904, "optimizer")):
         drawing.text(x, 36, name, 17, bold=True)
     drawing.line(890, 20, 890, 500, SOFT, dash="5 4")
-    ends = lane(drawing, 0, 50, 236)
-    lane(drawing, 1, 320, 292)
+    ends = draw_rank(drawing, 0, 50, 236)
+    draw_rank(drawing, 1, 320, 292)
     first, second = ends["fc1"], ends["conv1"]
     drawing.box(first - 7, 236, 172, 56, BUCKET, text="all-reduce, bucket 1\nfc1 and fc2", size=14)
     drawing.box(second - 7, 236, 79, 56, BUCKET, text="bucket 2\nconvs", size=14)

@@ -3,7 +3,6 @@
 import pytest
 from answers import altered
 from labkit.teaching.exercises import check
-from labkit.teaching.exercises.chapter_01 import EXERCISES
 
 from notebooks import run_broken
 
@@ -36,16 +35,52 @@ def test_a_sum_one_slice_for_all_and_a_step_on_every_rank_are_seen():
 
 
 @pytest.mark.long
+def test_a_parameter_without_a_gradient_is_outside_the_claim():
+    """Its bucket, which in the first step has all gradients, is never reduced."""
+    unused = "net.unused = torch.nn.Parameter(torch.zeros(1))"
+    breaks = {
+        "return Net(dropout=False).double()": f"net = Net(dropout=False); {unused}; return net.double()",
+        "for p in net.parameters()]": "for p in net.parameters() if p.grad is not None]",
+    }
+    assert failed(run_broken("01", breaks), "after backward, before any step()")
+
+
+@pytest.mark.long
+def test_buckets_that_average_nothing_or_are_too_large_are_seen():
+    """``finish`` is not called; all gradients fit into one bucket, as they do if the limit is left to DDP's 25 MiB."""
+    until, skip = "largest difference of the gradients", ()
+    assert failed(run_broken("01", {"    finish()\n": "    pass\n"}, until, skip), until)
+    lines = run_broken("01", {"limit=2**20 // 4": "limit=25 * 2**20 // 4"}, until, skip)
+    assert failed(lines, "gradients still to come") and not failed(lines, until)
+
+
+SKIPPED = ("relative_difference(", "by_hooks", "figures.", "learn(")
+
+
+@pytest.mark.long
 def test_memory_that_is_not_as_predicted_is_seen():
     """Another strategy has fewer parameters, another batch fewer activations."""
-    breaks = {'strategy="ddp", batch_size=32': 'strategy="fsdp2", batch_size=24'}
-    lines = run_broken(
-        "01",
-        breaks,
-        until="between steps, {name}",
-        skip=("apart(", "images_per_second", "learn(", "figures.", "same_lr"),
-    )
+    breaks = {'strategy="ddp", batch_size=8': 'strategy="fsdp2", batch_size=24'}
+    lines = run_broken("01", breaks, until="between steps, {name}", skip=SKIPPED)
     assert failed(lines, "between steps, parameters") and failed(lines, "at the peak, activations")
+
+
+@pytest.mark.long
+def test_other_precisions_are_outside_the_claim():
+    breaks = {
+        'strategy="ddp", batch_size=8': 'strategy="ddp", precision="fp64", batch_size=8',
+        'strategy="ddp", batch_size=each': 'strategy="ddp", precision="bf16", batch_size=each',
+    }
+    lines = run_broken("01", breaks, until="all-reduced per step", skip=SKIPPED)
+    for claim in (
+        "between steps, all-reduce buckets",
+        "at the peak, gradients",
+        "peak at 8",
+        "peak at 32",
+        "peak at 64",
+    ):
+        assert failed(lines, claim), claim
+    assert failed(lines, "all-reduced per step, 8") and not failed(lines, "all-reduced per step, 64")
 
 
 def said(number, answer, capsys):
@@ -88,9 +123,45 @@ def test_a_wrong_conversion_is_told_its_first_difference(breaks, words, capsys):
     assert words in said("01.0", altered("01.0", *breaks), capsys)
 
 
-def test_two_digits_after_the_point_are_enough(capsys):
-    assert "right" in said("01.1", round(EXERCISES["01.1"].answer, 1), capsys)
-    assert "right" in said("01.2", round(EXERCISES["01.2"].answer, 2), capsys)
+NEVER_FULL, NO_REST = (">= limit", ">= 10**9"), ("if bucket:", "if False:")
+BIASES_LOST = "p.grad.copy_(part.view_as(p) if p.ndim > 1 else 0 * p)"
+IN_FINISH = """while bucket:
+            rest = bucket[3:]
+            del bucket[3:]
+            start()
+            bucket.extend(rest)
+        if False:"""
+UNHOOKED = "started.clear(); [p._post_accumulate_grad_hooks.popitem() for p in model.parameters()]"
+
+
+@pytest.mark.parametrize(
+    ("breaks", "words"),
+    [
+        ([("parameter.register_post_accumulate_grad_hook(collect)", "pass")], "collect is not registered"),
+        ([NEVER_FULL, NO_REST], "no all-reduce starts"),
+        ([(", async_op=True", ""), ("work.wait()", "pass")], "without async_op=True"),
+        (
+            [("started.append(", "work.wait(); started.append("), ("            work.wait()\n", "")],
+            "a hook calls wait()",
+        ),
+        ([("            work.wait()\n", "")], "6 all-reduces start, and wait() is called 0 times"),
+        ([("        started.clear()\n", "")], "finish() waits for the first pass's all-reduces again"),
+        ([("p.grad.copy_(part.view_as(p))", "pass")], "all gradients are the rank's own"),
+        ([("flat /= dist.get_world_size()", "pass")], "the gradients are 3 times DDP's"),
+        ([("/= dist.get_world_size()", "/= 2")], "the gradients are 1.5 times DDP's"),
+        ([NO_REST], "is still the rank's own: does finish() start the last bucket"),
+        ([("p.grad.copy_(part.view_as(p))", BIASES_LOST)], "differs from DDP's by"),
+        ([("started.clear()", UNHOOKED)], "right in the first pass, not in the second"),
+        ([NEVER_FULL], "one all-reduce for all gradients"),
+        ([(">= limit", ">= 0")], "one all-reduce per gradient"),
+        ([NEVER_FULL, ("if bucket:", IN_FINISH)], "the first all-reduce starts when backward has ended"),
+        ([("bucket.copy()", "bucket")], "a rank raises RuntimeError"),
+        ([("register_post_accumulate_grad_hook", "register_hook")], "a rank raises"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_wrong_buckets_are_told_what_is_wrong(breaks, words, capsys):
+    assert words in said("01.1", altered("01.1", *breaks), capsys)
 
 
 @pytest.mark.parametrize(
@@ -109,4 +180,4 @@ def test_two_digits_after_the_point_are_enough(capsys):
     ],
 )
 def test_a_wrong_average_is_told_what_is_wrong(wrong, words, capsys):
-    assert words in said("01.3", wrong, capsys)
+    assert words in said("01.2", wrong, capsys)

@@ -1,31 +1,15 @@
-"""Exercises of chapter 01: a training loop for several ranks, memory per rank under DDP, averaging gradients."""
+"""Exercises of chapter 01: a training loop for several ranks, DDP's buckets by hand, averaging uneven slices."""
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from planner import predict
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
-
-GIB, MIB = 2**30, 2**20
-BILLION = 1.3e9
-
-BATCH = 32
-P = 4 * predict.numel(predict.SHAPES)  # bytes of all parameters
-_HEAD = 4 * predict.numel(["fc1", "fc2"])  # bytes of the gradients of fc1 and fc2
-_WHERE, _DDP = predict.peak("ddp", batch=BATCH)
-_RELU = predict.total(_DDP) - _HEAD
-# Backward of fc1: the ReLUs' outputs, max-pooling's indices, dropout's mask and fc1's input are still alive;
-# fc1's gradients and those of its input and output are allocated.
-_FC1 = (
-    predict.total(predict.persistent("ddp", "unit", 1))
-    + _DDP["activations"]
-    + BATCH * predict.POOLED * (8 + 4 + 4)
-    + 4 * predict.numel(["fc1"])
-    + 4 * BATCH * (predict.POOLED + predict.HIDDEN)
-)
+from labkit.teaching.exercises import Do, on_ranks, unanswered
 
 WORLD, ALL, EACH, LR, EPOCHS = 2, 24, 4, 0.1, 2  # ranks; images in total, and in a rank's batch
+HOOK_RANKS, PASSES, LIMIT = 3, 2, 100  # of 01.1: ranks, backward passes, elements that fill a bucket
 
 
 class Noted(torch.utils.data.Dataset):
@@ -163,6 +147,161 @@ def _once(logged, saved) -> str:
     return ""
 
 
+class _Watch:
+    """Record when all-reduces start and are waited for, relative to the backward passes of a model."""
+
+    def __init__(self, model):
+        self.ready, self.running = 0, False  # gradients complete in this pass; whether backward is running
+        self.starts = []  # of each all-reduce: (gradients complete, whether backward is running, async_op)
+        self.waits = []  # of each wait(): whether backward is running
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._count)
+
+    def _count(self, parameter):
+        self.ready += 1
+
+    def backward(self, loss):
+        self.ready, self.running = 0, True
+        loss.backward()
+        self.running = False
+
+    def watched(self, all_reduce):
+        """Return an ``all_reduce`` that is recorded."""
+
+        def recorded(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+            self.starts.append((self.ready, self.running, bool(async_op)))
+            work = all_reduce(tensor, op, group, async_op)
+            return work and _WatchedWork(work, self)
+
+        return recorded
+
+
+class _WatchedWork:
+    """Wrap what an asynchronous all-reduce returns, and record calls of ``wait``."""
+
+    def __init__(self, work, watch):
+        self._work, self._watch = work, watch
+
+    def __getattr__(self, name):
+        return getattr(self._work, name)
+
+    def wait(self, *args):
+        self._watch.waits.append(self._watch.running)
+        return self._work.wait(*args)
+
+
+def _deep_model():
+    torch.manual_seed(3)
+    layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)]
+    return nn.Sequential(*layers).double()
+
+
+def _gradients(model, inputs, backward=torch.Tensor.backward, finish=lambda: None) -> dict[str, torch.Tensor]:
+    """Return {name: gradient} of one pass."""
+    model.zero_grad()
+    backward(model(inputs).square().mean())
+    finish()
+    return {name.removeprefix("module."): p.grad.clone() for name, p in model.named_parameters()}
+
+
+def _hooked(me, average_during_backward):
+    """Run two backward passes with the learner's function on this rank, and with DDP.
+
+    Returns:
+        None if the function returns None; else ([(learner's, DDP's, this rank's own gradients) of each pass],
+        starts and waits of ``_Watch`` in each pass, whether the learner has registered hooks).
+    """
+    generator = torch.Generator().manual_seed(me.rank)
+    inputs = torch.randn(PASSES, EACH, 6, generator=generator, dtype=torch.float64)
+    ddp, alone, model = DistributedDataParallel(_deep_model()), _deep_model(), _deep_model()
+    expected = [(_gradients(ddp, x), _gradients(alone, x)) for x in inputs]
+    watch = _Watch(model)
+    finish = average_during_backward(model, LIMIT)
+    if unanswered(finish):
+        return None
+    hooks = any(len(p._post_accumulate_grad_hooks) > 1 for p in model.parameters())  # one is the watch's
+    all_reduce, dist.all_reduce = dist.all_reduce, watch.watched(dist.all_reduce)
+    try:
+        passes = [
+            (_gradients(model, x, watch.backward, finish), *others) for x, others in zip(inputs, expected, strict=True)
+        ]
+    finally:
+        dist.all_reduce = all_reduce
+    return passes, watch.starts, watch.waits, hooks
+
+
+def _judge_buckets(average_during_backward) -> str:
+    results = on_ranks(_hooked, average_during_backward, ranks=HOOK_RANKS)
+    if None in results:
+        return "not answered yet"
+    passes, starts, waits, hooks = results[0]
+    if not hooks and not starts:
+        return "not answered yet: collect is not registered on any parameter"
+    if not starts:
+        return "not quite: no all-reduce starts: call dist.all_reduce when the bucket is full"
+    return (
+        _waited(starts, waits)
+        or next(filter(None, (_averages(*of_rank[0]) for of_rank in results)), "")
+        or _overlaps(starts, len(passes[0][0]))
+        or "right"
+    )
+
+
+def _waited(starts, waits) -> str:
+    """Describe what is wrong with how the all-reduces are waited for, or return ""."""
+    if not all(asynchronous for _, _, asynchronous in starts):
+        return "not quite: an all-reduce without async_op=True returns only when it is done, and backward stands still"
+    if any(waits):
+        return "not quite: a hook calls wait(), and backward stands still until then: leave that to finish()"
+    if len(waits) < len(starts):
+        return f"not quite: {len(starts)} all-reduces start, and wait() is called {len(waits)} times"
+    if len(waits) > len(starts):
+        return "not quite: in the second pass, finish() waits for the first pass's all-reduces again: empty the list"
+    return ""
+
+
+def _averages(first, second) -> str:
+    """Describe the first gradient that is not DDP's, or return "". first, second: of a pass, see ``_hooked``."""
+    if not (wrong := _wrong(*first)):
+        again = _wrong(*second)
+        return again and "not quite: right in the first pass, not in the second: finish() has to prepare the next one"
+    mine, ddp, own = first
+    if all(torch.equal(mine[name], own[name]) for name in mine):
+        return "not quite: after finish(), all gradients are the rank's own: copy the averages into parameter.grad"
+    factor = sum(g.norm() for g in mine.values()) / sum(g.norm() for g in ddp.values())
+    if all(_close(mine[name], factor * ddp[name]) for name in mine):
+        return f"not quite: the gradients are {factor:.3g} times DDP's: divide by the number of ranks, once"
+    if torch.equal(mine[wrong], own[wrong]):
+        return (
+            f"not quite: the gradient of {wrong} is still the rank's own: does finish() start the last bucket, and "
+            "copy every average back?"
+        )
+    off = (mine[wrong] - ddp[wrong]).abs().max()
+    return f"not quite: the gradient of {wrong} differs from DDP's by {off:.2g}: is each part copied to its parameter?"
+
+
+def _wrong(mine, ddp, own) -> str:
+    """Return the name of the first parameter whose gradient is not DDP's, or ""."""
+    return next((name for name in mine if not _close(mine[name], ddp[name])), "")
+
+
+def _close(gradient, reference) -> bool:
+    return torch.allclose(gradient, reference, rtol=1e-9, atol=1e-12)
+
+
+def _overlaps(starts, parameters: int) -> str:
+    """Describe what is wrong with when the all-reduces start, or return ""."""
+    per_pass = len(starts) // PASSES
+    ready, running, _ = starts[0]
+    if per_pass == 1:
+        return "not quite: one all-reduce for all gradients: start one as soon as the bucket has limit elements"
+    if per_pass >= parameters:
+        return "not quite: one all-reduce per gradient: collect until the bucket has limit elements"
+    if not running or ready == parameters:
+        return "not quite: the first all-reduce starts when backward has ended: let collect start it"
+    return ""
+
+
 def _judge_average(answer) -> str:
     counts = [3, 3, 1]
     generator = torch.Generator().manual_seed(0)
@@ -230,70 +369,49 @@ def train_ddp(me, model, data, batch_size, lr, epochs, log, save):
         save(model.module.state_dict())
 """,
     ),
-    "01.1": Predict(
-        title="a rank of DDP with Adam",
-        level=1,
-        minutes=3,
-        answer=20 * BILLION / GIB,
-        unit="GiB",
-        slips={
-            "4 bytes per parameter are missing: the buckets, the gradients themselves, or one of Adam's moments": 16
-            * BILLION
-            / GIB,
-            "8 bytes per parameter are missing: Adam's two moments, or the gradients and their buckets": 12
-            * BILLION
-            / GIB,
-            "DDP divides no memory by the number of ranks": 20 * BILLION / 8 / GIB,
-            "that is GB, of 1000³ bytes; a GiB has 1024³": 20 * BILLION / 1e9,
-            "those are the parameters alone": 4 * BILLION / GIB,
-        },
-        hint="List the components: parameters, gradients, buckets, and Adam's two moments. How many bytes per parameter "
-        "does each take? Does any of them depend on the number of ranks?",
-        solution=f"""
-# Bytes per parameter: 4 for the parameter, 4 for its gradient, 4 in a bucket, and 2 × 4 for Adam's moments.
-# The number of ranks does not appear: DDP divides the work, not the memory.
-answer = (4 + 4 + 4 + 2 * 4) * {BILLION:.1e} / 2**30
-""",
-    ),
-    "01.2": Predict(
-        title="gradients that live in their buckets",
+    "01.1": Do(
+        title="buckets and overlap",
         level=3,
-        minutes=10,
-        answer=max(_FC1, _RELU) / MIB,
-        unit="MiB",
-        tolerance=0.001,
-        slips={
-            "the peak has moved: you took the backward of the ReLU, but the backward of fc1 is higher now": _RELU / MIB,
-            "that subtracts all 4P from the old peak; but only fc1's and fc2's gradients existed twice there, "
-            "and the peak has moved": (predict.total(_DDP) - P) / MIB,
-            "that is the peak without the argument": predict.total(_DDP) / MIB,
-            "max-pooling's indices are missing, 8 bytes for each of its output elements": (
-                _FC1 - 8 * BATCH * predict.POOLED
-            )
-            / MIB,
-            "fc1's new gradient is missing: it exists outside the bucket until it is copied in": (
-                _FC1 - 4 * predict.numel(["fc1"])
-            )
-            / MIB,
-        },
-        hint="There are three candidates. Backward of the ReLU: the old sum without the gradients' second copies. "
-        "Optimizer: the same. Backward of fc1: parameters, optimizer state and the bucket; the ReLUs' outputs; for each "
-        "of the 9,216 elements per image after max-pooling, its index (8 bytes), the dropout mask and fc1's input (4 "
-        "bytes each); and, as temporaries, fc1's new gradients and those of its input and of its 128 outputs.",
-        solution=f"""
-from planner import predict
+        minutes=20,
+        judge=_judge_buckets,
+        hint="Both collect and finish start an all-reduce, so make that a function of its own, start(): torch.cat the\n"
+        "flattened gradients, call dist.all_reduce(flat, async_op=True), and append (work, flat, the parameters) to\n"
+        "started. The bucket's list must be copied before it is cleared. In finish, flat.split([p.numel() for p in\n"
+        "parameters]) gives the parts in the order in which they were concatenated.",
+        solution="""
+import torch
+import torch.distributed as dist
 
-batch, P = {BATCH}, 4 * predict.numel(predict.SHAPES)  # P: bytes of all parameters
-terms = predict.peak("ddp", batch=batch)[1]
-relu = sum(terms.values()) - terms["gradients"]  # the old peak: fc1's and fc2's gradients are in the bucket now
-# Backward of fc1, slightly earlier: conv2's large gradients do not exist yet, but fc1's exists twice.
-persistent = sum(predict.persistent("ddp", "unit", 1).values())  # the buckets count once: they are the gradients now
-saved = terms["activations"] + batch * predict.POOLED * (8 + 4 + 4)  # plus pooling's indices, the mask, fc1's input
-fresh = 4 * predict.numel(["fc1"]) + 4 * batch * (predict.POOLED + predict.HIDDEN)
-answer = max(relu, persistent + saved + fresh) / 2**20
+def average_during_backward(model, limit):
+    bucket, started = [], []  # parameters whose gradients wait; (work, flat tensor, its parameters)
+
+    def start():
+        flat = torch.cat([p.grad.flatten() for p in bucket])
+        work = dist.all_reduce(flat, async_op=True)  # returns at once, and backward goes on
+        started.append((work, flat, bucket.copy()))
+        bucket.clear()
+
+    def collect(parameter):
+        bucket.append(parameter)
+        if sum(p.numel() for p in bucket) >= limit:
+            start()
+
+    def finish():
+        if bucket:  # the last one, which is not full
+            start()
+        for work, flat, parameters in started:
+            work.wait()
+            flat /= dist.get_world_size()
+            for p, part in zip(parameters, flat.split([p.numel() for p in parameters])):
+                p.grad.copy_(part.view_as(p))
+        started.clear()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(collect)
+    return finish
 """,
     ),
-    "01.3": Do(
+    "01.2": Do(
         title="averaging uneven slices",
         level=2,
         minutes=10,

@@ -1,6 +1,6 @@
 """Figures of chapter 01."""
 
-from statistics import fmean, median
+from statistics import fmean
 
 import matplotlib.pyplot as plt
 
@@ -27,46 +27,16 @@ def peak_against_batch(records: list[dict], predicted: dict[str, list[tuple[int,
     last = max(batch for points in predicted.values() for batch, _ in points)
     axes.axhline(floor / MIB, color="black", linestyle="--", linewidth=1)
     where = {"xytext": (0, -5), "textcoords": "offset points", "va": "top", "ha": "right"}
-    axes.annotate(f"under DDP no batch gets below this: {floor / MIB:.1f}", (last, floor / MIB), **where)
+    axes.annotate(f"under DDP, no batch gets below {floor / MIB:.1f}", (last, floor / MIB), **where)
     axes.set(xlim=(0, last * 1.07), xlabel="images per step and rank", ylabel="peak memory per rank [MiB]")
     axes.set_ylim(0)
     widest = max(records, key=lambda record: record["ranks"])
     under = f"{widest['hardware']} · {widest['ranks']} ranks · {widest['data']['name']}"
     headline(
         figure,
-        "The batch decides how much is added, not what is always there",
+        "A smaller batch lowers the peak, but only to a floor",
         f"{under}\npoints: measured, lines: predicted",
     )
-    show(figure)
-
-
-def speed_up(ratios: dict[int, dict[str, list[float]]], guess: float | None, under: str):
-    """Draw images per second over ranks, relative to one process: {ranks: {way: [ratio of each round]}}, from 2 ranks on.
-
-    guess: the learner's for DDP on two ranks.
-    """
-    figure, axes = plt.subplots(figsize=(10, 4.8), layout="constrained")
-    most = max(ratios)
-    axes.plot([1, most], [1, most], color="black", linestyle="--", linewidth=1, label="as many times as ranks")
-    # Labels keep clear of the dashed line, below it
-    left, right = {"xytext": (8, -16), "ha": "left"}, {"xytext": (8, -20)}
-    for way, colour, side in (("each for itself", "#666666", left), ("DDP", STRATEGY_COLOURS["ddp"], right)):
-        middles = {ranks: median(ways[way]) for ranks, ways in ratios.items()}
-        axes.plot(*zip(*middles.items(), strict=True), "o-", color=colour, markersize=9, linewidth=1.5, label=way)
-        for ranks, ways in ratios.items():
-            axes.plot([ranks] * 2, [min(ways[way]), max(ways[way])], color=colour, linewidth=1.5)
-            place = side | {"textcoords": "offset points", "color": colour}
-            axes.annotate(f"{middles[ranks]:.2f}", (ranks, middles[ranks]), **place)
-    axes.plot(1, 1, "o", color="black", markersize=9)
-    axes.annotate("one process", (1, 1), (0, -20), textcoords="offset points", ha="left")
-    if guess is not None:
-        axes.plot(2, guess, "D", color="black", markersize=7, zorder=5)
-    axes.set(xlabel="ranks", ylabel="images per second,\none process's = 1", ylim=(0, 1.1 * max(most, guess or 0)))
-    axes.set_xlim(0.9, most + 0.3)
-    axes.set_xticks(range(1, most + 1))
-    axes.legend(loc="upper left")
-    marks = "measured: median, and all rounds" + "; diamond: your guess" * (guess is not None)
-    headline(figure, "How much faster: what processors and averaging leave of it", f"{under}\n{marks}")
     show(figure)
 
 
@@ -87,7 +57,7 @@ def loss_by_images(runs: dict[str, list[float]], images: int, under: str, points
     axes.legend(loc="lower left")
     headline(
         figure,
-        "Fewer steps on the same images learn less, unless they are longer",
+        "Same images, fewer steps: you learn less unless each step is larger",
         f"{under}\nmeasured: rank 0's loss, the mean over an eighth of the steps",
     )
     show(figure)
