@@ -1,9 +1,10 @@
-"""Draw chapter 05's diagrams, one unit's step against that of several: python images/chapter_05.py"""
+"""Draw chapter 05's diagrams, one unit against several: python images/chapter_05.py"""
 
-from drawing import COLOURS, COMPUTE, FREE, GATHER, INK, PAPER, REDUCE, SOFT, Drawing
+from drawing import COLOURS, COMPUTE, GATHER, INK, PAPER, REDUCE, SOFT, Drawing
 
-SHARD, WAITING, GRID = COLOURS["parameters"], "#D6ECF8", "#CCCCCC"
-LEFT, TOP, SLOT = 170, 140, 76  # the first column's left edge, the lanes' upper edge, a column's width
+SHARD, GRADIENT, WAITING, GRID = COLOURS["parameters"], COLOURS["gradients"], "#D6ECF8", "#CCCCCC"
+LEFT, TOP, SLOT = 150, 140, 80  # the first column's left edge, the lanes' upper edge, a column's width
+WHOLE, PART = 56, 14  # height of the parameters or of fc1's gradient, whole and as a rank's shard of four
 FORWARD = ["conv1", "conv2", "fc1", "fc2"]
 COLUMNS = ["start", *FORWARD, *reversed(FORWARD), "optimizer"]
 
@@ -12,73 +13,86 @@ def x_of(column: float) -> float:
     return LEFT + column * SLOT
 
 
-def lane(d: Drawing, floor: int, name: str, note: str, shard: int, gathered: int, runs: list, gathers: list):
-    """One unit, standing on ``floor``; shard, gathered: heights.
-
-    runs: (first column, past the last, colour, text) while it is whole; gathers: before which columns it is gathered.
-    """
-    d.text(20, floor - 34, name, 18, bold=True)
-    d.text(20, floor - 12, note, 13, colour=SOFT)
-    for first, end, colour, text in runs:
-        d.box(x_of(first), floor - shard - gathered, (end - first) * SLOT, gathered, colour, GATHER, text, 13)
-    d.box(LEFT, floor - shard, SLOT * len(COLUMNS), shard, SHARD, SHARD)
-    if shard > 20:
-        d.text(LEFT + 12, floor - shard / 2 + 5, "shard", 13, colour=PAPER)
-    for column in gathers:
-        top = floor - shard - gathered
-        d.line(x_of(column), top - 24, x_of(column), top - 3, arrow=True)
-        d.text(x_of(column), top - 30, "all-gather", 13, "middle")
+def stack(d: Drawing, floor: int, begin: float, end: float, *pieces):
+    """Draw (height, fill, edge, text) on one another, upwards from ``floor``, over these columns."""
+    for height, fill, edge, text in pieces:
+        floor -= height
+        dash = "5 3" if text == "packed" else ""
+        d.box(x_of(begin), floor, (end - begin) * SLOT, height, fill, edge, text, 12, INK, dash)
 
 
-def frame(d: Drawing):
-    """The columns: what computes when."""
+def frame(d: Drawing, bottom: int):
+    """Draw the columns: which layer computes."""
     for column, layer in enumerate(COLUMNS):
         d.text(x_of(column + 0.5), TOP - 16, layer, 14, "middle", INK if 0 < column < 9 else SOFT)
     d.text(x_of(3), TOP - 42, "forward", 15, "middle", bold=True)
     d.text(x_of(7), TOP - 42, "backward", 15, "middle", bold=True)
     for column in (1, 5, 9):
-        d.line(x_of(column), TOP - 34, x_of(column), 750, GRID, 1)
-    d.line(20, 456, x_of(10), 456, GRID, 1)
-    d.line(x_of(7), TOP - 6, x_of(7), 764, INK, 1.8, dash="6 5")
-    d.text(x_of(7), 784, "backward of relu2: activations and their gradients at their most", 14, "middle")
+        d.line(x_of(column), TOP - 34, x_of(column), bottom, GRID, 1)
+    d.line(x_of(7), TOP - 6, x_of(7), bottom + 14, INK, 1.8, dash="6 5")
+    d.text(x_of(7), bottom + 32, "backward of relu2: activations and their gradients are largest", 14, "middle")
 
 
-def legend(d: Drawing):
-    marks = [(SHARD, "shard"), (GATHER, "whole: fc1 computes"), (WAITING, "whole: waits"), (REDUCE, "gradient, whole")]
-    for place, (colour, text) in enumerate(marks):
-        x = 20 + (0, 110, 310, 460)[place]
-        d.box(x, 812, 20, 16, colour, GATHER if colour != REDUCE else REDUCE)
-        d.text(x + 28, 825, text, 14)
+def lane(d: Drawing, floor: int, name: str, note: str):
+    d.text(20, floor - 60, name, 18, bold=True)
+    d.text(20, floor - 38, note, 13, colour=SOFT)
+    d.box(x_of(0), floor - PART, SLOT * len(COLUMNS), PART, SHARD, SHARD)
 
 
 def units_in_a_step():
-    d = Drawing(980, 846, "A unit's life through a step, for one unit and for two")
-    d.text(20, 36, "A unit is whole from its gather to the turn of its last layer", 20, bold=True)
-    d.text(
-        20, 62, "Height: bytes of a unit that one rank holds. Left to right: one step, layer by layer.", 14, colour=SOFT
-    )
-    frame(d)
-    turns = [
-        (1, 3, WAITING, ""),
-        (3, 4, GATHER, "fc1"),
-        (4, 6, WAITING, ""),
-        (6, 7, GATHER, "fc1"),
-        (7, 9, WAITING, ""),
+    d = Drawing(980, 826, "One step of one unit, and of fc1 as a unit under FSDP2 and under FSDP1")
+    d.text(20, 36, "One rank's share of the parameters, and of fc1's gradient, through a step", 20, bold=True)
+    d.text(20, 62, "Height: bytes, to scale for four ranks. Left to right: one step, layer by layer.", 14, colour=SOFT)
+    frame(d, 716)
+    gathered, waiting = (WHOLE, GATHER, GATHER, "gathered"), (WHOLE, WAITING, GATHER, "")
+    gradient, packed = (WHOLE, REDUCE, PAPER, "gradient"), (WHOLE, REDUCE, INK, "packed")
+    shard = (PART, GRADIENT, PAPER, "")
+
+    floor = 300
+    lane(d, floor, "one unit", "FSDP1 or FSDP2")
+    for begin, end, piece in ((1, 3, waiting), (3, 4, gathered), (4, 6, waiting), (6, 7, gathered), (7, 9, waiting)):
+        stack(d, floor - PART, begin, end, piece)
+    stack(d, floor - PART - WHOLE, 6.6, 9, gradient)
+    stack(d, floor - PART, 9, 10, shard)
+    d.text(x_of(9) + 6, floor - 70, "packed and", 13)
+    d.text(x_of(9) + 6, floor - 54, "reduced", 13)
+
+    floor = 480
+    lane(d, floor, "FSDP2", "fc1 as a unit")
+    stack(d, floor - PART, 3, 4, gathered)
+    stack(d, floor - PART, 6, 6.6, (WHOLE, GATHER, GATHER, ""))
+    stack(d, floor - PART, 6.6, 6.8, (WHOLE, GATHER, GATHER, ""), (WHOLE, REDUCE, PAPER, ""))
+    stack(d, floor - PART, 6.8, 7, (WHOLE, REDUCE, PAPER, ""), (WHOLE, REDUCE, INK, ""))
+    stack(d, floor - PART, 7, 9, shard, packed)
+    stack(d, floor - PART, 9, 10, shard)
+    d.text(x_of(6) - 8, floor - 112, "parameters freed,", 13, "end")
+    d.text(x_of(6) - 8, floor - 95, "then gradient packed", 13, "end")
+    d.line(x_of(6) - 4, floor - 104, x_of(6.88), floor - 104, arrow=True)
+    d.text(x_of(8), floor - 100, "packed copy stays until the", 13, "middle", SOFT)
+    d.text(x_of(8), floor - 84, "root's gradients are reduced", 13, "middle", SOFT)
+
+    floor = 716
+    lane(d, floor, "FSDP1", "fc1 as a unit")
+    stack(d, floor - PART, 3, 4, gathered)
+    stack(d, floor - PART, 6, 6.6, (WHOLE, GATHER, GATHER, ""))
+    stack(d, floor - PART, 6.6, 6.8, (WHOLE, GATHER, GATHER, ""), (WHOLE, REDUCE, PAPER, ""))
+    three = (WHOLE, GATHER, GATHER, ""), (WHOLE, REDUCE, PAPER, ""), (WHOLE, REDUCE, INK, "")
+    stack(d, floor - PART, 6.8, 7, *three)
+    stack(d, floor - PART, 7, 10, shard)
+    d.text(x_of(6) - 8, floor - 168, "FSDP1's peak: gradient packed", 13, "end", bold=True)
+    d.text(x_of(6) - 8, floor - 151, "before parameters are freed", 13, "end", bold=True)
+    d.line(x_of(6) - 4, floor - 160, x_of(6.78), floor - 160, arrow=True)
+
+    marks = [
+        (SHARD, "parameter shard"),
+        (GATHER, "gathered, fc1 computes"),
+        (WAITING, "gathered, waits"),
+        (REDUCE, "fc1's gradient, whole or packed"),
+        (GRADIENT, "its shard"),
     ]
-    lane(d, 440, "one unit", "all four layers", 30, 84, turns, [1])
-    d.box(x_of(6.5), 242, 2.5 * SLOT, 84, REDUCE, REDUCE)
-    d.box(x_of(8.6), 158, 0.4 * SLOT, 84, REDUCE, PAPER)
-    d.text(x_of(9) + 8, 190, "reduce-scatter:", 13)
-    d.text(x_of(9) + 8, 207, "packed, it is", 13)
-    d.text(x_of(9) + 8, 224, "there twice", 13)
-    lane(d, 666, "unit fc1", "98.3 % of it all", 29, 82, [(3, 4, GATHER, "fc1"), (6, 7, GATHER, "fc1")], [3, 6])
-    d.box(x_of(6.5), 473, 0.5 * SLOT, 82, REDUCE, REDUCE)
-    d.box(x_of(7), 473, 2 * SLOT, 82, FREE, REDUCE, dash="5 4")
-    d.text(x_of(8), 502, "reduce-scatter,", 13, "middle")
-    d.text(x_of(8), 519, "then free; FSDP2", 13, "middle", SOFT)
-    d.text(x_of(8), 536, "keeps it a unit longer", 13, "middle", SOFT)
-    lane(d, 740, "root", "conv1, conv2, fc2", 3, 5, [(1, 9, WAITING, "")], [1])
-    legend(d)
+    for (colour, text), x in zip(marks, (20, 174, 376, 524, 784), strict=True):
+        d.box(x, 784, 20, 16, colour, GATHER if colour in (WAITING, GATHER) else colour)
+        d.text(x + 28, 797, text, 14)
     d.save("units_in_a_step")
 
 
@@ -101,10 +115,10 @@ LANES = {"all-gather": GATHER, "compute": COMPUTE, "reduce-scatter": REDUCE}
 
 
 def side_by_side():
-    """What a GPU gathers, computes and reduces when, for one unit and for a unit per block."""
+    """Draw when a GPU gathers, computes and reduces, with one unit and with one unit per block."""
     turn, left = 40, 150
-    d = Drawing(980, 400, "A step in one unit, and with a unit for each block: what runs side by side")
-    for top, name, bars in ((46, "one unit", ONE_UNIT), (220, "a unit for each block", BY_BLOCK)):
+    d = Drawing(980, 400, "A step in one unit, and with one unit per block: which operations overlap")
+    for top, name, bars in ((46, "one unit", ONE_UNIT), (220, "one unit per block", BY_BLOCK)):
         d.text(20, top - 12, name, 18, bold=True)
         for place, (lane, colour) in enumerate(LANES.items()):
             y = top + 38 * place

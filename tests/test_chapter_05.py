@@ -9,11 +9,10 @@ import pytest
 import torch
 from labkit.running.lab import Lab
 from labkit.teaching.exercises import chapter_05, check
+from labkit.training.models import GPT
 from planner import predict
 from planner.models import networks
-from planner.models.shapes import GPT_SHAPES
 from planner.step.plan import Plan
-from planner.timing import cost
 from torch import nn
 
 from notebooks import run_broken
@@ -21,29 +20,75 @@ from notebooks import run_broken
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks cannot import this file
 
 
+MNIST = ("lab.run(", "runs[", "runs.items")  # in its cells, which the GPT's do not need
+
+
 @pytest.mark.long
 def test_the_peak_does_not_move_without_the_unit():
-    lines = run_broken(
-        "05",
-        {'wrap="size", batch_size=32': 'wrap="unit", batch_size=32'},
-        until="what wrapping fc1 alone takes off",
-        skip=("fsdp1_units", "train(", "ran[", "gpt_fsdp.py", "persistent", "plans"),
-    )
+    lines = run_broken("05", {"wrap=wrap, batch_size=32": 'wrap="unit", batch_size=32'}, until="units by size lower")
     failed = [line for line in lines if line.startswith("FAIL")]
-    assert "peak of a rank with fc1 apart" in failed[0]
-    assert "what wrapping fc1 alone takes off the peak" in failed[1]
+    assert "peak of FSDP2 by size" in failed[-2]
+    assert "units by size lower FSDP2's peak by" in failed[-1]
 
 
 @pytest.mark.long
 def test_units_that_are_not_made_are_noticed():
     """No block is a unit where each should be; and where embedding and head should be too, each block alone is."""
-    breaks = {
-        "for block in model.blocks:": "for block in []:",
-        '    "your units": wrap,': '    "your units": blocks_together,',
-    }
-    lines = run_broken("05", breaks, until="what a step adds")
-    for claim in ("peak with a block a unit", "peak of your units"):
+    breaks = {"for block in model.blocks:": "for block in []:", "    chosen: wrap,": "    chosen: blocks_together,"}
+    lines = run_broken("05", breaks, until="memory that a step adds, as", skip=MNIST)
+    for claim in ("peak with one block per unit", "peak of the chosen units"):
         assert any(line.startswith("FAIL") and claim in line for line in lines), lines
+
+
+@pytest.mark.long
+def test_the_headline_fails_with_more_tokens_than_it_names():
+    lines = run_broken("05", {"TOKENS = 16": "TOKENS = 512"}, until="memory that a step adds, as", skip=MNIST)
+    (claim,) = [line for line in lines if "memory that a step adds" in line]
+    assert claim.startswith("FAIL"), lines
+    assert all(line.startswith("PASS") for line in lines if "peak with one block per unit" in line), lines
+
+
+def share(tokens, ranks, batch=1):
+    """What a step of the chapter's GPT adds with the course's units, as a share of one unit's."""
+
+    def plan(one):
+        network = networks.gpt(chapter_05.SHAPE, batch_size=batch, seq_len=tokens, wrap_embeddings=True)
+        if one:
+            network = replace(network, modules=tuple(replace(each, wrapped=False) for each in network.modules))
+        return Plan(network, "fsdp2", ranks, optimizer="adamw-fused", on_gpu=False, workspaces=False)
+
+    persists = predict.total(plan(one=True).persistent())
+    units, one = (predict.total(plan(one).peak()[1]) - persists for one in (False, True))
+    return units / one
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_the_headline_holds_at_16_tokens_and_no_more_at_128(ranks):
+    assert share(16, ranks) < 0.5 < share(128, ranks) < share(512, ranks) < share(2048, ranks)
+    assert share(512, ranks) > 0.85
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_batch_and_length_count_by_their_product(ranks):
+    assert share(16, ranks, batch=8) == pytest.approx(share(128, ranks), rel=0.01)
+
+
+@pytest.mark.parametrize(("images", "helps"), [(8, False), (64, True)])
+def test_units_by_size_help_fsdp1_at_many_images_only(images, helps):
+    one, by_size = (predict.total(predict.peak("fsdp1", wrap, 4, images)[1]) for wrap in ("unit", "size"))
+    assert (by_size < one) is helps
+
+
+def test_as_many_units_are_not_the_same_units():
+    """100,000 and 150,000 make eleven units of the chapter's GPT, root included, but only the second are its blocks."""
+    with torch.device("meta"):
+        model = GPT(chapter_05.SHAPE)
+    ends = {"embedding", "head"}
+    found = {n: chapter_05.reference_units(model, n) - ends for n in (40_000, 100_000, 150_000, 200_000)}
+    assert len(found[40_000]) == 32
+    assert found[100_000] == {f"blocks.{i}.feed_forward" for i in range(8)}
+    assert found[150_000] == {f"blocks.{i}" for i in range(8)}
+    assert found[200_000] == set()
 
 
 def one_unit(model, shard):
@@ -138,29 +183,6 @@ def test_the_peak_of_every_cut_is_the_arithmetic(strategy, ranks):
         assert units == len(predict.units_of("size", **cut)), options
 
 
-def llama(apart=False, one=False):
-    """The plan of Llama 3 8B on 32 GPUs, one sequence of 4096 tokens per rank in bf16, blocks recomputed."""
-    blueprint = networks.gpt(
-        GPT_SHAPES["llama3-8b"], batch_size=1, seq_len=4096, recompute="full", wrap_embeddings=apart
-    )
-    if one:
-        blueprint = replace(blueprint, modules=tuple(replace(each, wrapped=False) for each in blueprint.modules))
-    return Plan(blueprint, "fsdp2", 32, optimizer="adamw-fused", precision="bf16", on_gpu=True, workspaces=True)
-
-
-def test_embedding_and_head_apart_take_the_embedding_off_a_planned_llama():
-    blocks, apart = (predict.total(llama(apart).peak()[1]) for apart in (False, True))
-    assert blocks - apart == pytest.approx(2 * 128_256 * 4096, rel=0.01)  # the embedding in bf16
-
-
-@pytest.mark.parametrize("cut", [{"one": True}, {}, {"apart": True}])
-def test_what_a_planned_llama_sends_hides_unless_it_is_one_unit(cut):
-    """Over links as fast as published, at two fifths of an H100's published peak."""
-    time = cost.step_time(llama(**cut), 8, cost.LINKS["nvlink"], cost.NETWORKS["infiniband"], flops=0.4 * 989e12)
-    share = time["exposed"] / time["communication"]
-    assert share == pytest.approx(1) if "one" in cut else share < 0.5
-
-
 def large(model, min_num_params, least=0):
     """Every module that is large, whatever was taken inside it."""
     sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in model.named_modules()}
@@ -183,7 +205,7 @@ def large(model, min_num_params, least=0):
     ],
 )
 def test_a_wrong_policy_hears_why(wrong, said, capsys):
-    check("05.3", wrong)
+    check("05.2", wrong)
     assert said in capsys.readouterr().out
 
 

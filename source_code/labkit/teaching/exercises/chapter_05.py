@@ -12,7 +12,7 @@ from labkit.measuring import trace
 from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
 from labkit.training.models import GPT
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
 SHAPE = GPTShape(
     num_hidden_layers=8,
     hidden_size=128,
@@ -22,7 +22,6 @@ SHAPE = GPTShape(
     vocab_size=4096,
 )
 WORLD, TOKENS, BUDGET = 4, 16, 15 * MIB  # BUDGET: bytes per rank at the peak, tensors only
-BLOCK, OTHERS, LAYERS, BF16 = 202_383_360, 262_148_096, 32, 2
 
 
 class _TooLate(Exception):
@@ -114,17 +113,15 @@ def _peak(strategy, wrap, batch):
     return predict.total(predict.peak(strategy, wrap, 4, batch)[1]) / MIB
 
 
-_AT_32 = predict.peak("fsdp1", "size", 4, 32)[1]  # the terms that 05.2's table shows
-_WITH_IMAGES = ("activations", "temporary")
-_SUM = " + ".join(f"{size:_}" for name, size in _AT_32.items() if name not in _WITH_IMAGES)
-_SUM += "  # " + " + ".join(name for name in _AT_32 if name not in _WITH_IMAGES)
-_IMAGES = " + ".join(f"{_AT_32[name]:_}" for name in _WITH_IMAGES)
+def _lowered_by_size(strategy, batch):
+    """Return by how many MiB units by size lower the peak; negative where they raise it."""
+    return _peak(strategy, "unit", batch) - _peak(strategy, "size", batch)
 
 
-def _forgotten(category):
-    """Return the answer of 05.2 without one category."""
-    terms = predict.peak("fsdp1", "size", 4, 8)[1]
-    return (predict.total(terms) - terms[category]) / MIB
+_AT_32 = predict.peak("fsdp1", "size", 4, 32)[1]  # the terms of FSDP1 by size in the chapter's table
+_FIXED = [name for name in _AT_32 if name not in ("activations", "temporary")]
+_SUM = " + ".join(f"{_AT_32[name] / MIB:.2f}" for name in _FIXED) + "  # " + " + ".join(_FIXED)
+_RELU2_AT_8 = predict.total(predict.snapshots("fsdp1", "unit", 4, 8)["backward of relu2"]) / MIB
 
 
 def _numel(module) -> int:
@@ -132,7 +129,7 @@ def _numel(module) -> int:
 
 
 def reference_units(model, min_num_params) -> set:
-    """Return the names of the units that 05.3 asks for."""
+    """Return the names of the units that 05.2 asks for."""
     units = set()
 
     def taken(module, name):
@@ -217,57 +214,32 @@ def wrap(model, shard):
 """,
     ),
     "05.1": Predict(
-        title="gathered parameters in the middle of backward",
-        level=1,
-        minutes=4,
-        answer=BF16 * (2 * BLOCK + OTHERS) / GIB,
-        unit="GiB",
-        slips={
-            "the next block is prefetched while this one computes: two are gathered": BF16 * (BLOCK + OTHERS) / GIB,
-            "the root's parameters stay gathered from forward to the end of backward": BF16 * 2 * BLOCK / GIB,
-            "that is one block; the next one is prefetched, and the root is still gathered": BF16 * BLOCK / GIB,
-            "that is the whole model, as with a single unit": BF16 * (LAYERS * BLOCK + OTHERS) / GIB,
-            "an element in bf16 has 2 bytes, not 4": 4 * (2 * BLOCK + OTHERS) / GIB,
-        },
-        hint="Three units are gathered: the block that computes, the prefetched one, and the root. 2 bytes per element.",
-        solution="""
-# Backward needs this block and prefetches the next one; the root was never freed. With embedding and head in
-# separate units, the last term would disappear here: more than one block.
-block, others, bf16 = 202_383_360, 262_148_096, 2
-answer = bf16 * (2 * block + others) / 2**30
-""",
-    ),
-    "05.2": Predict(
-        title="FSDP1's peak at batch 8",
+        title="FSDP1 by size, 8 images",
         level=2,
         minutes=6,
-        answer=_peak("fsdp1", "size", 8),
+        answer=_lowered_by_size("fsdp1", 8),
         unit="MiB",
         slips={
-            "that is FSDP2's peak: FSDP1 holds fc1's gradient twice, as computed and packed": _peak("fsdp2", "size", 8),
-            "that is the peak in one unit; with fc1 as its own unit the peak is elsewhere in the step": _peak(
-                "fsdp1", "unit", 8
-            ),
-            "that is batch 32": _peak("fsdp1", "size", 32),
-            "that is a quarter of batch 32's peak: shards and gathered units do not shrink with the batch": _peak(
-                "fsdp1", "size", 32
-            )
-            / 4,
-            "the gathered parameters are missing": _forgotten("all-gather"),
-            "the packed gradients are missing": _forgotten("reduce-scatter"),
+            "the size is right; the sign says that units by size help here": -_lowered_by_size("fsdp1", 8),
+            "in one unit, compare the two moments: at 8 images the packing is higher than relu2": _RELU2_AT_8
+            - _peak("fsdp1", "size", 8),
+            "activations and temporary belong to 8 images, a quarter of the table's": _peak("fsdp1", "unit", 8)
+            - _peak("fsdp1", "size", 32),
+            "that is FSDP2": _lowered_by_size("fsdp2", 8),
         },
-        tolerance=0.02,  # on a GPU the table has the terms of its kernels, which give 1 % less
-        hint="In the backward of fc1, parameters, optimizer state, all-gather and reduce-scatter do not change;\n"
-        "activations and temporary fall to a quarter, to within a few bytes. Is the peak at batch 8 also there?",
+        tolerance=0.03,  # from numbers with two decimals
+        hint="In one unit, take the higher of two moments: relu2's, and the packing at the end of backward, when\n"
+        "parameters are gathered, and all gradients are there twice. By size, the peak stays in fc1's backward.",
         solution=f"""
-# The peak is in the backward of fc1, at batch 8 as well. In bytes, from the terms at batch 32: those that depend on
-# the batch fall to a quarter, the others do not change.
+# One unit, at the end of backward: shards, optimizer state, gathered parameters, all gradients twice, and 8 images.
+one_unit = 1.14 + 2.29 + 4.58 + 2 * 4.58 + 0.02
+# By size, in fc1's backward: only activations and temporary depend on the batch.
 fixed = {_SUM}
-with_images = {_IMAGES}  # activations + temporary, at batch 32
-answer = (fixed + with_images / 4) / 2**20
+by_size = fixed + ({_AT_32["activations"] / MIB:.2f} + {_AT_32["temporary"] / MIB:.2f}) * 8 / 32
+answer = one_unit - by_size  # negative: by size, fc1's gradient is packed while activations are still there
 """,
     ),
-    "05.3": Do(
+    "05.2": Do(
         title="a policy of your own",
         level=3,
         minutes=15,

@@ -2,7 +2,7 @@
 
 import matplotlib.pyplot as plt
 
-from labkit.teaching.plots import caption, headline, memory_bars, show
+from labkit.teaching.plots import PREDICTED, STRATEGY_COLOURS, caption, category_legend, headline, memory_bars, show
 
 
 def traffic(record: dict) -> float:
@@ -10,26 +10,79 @@ def traffic(record: dict) -> float:
     return sum(entry["count"] * entry["bytes"] for entry in record["traffic"]) / 1e6
 
 
+def _visible(axes) -> dict:
+    """Return {category: artist} of the memory bars that are wide enough to be seen."""
+    least = 0.004 * axes.get_xlim()[1]
+    handles, labels = axes.get_legend_handles_labels()
+    return {
+        label: handle
+        for handle, label in zip(handles, labels, strict=True)
+        if max(bar.get_width() for bar in handle) > least
+    }
+
+
 def memory_and_traffic(rows: list[tuple[str, dict, int | None]], title: str, guesses: dict[str, float] | None = None):
     """Draw stacked bars of peak memory next to the traffic of the same runs.
 
-    rows: (label, record, predicted bytes of the peak or None). guesses: {label: MiB}.
+    rows: (label, record, predicted bytes of the peak or None). guesses: {label: MiB or None}.
     """
     figure, (memory, moved) = plt.subplots(
         1, 2, figsize=(12, 0.6 * len(rows) + 2.4), width_ratios=[3, 2], layout="constrained"
     )
     memory_bars(memory, [(label, r["memory"]["peak"], predicted) for label, r, predicted in rows], guesses)
-    sent = [traffic(r) for _, r, _ in rows]
-    moved.barh(range(len(rows)), sent, color="#666666", height=0.62)
-    for place, megabytes in enumerate(sent):
+    sizes = [traffic(r) for _, r, _ in rows]
+    moved.barh(range(len(rows)), sizes, color="#666666", height=0.62)
+    for place, megabytes in enumerate(sizes):
         moved.text(megabytes, place, f" {megabytes:.1f}", va="center")
     moved.set_yticks([])
     moved.invert_yaxis()
-    moved.set_xlim(0, 1.2 * max(sent))
+    moved.set_xlim(0, 1.2 * max(sizes))
     moved.set_xlabel("gathered + reduced per step [MB]")
     marks = "solid: measured, outlined: predicted" + ", diamond: your guess" * any(
         v is not None for v in (guesses or {}).values()
     )
     headline(figure, title, f"{caption(rows[0][1])}\n{marks}")
-    figure.legend(*memory.get_legend_handles_labels(), loc="outside lower left", ncols=4, fontsize=11)
+    category_legend(figure, _visible(memory))
+    show(figure)
+
+
+def more_tokens(
+    rows: list[tuple[str, dict, int | None]],
+    measured: dict[int, float],
+    predicted: dict[int, dict[int, float]],
+    title: str,
+    guess: float | None,
+):
+    """Draw the peaks of a longer run, next to what wrapping leaves of a step's memory over the number of tokens.
+
+    Args:
+        rows: (label, record, predicted bytes of the peak or None) of the longer run.
+        measured: {tokens per rank: what a step adds to persistent memory, as a share of the same in one unit}.
+        predicted: {ranks: {tokens per rank: the same share}}.
+        title: the figure's headline.
+        guess: the share of the longer run, or None.
+    """
+    figure, (memory, curve) = plt.subplots(1, 2, figsize=(12, 4.2), width_ratios=[3, 2], layout="constrained")
+    memory_bars(memory, [(label, r["memory"]["peak"], expected) for label, r, expected in rows])
+    for (ranks, shares), style in zip(predicted.items(), ("--", ":", "-."), strict=False):
+        percent = [100 * share for share in shares.values()]
+        edge = PREDICTED["edgecolor"]
+        curve.plot(list(shares), percent, style, marker="o", markersize=11, markerfacecolor="none", color=edge)
+        first = min(shares)
+        curve.annotate(f"{ranks} ranks", (first, 100 * shares[first]), (12, -4), textcoords="offset points")
+    shares = [100 * share for share in measured.values()]
+    curve.plot(list(measured), shares, "o", color=STRATEGY_COLOURS["fsdp2"], markersize=7)
+    for tokens, share in measured.items():
+        curve.annotate(f"{100 * share:.0f} %", (tokens, 100 * share), (0, -24), textcoords="offset points", ha="center")
+    if guess is not None:
+        curve.plot(max(measured), 100 * guess, "D", color="black", markersize=7, clip_on=False, zorder=5)
+    ticks = sorted({tokens for shares in predicted.values() for tokens in shares})
+    curve.set_xscale("log", base=2)
+    curve.set_xticks(ticks, [f"{tokens:,}" for tokens in ticks])
+    curve.minorticks_off()
+    curve.set(xlim=(min(ticks) / 2, max(ticks) * 2), ylim=(0, 110), xlabel="tokens per rank")
+    curve.set_ylabel("a step's memory,\nshare of one unit's [%]")
+    marks = "solid: measured, outlined: predicted" + ", diamond: your guess" * (guess is not None)
+    headline(figure, title, f"{caption(rows[0][1])}\n{marks}")
+    category_legend(figure, _visible(memory))
     show(figure)
