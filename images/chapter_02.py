@@ -1,11 +1,9 @@
 """Draw the diagrams of chapter 02: all_reduce.svg and ring.svg. Run: python images/chapter_02.py"""
 
-from drawing import COLOURS, INK, PAPER, SOFT, Drawing
+from drawing import INK, PAPER, SOFT, Drawing
 
 RANKS = 4
-# A colour a chunk: strong where its sum is complete, pale where it is one rank's own numbers
-CHUNKS = [COLOURS[name] for name in ("parameters", "gradients", "optimizer state", "all-reduce buckets")]
-PALE = ["#d3e5f1", "#f8ddcb", "#cfeae2", "#f5e1ec"]
+COMPLETE, PARTIAL = "#455a64", "#e1e8ec"  # a chunk's sum; gray, because a color stands for a category of memory
 
 
 def all_reduce():
@@ -13,7 +11,7 @@ def all_reduce():
     box, height, top = 68, 46, 92
     lefts = [86, 442, 798]
     titles = [
-        ("1 · before", "every rank has numbers of its own"),
+        ("1 · before", "every rank has its own elements"),
         ("2 · after the reduce-scatter", "rank r has the sum of chunk r"),
         ("3 · after the all-gather", "every rank has every sum"),
     ]
@@ -21,14 +19,14 @@ def all_reduce():
         drawing.text(left, 36, title, 18, bold=True)
         drawing.text(left, 58, under, 15, colour=SOFT)
         for chunk in range(RANKS):
-            drawing.text(left + chunk * box + box / 2, 84, f"chunk {chunk}", 13, "middle", CHUNKS[chunk], bold=True)
+            drawing.text(left + chunk * box + box / 2, 84, f"chunk {chunk}", 13, "middle", COMPLETE, bold=True)
             for rank in range(RANKS):
                 x, y = left + chunk * box, top + rank * (height + 6)
                 if panel == 0:
-                    drawing.box(x, y, box - 5, height, PALE[chunk], CHUNKS[chunk], str((chunk + 1) * 10**rank), 16)
+                    drawing.box(x, y, box - 5, height, PARTIAL, COMPLETE, str((chunk + 1) * 10**rank), 16)
                 elif panel == 2 or rank == chunk:
                     total = str((chunk + 1) * 1111)
-                    drawing.box(x, y, box - 5, height, CHUNKS[chunk], CHUNKS[chunk], total, 16, PAPER, bold=True)
+                    drawing.box(x, y, box - 5, height, COMPLETE, COMPLETE, total, 16, PAPER, bold=True)
                 else:
                     drawing.box(x, y, box - 5, height, edge="#bbbbbb", dash="4 4")
     for rank in range(RANKS):
@@ -46,16 +44,16 @@ def all_reduce():
 
 
 def ring():
-    drawing = Drawing(1080, 330, "The way of chunk 0 around a ring of 4 ranks, in 2 × 3 steps")
+    drawing = Drawing(1080, 330, "Chunk 0 travels around a ring of 4 ranks, in 2 × 3 steps")
     box, gap, left, top = 100, 54, 28, 96
     stops = [(1, "10"), (2, "110"), (3, "1110"), (0, "1111"), (1, "1111"), (2, "1111"), (3, "1111")]
-    drawing.text(left, 36, "The way of chunk 0 around the ring 0 → 1 → 2 → 3 → 0", 18, bold=True)
-    drawing.text(left, 60, "each arrow: one chunk, from a rank to its right neighbour", 15, colour=SOFT)
+    drawing.text(left, 36, "Chunk 0 travels around the ring 0 → 1 → 2 → 3 → 0", 18, bold=True)
+    drawing.text(left, 60, "each arrow: one chunk, from a rank to its right neighbor", 15, colour=SOFT)
     for number, (rank, value) in enumerate(stops):
         x, done = left + number * (box + gap), number >= 3
         drawing.text(x + box / 2, top + 4, f"rank {rank}", 15, "middle")
-        fill = CHUNKS[0] if done else PALE[0]
-        drawing.box(x, top + 14, box, 54, fill, CHUNKS[0], value, 18, PAPER if done else INK, bold=done)
+        fill = COMPLETE if done else PARTIAL
+        drawing.box(x, top + 14, box, 54, fill, COMPLETE, value, 18, PAPER if done else INK, bold=done)
         if number:
             drawing.line(x - gap + 4, top + 41, x - 4, top + 41, width=2.5, arrow=True)
             drawing.text(x - gap / 2, top + 30, f"{number}", 13, "middle", SOFT)
@@ -71,8 +69,8 @@ def ring():
     drawing.text(
         540,
         line + 72,
-        "Meanwhile the three other chunks travel too, each a place apart:\n"
-        "at every step every rank sends one chunk and receives one, and no link is idle.",
+        "The other three chunks travel at the same time, each one rank further along:\n"
+        "in every step, every rank sends one chunk and receives one, and no link is idle.",
         16,
         "middle",
     )

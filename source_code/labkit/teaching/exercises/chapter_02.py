@@ -123,7 +123,6 @@ def _judge_uneven(answer) -> str:
     return "right"
 
 
-GRADIENT = 50_000_000 * 2 / 1e6  # MB
 LATENCY, BANDWIDTH = 40e-6, 5e9
 
 EXERCISES = {
@@ -145,27 +144,6 @@ def ring_reduce_scatter(me, chunks, shift):
 """,
     ),
     "02.1": Predict(
-        title="An all-reduce in bf16",
-        level=1,
-        minutes=3,
-        answer=2 * 7 / 8 * GRADIENT,
-        unit="MB",
-        slips={
-            "that is both halves in full, but in each half a rank does not send one of the eight chunks": 2 * GRADIENT,
-            "that is one half only; an all-reduce is a reduce-scatter and an all-gather": 7 / 8 * GRADIENT,
-            "that is with 4 bytes per element; bf16 has 2": 2 * 7 / 8 * 2 * GRADIENT,
-            "that is every rank sending the whole gradient to every other rank; the ring sends chunks": 7 * GRADIENT,
-            "that is the size of the gradient; how many chunks does a rank send?": GRADIENT,
-        },
-        hint="How large is the gradient in MB? Cut it into 8 chunks. How many steps does a half have, and how much does a rank send in each?",
-        solution="""
-# 8 chunks; 7 steps in each of the two halves; one chunk per step.
-gradient = 50_000_000 * 2 / 1e6  # MB
-chunk = gradient / 8
-answer = 2 * 7 * chunk
-""",
-    ),
-    "02.2": Predict(
         title="When bytes outweigh latency",
         level=2,
         minutes=5,
@@ -190,7 +168,7 @@ answer = 9 * latency * bandwidth / 1e6  # MB
 # A unit much smaller than this wastes the link. That is one reason why FSDP gathers many parameters in one call.
 """,
     ),
-    "02.3": Do(
+    "02.2": Do(
         title="Gather uneven parts",
         level=2,
         minutes=10,
@@ -210,7 +188,7 @@ def answer(parts, all_gather):
     return torch.cat([piece[: len(part)] for piece, part in zip(pieces, parts)])
 """,
     ),
-    "02.4": Predict(
+    "02.3": Predict(
         title="Traffic with gradient accumulation",
         level=3,
         minutes=10,
