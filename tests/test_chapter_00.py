@@ -13,7 +13,6 @@ from labkit.measuring import host_memory
 from labkit.running import site
 from labkit.running.lab import Lab
 from labkit.teaching.exercises import check
-from torch.distributed.fsdp import fully_shard
 
 from notebooks import run_broken
 
@@ -73,38 +72,18 @@ def test_a_wrong_tracer_is_told_its_first_difference(wrong, words, capsys):
     assert words in said(capsys, "00.1", wrong)
 
 
-def forgets_the_root(model, mesh, min_num_params):
-    fully_shard(model.fc1, mesh=mesh)
-
-
-def is_strict(model, mesh, min_num_params):
-    for child in model.children():
-        if sum(p.numel() for p in child.parameters()) > min_num_params:
-            fully_shard(child, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-
-
-def counts_tensors(model, mesh, min_num_params):
-    for child in model.children():
-        if len(list(child.parameters())) >= min_num_params:
-            fully_shard(child, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-
-
-def root_first(model, mesh, min_num_params):
-    fully_shard(model, mesh=mesh)
-    fully_shard(model.fc1, mesh=mesh)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
         (lambda model, mesh, min_num_params: model, "not answered yet"),
-        (forgets_the_root, "the model itself is no unit"),
-        (is_strict, "exactly 1,290"),
-        (counts_tensors, "count the elements"),
-        (root_first, "not quite"),
+        (altered("00.0", ("return fully_shard(model, mesh=mesh)", "return model")), "the model itself is no unit"),
+        (altered("00.0", (">= min", "> min")), "exactly 1,290"),
+        (altered("00.0", ("sum(p.numel() for p in child.parameters())", "1")), "count the elements"),
+        (
+            altered("00.0", ("    for child", "    fully_shard(model, mesh=mesh)\n    for child")),
+            "not quite: a rank raises",
+        ),
         (altered("00.0"), "right"),
     ],
     ids=["empty", "no root", "strict", "tensors", "root first", "solution"],
