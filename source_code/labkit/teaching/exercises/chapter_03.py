@@ -110,10 +110,10 @@ def _findings(me, run_unit) -> list[str] | None:
             found.append(
                 f"a step gathers {count} time{'s' * (count != 1)}; it takes 2, one in forward, one in backward"
             )
-        elif unit.alive():
-            found.append("after backward, a whole vector is still alive: only unit.full may refer to the second one")
         gradients = torch.autograd.grad(expected.square().sum(), list(replica.parameters()))
         found += _step(unit, replica, gradients, me.rank, step)
+        if unit.alive():
+            found.append("after backward, a whole vector is still alive: only unit.full may refer to the second one")
     return found
 
 
