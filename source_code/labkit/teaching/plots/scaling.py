@@ -66,7 +66,7 @@ def against_ranks(
     for place, (name, mark) in enumerate((("between\nsteps", "s"), ("peak", "o"))):
         heights = {ranks: sum(terms[place].values()) / MIB for ranks, terms in predicted.items()}
         last = max(heights)
-        axes.annotate(name, (last, heights[last]), (14, 0), textcoords="offset points", va="center", color=colour)
+        axes.annotate(name, (last, heights[last]), (18, 4), textcoords="offset points", va="bottom", color=colour)
         key = ("start", "peak")[place]
         points = {ranks: sum(record["memory"][key].values()) / MIB for ranks, record in measured.items()}
         axes.plot(list(points), list(points.values()), mark, color=colour, markersize=8)
