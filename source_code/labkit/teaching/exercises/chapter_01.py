@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit.teaching.exercises import Do, on_ranks, unanswered
 
 WORLD, ALL, EACH, LR, EPOCHS = 2, 24, 4, 0.1, 2  # ranks; images in total, and in a rank's batch
-HOOK_RANKS, PASSES, LIMIT = 3, 2, 100  # of 01.1: ranks, backward passes, elements that fill a bucket
+HOOK_RANKS, PASSES, LIMIT = 3, 2, 60  # of 01.1: ranks, backward passes, elements that fill a bucket
 
 
 class Noted(torch.utils.data.Dataset):
@@ -148,20 +148,23 @@ def _once(logged, saved) -> str:
 
 
 class _Watch:
-    """Record when all-reduces start and are waited for, relative to the backward passes of a model."""
+    """Record when all-reduces start and are waited for, relative to one backward pass of a model."""
 
     def __init__(self, model):
+        self.begin()
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._count)
+
+    def begin(self):
         self.ready, self.running = 0, False  # gradients complete in this pass; whether backward is running
         self.starts = []  # of each all-reduce: (gradients complete, whether backward is running, async_op)
         self.waits = []  # of each wait(): whether backward is running
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(self._count)
 
     def _count(self, parameter):
         self.ready += 1
 
     def backward(self, loss):
-        self.ready, self.running = 0, True
+        self.running = True
         loss.backward()
         self.running = False
 
@@ -205,84 +208,87 @@ def _gradients(model, inputs, backward=torch.Tensor.backward, finish=lambda: Non
 
 
 def _hooked(me, average_during_backward):
-    """Run two backward passes with the learner's function on this rank, and with DDP.
+    """Run backward passes with the learner's function on this rank, and with DDP; stop at a pass that raises.
 
     Returns:
-        None if the function returns None; else ([(learner's, DDP's, this rank's own gradients) of each pass],
-        starts and waits of ``_Watch`` in each pass, whether the learner has registered hooks).
+        None if the function returns None; else (whether the learner has registered hooks, [(starts, waits, the
+        learner's gradients, DDP's, this rank's own) of each pass], the error of a later pass than the first, or "").
     """
     generator = torch.Generator().manual_seed(me.rank)
     inputs = torch.randn(PASSES, EACH, 6, generator=generator, dtype=torch.float64)
     ddp, alone, model = DistributedDataParallel(_deep_model()), _deep_model(), _deep_model()
     expected = [(_gradients(ddp, x), _gradients(alone, x)) for x in inputs]
-    watch = _Watch(model)
+    watch, passes = _Watch(model), []
     finish = average_during_backward(model, LIMIT)
     if unanswered(finish):
         return None
     hooks = any(len(p._post_accumulate_grad_hooks) > 1 for p in model.parameters())  # one is the watch's
     all_reduce, dist.all_reduce = dist.all_reduce, watch.watched(dist.all_reduce)
     try:
-        passes = [
-            (_gradients(model, x, watch.backward, finish), *others) for x, others in zip(inputs, expected, strict=True)
-        ]
+        for x, others in zip(inputs, expected, strict=True):
+            watch.begin()
+            mine = _gradients(model, x, watch.backward, finish)
+            passes.append((watch.starts, watch.waits, mine, *others))
+    except Exception as error:
+        if not passes:
+            raise
+        return hooks, passes, f"{type(error).__name__}: {error}"
     finally:
         dist.all_reduce = all_reduce
-    return passes, watch.starts, watch.waits, hooks
+    return hooks, passes, ""
 
 
 def _judge_buckets(average_during_backward) -> str:
     results = on_ranks(_hooked, average_during_backward, ranks=HOOK_RANKS)
     if None in results:
         return "not answered yet"
-    passes, starts, waits, hooks = results[0]
+    hooks, ((starts, waits, mine, *_), *_), error = results[0]
     if not hooks and not starts:
         return "not answered yet: collect is not registered on any parameter"
     if not starts:
         return "not quite: no all-reduce starts: call dist.all_reduce when the bucket is full"
-    return (
-        _waited(starts, waits)
-        or next(filter(None, (_averages(*of_rank[0]) for of_rank in results)), "")
-        or _overlaps(starts, len(passes[0][0]))
-        or "right"
-    )
+    wrong = _waited(starts, waits) or _on_any_rank(results, 0) or _overlaps(starts, len(mine))
+    if wrong:
+        return f"not quite: {wrong}"
+    if error:
+        return f"not quite: right in the first pass, but the second raises {error}: does finish() empty both lists?"
+    starts, waits, *_ = results[0][1][1]
+    wrong = _waited(starts, waits) or _on_any_rank(results, 1)
+    return f"not quite: right in the first pass, but in the second {wrong}" if wrong else "right"
+
+
+def _on_any_rank(results, number: int) -> str:
+    return next(filter(None, (_averages(*passes[number][2:]) for _, passes, _ in results)), "")
 
 
 def _waited(starts, waits) -> str:
-    """Describe what is wrong with how the all-reduces are waited for, or return ""."""
+    """Describe what is wrong with how a pass's all-reduces are waited for, or return ""."""
     if not all(asynchronous for _, _, asynchronous in starts):
-        return "not quite: an all-reduce without async_op=True returns only when it is done, and backward stands still"
+        return "an all-reduce without async_op=True returns only when it is done, and backward stands still"
     if any(waits):
-        return "not quite: a hook calls wait(), and backward stands still until then: leave that to finish()"
-    if len(waits) < len(starts):
-        return f"not quite: {len(starts)} all-reduces start, and wait() is called {len(waits)} times"
-    if len(waits) > len(starts):
-        return "not quite: in the second pass, finish() waits for the first pass's all-reduces again: empty the list"
+        return "a hook calls wait(), and backward stands still until it returns: leave that to finish()"
+    if len(waits) != len(starts):
+        return f"{len(starts)} all-reduces start, and wait() is called {len(waits)} times"
     return ""
 
 
-def _averages(first, second) -> str:
-    """Describe the first gradient that is not DDP's, or return "". first, second: of a pass, see ``_hooked``."""
-    if not (wrong := _wrong(*first)):
-        again = _wrong(*second)
-        return again and "not quite: right in the first pass, not in the second: finish() has to prepare the next one"
-    mine, ddp, own = first
+def _averages(mine, ddp, own) -> str:
+    """Describe the first gradient of a pass that is not DDP's, or return ""."""
+    wrong = next((name for name in mine if not _close(mine[name], ddp[name])), None)
+    if wrong is None:
+        return ""
     if all(torch.equal(mine[name], own[name]) for name in mine):
-        return "not quite: after finish(), all gradients are the rank's own: copy the averages into parameter.grad"
+        return "all gradients are still the rank's own after finish(): copy the averages into parameter.grad"
     factor = sum(g.norm() for g in mine.values()) / sum(g.norm() for g in ddp.values())
     if all(_close(mine[name], factor * ddp[name]) for name in mine):
-        return f"not quite: the gradients are {factor:.3g} times DDP's: divide by the number of ranks, once"
+        return f"the gradients are {factor:.3g} times DDP's: divide by the number of ranks, once"
     if torch.equal(mine[wrong], own[wrong]):
         return (
-            f"not quite: the gradient of {wrong} is still the rank's own: does finish() start the last bucket, and "
-            "copy every average back?"
+            f"the gradient of {wrong} is still the rank's own: does finish() start the last bucket, and copy every "
+            "average back?"
         )
     off = (mine[wrong] - ddp[wrong]).abs().max()
-    return f"not quite: the gradient of {wrong} differs from DDP's by {off:.2g}: is each part copied to its parameter?"
-
-
-def _wrong(mine, ddp, own) -> str:
-    """Return the name of the first parameter whose gradient is not DDP's, or ""."""
-    return next((name for name in mine if not _close(mine[name], ddp[name])), "")
+    return f"the gradient of {wrong} differs from DDP's by {off:.2g}: is each part copied to its parameter?"
 
 
 def _close(gradient, reference) -> bool:
@@ -290,15 +296,14 @@ def _close(gradient, reference) -> bool:
 
 
 def _overlaps(starts, parameters: int) -> str:
-    """Describe what is wrong with when the all-reduces start, or return ""."""
-    per_pass = len(starts) // PASSES
+    """Describe what is wrong with when a pass's all-reduces start, or return ""."""
     ready, running, _ = starts[0]
-    if per_pass == 1:
-        return "not quite: one all-reduce for all gradients: start one as soon as the bucket has limit elements"
-    if per_pass >= parameters:
-        return "not quite: one all-reduce per gradient: collect until the bucket has limit elements"
+    if len(starts) == 1:
+        return "one all-reduce for all gradients: start one as soon as the bucket has limit elements"
+    if len(starts) >= parameters:
+        return "one all-reduce per gradient: collect until the bucket has limit elements"
     if not running or ready == parameters:
-        return "not quite: the first all-reduce starts when backward has ended: let collect start it"
+        return "the first all-reduce starts when backward has ended: let collect start it"
     return ""
 
 

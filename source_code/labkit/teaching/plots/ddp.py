@@ -1,7 +1,5 @@
 """Figures of chapter 01."""
 
-from statistics import fmean
-
 import matplotlib.pyplot as plt
 
 from labkit.teaching.plots import MIB, STRATEGY_COLOURS, headline, show
@@ -12,11 +10,12 @@ def peak_against_batch(records: list[dict], predicted: dict[str, list[tuple[int,
 
     predicted: {strategy: [(images per rank, bytes), …]}. floor: lower bound of the peak for any batch, in bytes.
     """
+    names = {"single": "one process", "ddp": "DDP"}
     figure, axes = plt.subplots(figsize=(10, 5.4), layout="constrained")
     for strategy, points in predicted.items():
         batches, peaks = zip(*points, strict=True)
         axes.plot(batches, [peak / MIB for peak in peaks], color=STRATEGY_COLOURS[strategy], linewidth=1.5)
-        axes.text(batches[-1], peaks[-1] / MIB, f" {strategy}", color=STRATEGY_COLOURS[strategy], va="center")
+        axes.text(batches[-1], peaks[-1] / MIB, f" {names[strategy]}", color=STRATEGY_COLOURS[strategy], va="center")
     for record in records:
         strategy, batch = record["config"]["strategy"], record["batch_size"]
         peak = sum(record["memory"]["peak"].values()) / MIB
@@ -28,7 +27,7 @@ def peak_against_batch(records: list[dict], predicted: dict[str, list[tuple[int,
     axes.axhline(floor / MIB, color="black", linestyle="--", linewidth=1)
     where = {"xytext": (0, -5), "textcoords": "offset points", "va": "top", "ha": "right"}
     axes.annotate(f"under DDP, no batch gets below {floor / MIB:.1f}", (last, floor / MIB), **where)
-    axes.set(xlim=(0, last * 1.07), xlabel="images per step and rank", ylabel="peak memory per rank [MiB]")
+    axes.set(xlim=(0, last * 1.17), xlabel="images per step and rank", ylabel="peak memory per rank [MiB]")
     axes.set_ylim(0)
     widest = max(records, key=lambda record: record["ranks"])
     under = f"{widest['hardware']} · {widest['ranks']} ranks · {widest['data']['name']}"
@@ -36,28 +35,5 @@ def peak_against_batch(records: list[dict], predicted: dict[str, list[tuple[int,
         figure,
         "A smaller batch lowers the peak, but only to a floor",
         f"{under}\npoints: measured, lines: predicted",
-    )
-    show(figure)
-
-
-def loss_by_images(runs: dict[str, list[float]], images: int, under: str, points: int = 8):
-    """Draw the training loss over the images that all ranks have seen: {name: [loss of each step]}, averaged over steps.
-
-    images: number of images in a run.
-    """
-    figure, axes = plt.subplots(figsize=(10, 4.6), layout="constrained")
-    looks = zip(("#666666", STRATEGY_COLOURS["ddp"], STRATEGY_COLOURS["ddp"]), ("o", "o", "^"), strict=True)
-    for (name, losses), (colour, marker) in zip(runs.items(), looks, strict=True):
-        size = len(losses) // points
-        means = [fmean(losses[i * size : (i + 1) * size]) for i in range(points)]
-        seen = [images * (i + 0.5) / points for i in range(points)]
-        axes.plot(seen, means, marker=marker, color=colour, markersize=8, linewidth=1.5, label=name)
-    axes.set(xlabel="images that all ranks together have seen", ylabel="training loss", xlim=(0, images))
-    axes.set_ylim(0)
-    axes.legend(loc="lower left")
-    headline(
-        figure,
-        "Same images, fewer steps: you learn less unless each step is larger",
-        f"{under}\nmeasured: rank 0's loss, the mean over an eighth of the steps",
     )
     show(figure)
