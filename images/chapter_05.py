@@ -42,7 +42,13 @@ def lane(d: Drawing, floor: int, name: str, note: str):
 def units_in_a_step():
     d = Drawing(980, 826, "One step of one unit, and of fc1 as a unit under FSDP2 and under FSDP1")
     d.text(20, 36, "One rank's share of the parameters, and of fc1's gradient, through a step", 20, bold=True)
-    d.text(20, 62, "Height: bytes, to scale for four ranks. Left to right: one step, layer by layer.", 14, colour=SOFT)
+    d.text(
+        20,
+        62,
+        "Height: bytes, to scale for four ranks. Left to right: one step, layer by layer. The small root unit is left out.",
+        14,
+        colour=SOFT,
+    )
     frame(d, 716)
     gathered, waiting = (WHOLE, GATHER, GATHER, "gathered"), (WHOLE, WAITING, GATHER, "")
     gradient, packed = (WHOLE, REDUCE, PAPER, "gradient"), (WHOLE, REDUCE, INK, "packed")
@@ -65,11 +71,11 @@ def units_in_a_step():
     stack(d, floor - PART, 6.8, 7, (WHOLE, REDUCE, PAPER, ""), (WHOLE, REDUCE, INK, ""))
     stack(d, floor - PART, 7, 9, shard, packed)
     stack(d, floor - PART, 9, 10, shard)
-    d.text(x_of(6) - 8, floor - 112, "parameters freed,", 13, "end")
-    d.text(x_of(6) - 8, floor - 95, "then gradient packed", 13, "end")
-    d.line(x_of(6) - 4, floor - 104, x_of(6.88), floor - 104, arrow=True)
-    d.text(x_of(8), floor - 100, "packed copy stays until the", 13, "middle", SOFT)
-    d.text(x_of(8), floor - 84, "root's gradients are reduced", 13, "middle", SOFT)
+    d.text(x_of(6) - 8, floor - 142, "parameters freed,", 13, "end")
+    d.text(x_of(6) - 8, floor - 125, "then gradient packed", 13, "end")
+    d.line(x_of(6) - 2, floor - 142, x_of(6.9), floor - 129, arrow=True)
+    d.text(x_of(7) + 10, floor - 108, "packed copy stays until the", 13, colour=SOFT)
+    d.text(x_of(7) + 10, floor - 92, "root's gradients are reduced", 13, colour=SOFT)
 
     floor = 716
     lane(d, floor, "FSDP1", "fc1 as a unit")

@@ -52,7 +52,7 @@ def share(tokens, ranks, batch=1):
     """What a step of the chapter's GPT adds with the course's units, as a share of one unit's."""
 
     def plan(one):
-        network = networks.gpt(chapter_05.SHAPE, batch_size=batch, seq_len=tokens, wrap_embeddings=True)
+        network = networks.gpt(chapter_05.SHAPE, batch_size=batch, seq_len=tokens, wrap_embeddings=not one)
         if one:
             network = replace(network, modules=tuple(replace(each, wrapped=False) for each in network.modules))
         return Plan(network, "fsdp2", ranks, optimizer="adamw-fused", on_gpu=False, workspaces=False)

@@ -64,24 +64,26 @@ def more_tokens(
     """
     figure, (memory, curve) = plt.subplots(1, 2, figsize=(12, 4.2), width_ratios=[3, 2], layout="constrained")
     memory_bars(memory, [(label, r["memory"]["peak"], expected) for label, r, expected in rows])
-    for (ranks, shares), style in zip(predicted.items(), ("--", ":", "-."), strict=False):
-        percent = [100 * share for share in shares.values()]
+    for number, (ranks, shares) in enumerate(predicted.items()):
+        style, percent = ("--", ":", "-.")[number % 3], [100 * share for share in shares.values()]
         edge = PREDICTED["edgecolor"]
         curve.plot(list(shares), percent, style, marker="o", markersize=11, markerfacecolor="none", color=edge)
+        where = {"xytext": (12, -16) if number else (0, 11), "ha": "left" if number else "center"}
         first = min(shares)
-        curve.annotate(f"{ranks} ranks", (first, 100 * shares[first]), (12, -4), textcoords="offset points")
+        curve.annotate(f"{ranks} ranks", (first, 100 * shares[first]), textcoords="offset points", **where)
     shares = [100 * share for share in measured.values()]
     curve.plot(list(measured), shares, "o", color=STRATEGY_COLOURS["fsdp2"], markersize=7)
+    left = {"xytext": (-10, -4), "textcoords": "offset points", "ha": "right"}
     for tokens, share in measured.items():
-        curve.annotate(f"{100 * share:.0f} %", (tokens, 100 * share), (0, -24), textcoords="offset points", ha="center")
+        curve.annotate(f"{100 * share:.0f} %", (tokens, 100 * share), **left)
     if guess is not None:
         curve.plot(max(measured), 100 * guess, "D", color="black", markersize=7, clip_on=False, zorder=5)
     ticks = sorted({tokens for shares in predicted.values() for tokens in shares})
     curve.set_xscale("log", base=2)
     curve.set_xticks(ticks, [f"{tokens:,}" for tokens in ticks])
     curve.minorticks_off()
-    curve.set(xlim=(min(ticks) / 2, max(ticks) * 2), ylim=(0, 110), xlabel="tokens per rank")
-    curve.set_ylabel("a step's memory,\nshare of one unit's [%]")
+    curve.set(xlim=(min(ticks) / 4, max(ticks) * 2), ylim=(0, 110), xlabel="tokens per rank")
+    curve.set_ylabel("memory that a step adds,\nshare of one unit's [%]")
     marks = "solid: measured, outlined: predicted" + ", diamond: your guess" * (guess is not None)
     headline(figure, title, f"{caption(rows[0][1])}\n{marks}")
     category_legend(figure, _visible(memory))
