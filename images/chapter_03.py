@@ -22,7 +22,7 @@ def adam_elementwise():
             edge = INK if element == chosen else "#ffffff"
             drawing.box(left + element * width + 4, y, width - 8, height, COLOURS[kind], edge, f"{letter}{element}", 15)
     bottom, x = top + 4 * (height + 8) - 8, left + chosen * width
-    drawing.box(x - 2, top - 6, width + 4, bottom - top + 12, "none", INK)
+    drawing.box(x + 1, top - 6, width - 2, bottom - top + 12, "none", INK)
     drawing.line(x + width / 2, bottom + 8, x + width / 2, bottom + 46, INK, 2, arrow=True)
     drawing.text(x + width / 2 - 12, bottom + 34, "Adam needs these four and nothing else", 15, "end")
     drawing.text(left - 16, bottom + 74, "new parameter", 16, "end")
