@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-BATCH, EPOCHS = 64, 2  # images in a step, all ranks together
+BATCH, EPOCHS = 64, 2  # images per step over all ranks, rounded down to a multiple of them
 CHECKPOINT = Path("checkpoint.pt")
 
 

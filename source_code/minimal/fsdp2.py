@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-BATCH, EPOCHS = 64, 2  # images in a step, all ranks together
+BATCH, EPOCHS = 64, 2  # images per step over all ranks, rounded down to a multiple of them
 CHECKPOINTS = Path("checkpoints")
 
 

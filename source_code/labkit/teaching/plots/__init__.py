@@ -239,7 +239,7 @@ def ladder(runs: list[dict], path: Path | None = None, title: str | None = None,
     time.set_yticklabels([])
     widest = max((r["record"] for r in runs), key=lambda record: record["ranks"])
     marks = "; solid: measured, outlined: predicted" if any(r["predicted"] for r in runs) else ""
-    marks += ", diamond: your guess" if any(guess is not None for guess in guesses.values()) else ""
+    marks += ", diamond: the guess" if any(guess is not None for guess in guesses.values()) else ""
     title = title or f"The ladder: one network, {len(runs)} ways to train it"
     figure.suptitle(f"{title}\n", x=0.01, ha="left", fontweight="bold")
     memory.set_title(caption(widest) + marks, fontsize=11)
