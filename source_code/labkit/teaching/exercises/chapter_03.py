@@ -88,7 +88,7 @@ def _findings(me, run_unit) -> list[str] | None:
         None if there is no answer yet. No finding ends the function early: the other ranks wait in collectives.
     """
     unit, replica = _Unit(_model(), me.rank), _model()
-    found = []
+    findings = []
     for step in (1, 2):
         generator = torch.Generator().manual_seed(10 * step + me.rank)
         images = torch.randn(2, 5, dtype=torch.float64, generator=generator, requires_grad=True)
@@ -99,22 +99,22 @@ def _findings(me, run_unit) -> list[str] | None:
         if not isinstance(output, torch.Tensor):
             return [f"it returns a {type(output).__name__}; it must return the output of unit.compute"]
         if output.shape != expected.shape or not torch.allclose(output, expected):
-            found.append(f"step {step}: the output differs from a replicated module's")
+            findings.append(f"step {step}: the output differs from a replicated module's")
         if unit.alive():
-            found.append(
+            findings.append(
                 "after forward, the whole vector is still alive: autograd, a function or an attribute refers to it"
             )
         output.square().sum().backward()
         count = len(unit.gathered)
         if count != 2:
-            found.append(
+            findings.append(
                 f"a step gathers {count} time{'s' * (count != 1)}; it takes 2, one in forward, one in backward"
             )
         gradients = torch.autograd.grad(expected.square().sum(), list(replica.parameters()))
-        found += _step(unit, replica, gradients, me.rank, step)
+        findings += _step(unit, replica, gradients, me.rank, step)
         if unit.alive():
-            found.append("after backward, a whole vector is still alive: only unit.full may refer to the second one")
-    return found
+            findings.append("after backward, a whole vector is still alive: only unit.full may refer to the second one")
+    return findings
 
 
 def _step(unit, replica, gradients, rank: int, step: int) -> list[str]:
@@ -123,19 +123,19 @@ def _step(unit, replica, gradients, rank: int, step: int) -> list[str]:
     dist.all_reduce(mean)
     mean /= WORLD
     own = mean.chunk(WORLD)[rank]
-    found = []
+    findings = []
     if unit.shard.grad is None:
-        found.append("the shard gets no gradient: autograd must see the first unit.gather()")
+        findings.append("the shard gets no gradient: autograd must see the first unit.gather()")
     elif not torch.allclose(unit.shard.grad, own):
         first = int((~torch.isclose(unit.shard.grad, own)).nonzero()[0])
         numbers = f"{unit.shard.grad[first]:.4g} instead of {own[first]:.4g}"
-        found.append(f"step {step}: element {first} of the shard's gradient is {numbers}")
+        findings.append(f"step {step}: element {first} of the shard's gradient is {numbers}")
     unit.shard.grad = None
     with torch.no_grad():
         unit.shard -= 0.1 * own
         for p, gradient in zip(replica.parameters(), _views(mean, unit.shapes), strict=True):
             p -= 0.1 * gradient
-    return found
+    return findings
 
 
 def _judge_unit(run_unit) -> str:
