@@ -121,10 +121,10 @@ LANES = {"all-gather": GATHER, "compute": COMPUTE, "reduce-scatter": REDUCE}
 
 
 def side_by_side():
-    """Draw when a GPU gathers, computes and reduces, with one unit and with one unit per block."""
+    """Draw when a GPU gathers, computes and reduces, with one unit and with one block per unit."""
     turn, left = 40, 150
-    d = Drawing(980, 400, "A step in one unit, and with one unit per block: which operations overlap")
-    for top, name, bars in ((46, "one unit", ONE_UNIT), (220, "one unit per block", BY_BLOCK)):
+    d = Drawing(980, 400, "A step in one unit, and with one block per unit: which operations overlap")
+    for top, name, bars in ((46, "one unit", ONE_UNIT), (220, "one block per unit", BY_BLOCK)):
         d.text(20, top - 12, name, 18, bold=True)
         for place, (lane, colour) in enumerate(LANES.items()):
             y = top + 38 * place
@@ -137,7 +137,7 @@ def side_by_side():
         d.line(end, top - 4, end, top + 112, INK, 1.8, dash="6 5")
         d.text(end - 8, top - 12, "gradients reduced", 13, "end", SOFT)
     d.text(
-        left, 372, "time →   A number is a block's. Forward, then backward, which takes twice as long.", 14, colour=SOFT
+        left, 372, "time →   Numbers name the blocks. Forward, then backward, which takes twice as long.", 14, colour=SOFT
     )
     d.save("units_side_by_side")
 
