@@ -11,6 +11,26 @@ from textwrap import wrap
 from drawing import COLOURS, IMAGES, PAPER, Drawing
 
 LINE = COLOURS["parameters"]
+LAWS = {  # what to remember of each chapter, in a few words; its notebook has the conditions
+    "00": "peaks follow from arithmetic, to the byte",
+    "01": "DDP divides the work, not the memory",
+    "02": "an all-reduce is a reduce-scatter, then an all-gather",
+    "03": "ZeRO is three small changes to DDP",
+    "04": "one unit shards what is kept between steps",
+    "05": "only the units in use are whole",
+    "06": "offload moves shards and optimizer state",
+    "07": "saved by 4 ranks, continued on 2 or 3",
+    "08": "after sharding, activations are the peak",
+    "09": "a parameter is a DTensor; you set when it is whole",
+    "10": "count the bytes that leave a node",
+    "11": "predicted, simulated and measured agree",
+    "12": "the ratio of times is not the ratio of bytes",
+    "13": "a stage of ZeRO says what is split",
+    "14": "in JAX, a compiler writes the collectives",
+    "15": "one sequence's activations need more than FSDP",
+    "16": "runs fail in few ways, and each leaves a trace",
+    "17": "your model peaks where its config.json says",
+}
 ROWS = {"one small network": range(4), "": range(4, 8), "a transformer": range(8, 12), " ": range(12, 18)}
 
 
@@ -22,9 +42,7 @@ class Chapter:
     claim: str  # the first sentence of the claim, without its full stop, in Markdown
 
     def law(self) -> str:
-        """The first half of a long claim, without what stands in brackets; plain text."""
-        text = re.sub(r" \([^)]*\)|[`*]", "", self.claim)
-        return re.split(r"; |, each of which ", text)[0]
+        return LAWS[self.number]
 
 
 def chapters() -> list[Chapter]:

@@ -3,7 +3,16 @@
 import matplotlib.pyplot as plt
 
 from labkit.measuring.trace import CATEGORIES
-from labkit.teaching.plots import MIB, STRATEGY_COLOURS, headline, memory_bars, show, timelines
+from labkit.teaching.plots import (
+    MIB,
+    STRATEGY_COLOURS,
+    category_legend,
+    handles_of,
+    headline,
+    memory_bars,
+    show,
+    timelines,
+)
 
 STAGE_COLOURS = [STRATEGY_COLOURS[name] for name in ("ddp", "zero1", "zero2", "zero3")]
 
@@ -16,7 +25,7 @@ def stages(rows: list[tuple[str, dict, dict]], title: str, under: str, guesses: 
     axes.set_xlabel("parameters, gradients, optimizer state per rank [MiB]")
     diamond = ", diamond: your guess" if any(guess is not None for guess in (guesses or {}).values()) else ""
     headline(figure, title, f"{under}\nsolid: measured, outlined: predicted{diamond}")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=4, fontsize=11)
+    category_legend(figure, handles_of(axes))
     show(figure)
 
 
