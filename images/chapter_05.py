@@ -137,7 +137,11 @@ def side_by_side():
         d.line(end, top - 4, end, top + 112, INK, 1.8, dash="6 5")
         d.text(end - 8, top - 12, "gradients reduced", 13, "end", SOFT)
     d.text(
-        left, 372, "time →   Numbers name the blocks. Forward, then backward, which takes twice as long.", 14, colour=SOFT
+        left,
+        372,
+        "time →   Numbers name the blocks. Forward, then backward, which takes twice as long.",
+        14,
+        colour=SOFT,
     )
     d.save("units_side_by_side")
 
