@@ -19,7 +19,7 @@ WHOLE = "lambda me, chunks, shift: chunks[me.rank] + shift(torch.stack(chunks))[
         ({'yours_or_ours("02.0", ring_reduce_scatter)': NO_SUM}, ["our ring differs"]),
         # The all-gather stops a step early
         (
-            {"range(W - 1):  # it passes on": "range(W - 2):  # it passes on"},
+            {"range(W - 1):  # send the": "range(W - 2):  # send the"},
             ["our ring differs", "ring's all-gather by all ranks"],
         ),
         # Each rank sends its whole tensor instead of a chunk: the sums are right, the bytes are not a ring's
@@ -38,8 +38,8 @@ def test_a_broken_all_reduce_fails(breaks, failing):
 
 @pytest.mark.long
 def test_the_claim_fails_where_fp32_rounds_the_sums():
-    """Its condition: sums that fp32 represents exactly. A ring of three adds in another order than gloo."""
-    lines = run_broken("02", {".float().to(me.device)": ".float().div(7).to(me.device)"}, ranks=3)
+    """Its condition: sums that fp32 represents exactly. Our ring of four adds in another order than gloo."""
+    lines = run_broken("02", {".float().to(me.device)": ".float().div(7).to(me.device)"}, ranks=4)
     failed = [line for line in lines if line.startswith("FAIL")]
     assert len(failed) == 1 and "our ring differs" in failed[0]
 
