@@ -45,7 +45,7 @@ def ddp_against_fsdp():
         x, y = 150 + 250 * (number % 3), 436 + 26 * (number // 3)
         d.box(x, y, 16, 14, COLOURS[kind], COLOURS[kind])
         d.text(x + 22, y + 13, LEGEND.get(kind, kind), 15)
-    d.text(28, 449, "besides\nactivations", 14, colour=SOFT)
+    d.text(28, 443, "activations and\ntemporaries\nnot drawn", 14, colour=SOFT)
     d.save("ddp_against_fsdp")
 
 
