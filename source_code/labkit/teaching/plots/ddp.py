@@ -26,7 +26,7 @@ def peak_against_batch(records: list[dict], predicted: dict[str, list[tuple[int,
     last = max(batch for points in predicted.values() for batch, _ in points)
     axes.axhline(floor / MIB, color="black", linestyle="--", linewidth=1)
     where = {"xytext": (0, -5), "textcoords": "offset points", "va": "top", "ha": "right"}
-    axes.annotate(f"under DDP, no batch gets below {floor / MIB:.1f}", (last, floor / MIB), **where)
+    axes.annotate(f"with DDP's defaults, no batch gets below {floor / MIB:.1f}", (last, floor / MIB), **where)
     axes.set(xlim=(0, last * 1.17), xlabel="images per step and rank", ylabel="peak memory per rank [MiB]")
     axes.set_ylim(0)
     widest = max(records, key=lambda record: record["ranks"])

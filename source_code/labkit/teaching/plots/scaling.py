@@ -1,10 +1,21 @@
 """Figures of chapter 04: peak and step time by strategy, and memory over the number of ranks."""
 
-from labkit.measuring.trace import CATEGORIES
-from labkit.teaching.plots import COLOURS, MIB, STRATEGY_COLOURS, caption, headline, memory_bars, plt, show, time_bars
+import matplotlib.pyplot as plt
 
-# What the two categories hold under FSDP
-NAMES = {"all-gather": "all-gather: whole parameters", "reduce-scatter": "reduce-scatter: whole gradients"}
+from labkit.measuring.trace import CATEGORIES
+from labkit.teaching.plots import (
+    COLOURS,
+    MIB,
+    STRATEGY_COLOURS,
+    caption,
+    category_legend,
+    handles_of,
+    headline,
+    memory_bars,
+    show,
+    time_bars,
+)
+
 DARK = [COLOURS[category] for category in ("parameters", "gradients", "optimizer state")]
 
 
@@ -38,9 +49,7 @@ def peak_and_time(rows: list[tuple[str, dict, dict]], title: str, guesses: dict[
     marks = "solid: measured, outlined: predicted, dotted: an estimate"
     marks += ", diamond: your guess" * any(guess is not None for guess in guesses.values())
     headline(figure, title, f"{caption(record)}\n{marks}")
-    handles, labels = memory.get_legend_handles_labels()
-    words = [NAMES.get(label, label) for label in labels]
-    figure.legend(handles, words, loc="outside lower left", ncols=3, fontsize=11)
+    category_legend(figure, handles_of(memory))
     show(figure)
 
 
