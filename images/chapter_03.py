@@ -24,7 +24,7 @@ def adam_elementwise():
     bottom, x = top + 4 * (height + 8) - 8, left + chosen * width
     drawing.box(x + 1, top - 6, width - 2, bottom - top + 12, "none", INK)
     drawing.line(x + width / 2, bottom + 8, x + width / 2, bottom + 46, INK, 2, arrow=True)
-    drawing.text(x + width / 2 - 12, bottom + 34, "Adam needs these four and nothing else", 15, "end")
+    drawing.text(x + width / 2 - 12, bottom + 34, "Adam needs these four, and the step count", 15, "end")
     drawing.text(left - 16, bottom + 74, "new parameter", 16, "end")
     drawing.box(x + 4, bottom + 50, width - 8, height, COLOURS["parameters"], INK, f"p{chosen}", 15)
     for rank in range(4):
