@@ -80,7 +80,7 @@ def against_ranks(
         points = {ranks: sum(record["memory"][key].values()) / MIB for ranks, record in measured.items()}
         axes.plot(list(points), list(points.values()), mark, color=colour, markersize=8)
         axes.plot(list(heights), list(heights.values()), mark, markerfacecolor="none", color="black", markersize=13)
-        for ranks, point in (heights | points).items():
+        for ranks, point in heights.items():
             axes.annotate(f"{point:.1f}", (ranks, point), **above)
     for ranks, guess in guesses.items():
         if guess is not None:
