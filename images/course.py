@@ -15,7 +15,7 @@ LAWS = {  # what to remember of each chapter, in a few words; its notebook has t
     "00": "peaks follow from arithmetic, to the byte",
     "01": "DDP divides the work, not the memory",
     "02": "an all-reduce is a reduce-scatter, then an all-gather",
-    "03": "ZeRO is three small changes to DDP",
+    "03": "ZeRO is three changes to DDP",
     "04": "one unit shards what is kept between steps",
     "05": "only the units in use are whole",
     "06": "offload moves shards and optimizer state",

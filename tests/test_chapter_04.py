@@ -63,8 +63,8 @@ def test_a_layer_in_a_unit_of_its_own_is_noticed():
         'fsdp1 = lab.run("mnist_fsdp.py"': 'fsdp1 = dict(script="mnist_fsdp.py"',  # FSDP2 is enough
     }
     skip = (*TABLES, "walk", "between steps, {kind}")
-    lines = run_broken("04", breaks, until="difference from the plan", skip=skip, ranks=4)
-    assert lines[-1].startswith("FAIL  difference from the plan")
+    lines = run_broken("04", breaks, until="of these peaks from the plan", skip=skip, ranks=4)
+    assert lines[-1].startswith("FAIL  largest difference of these peaks")
 
 
 def test_no_number_of_ranks_brings_the_planned_peak_below_the_floor():

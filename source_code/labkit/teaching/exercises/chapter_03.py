@@ -237,7 +237,7 @@ EXERCISES = {
     "03.0": Do(
         title="a unit's forward",
         level=3,
-        minutes=15,
+        minutes=20,
         judge=_judge_unit,
         hint="A view shares its storage with the whole vector: compare tensor.untyped_storage().data_ptr() with the vector's.\n"
         "Take the vector's address before you define pack: a pack that refers to the vector keeps it alive.\n"
@@ -287,7 +287,7 @@ def pieces(sizes, rank, world):
     "03.2": Do(
         title="clip what is sharded",
         level=3,
-        minutes=12,
+        minutes=10,
         judge=_judge_clip,
         hint="The square of the whole norm is the sum of the squares of all elements: each rank can sum over its own shard.",
         solution="""

@@ -43,7 +43,7 @@ def sent_bars(rows: list[tuple[str, float, float, str]], title: str, under: str,
     for place, (label, predicted, measured, color) in enumerate(rows):
         axes.barh(place, measured, color=color, height=0.52)
         axes.barh(place, predicted, height=0.72, **PREDICTED)
-        text = f"{measured:.2f}, predicted {predicted:.2f}"
+        text = f"{measured:.2f}, in rings {predicted:.2f}"
         axes.text(max(predicted, measured) + 0.015 * longest, place, text, va="center")
         if label in guesses:
             axes.plot(guesses[label], place + 0.36, "D", color="black", markersize=7, clip_on=False, zorder=5)

@@ -57,5 +57,5 @@ def by_ranks(predicted: dict, measured: dict, title: str, under: str):
     axes.set(xlim=(1.8, ranks[-1] * 1.9), xlabel="ranks", ylabel="model state per rank [MiB]")
     axes.set_ylim(bottom=0)
     axes.spines["bottom"].set_bounds(1.8, ranks[-1])
-    headline(figure, title, f"{under}\nsolid: measured, outlined: predicted")
+    headline(figure, title, f"{under}\nfilled dots: measured; circles and lines: predicted")
     show(figure)
