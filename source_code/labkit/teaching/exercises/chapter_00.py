@@ -22,7 +22,7 @@ def _gradients(model, images) -> dict:
 def _compared(me, wrap) -> dict:
     """Return {threshold: (units, names of parameters whose gradient is not the ranks' mean)}."""
     mesh = init_device_mesh(me.device.type, (me.world_size,))
-    found = {}
+    results = {}
     for threshold in UNITS:
         torch.manual_seed(0)
         model, replica = Net(dropout=False).double(), Net(dropout=False).double()
@@ -31,22 +31,22 @@ def _compared(me, wrap) -> dict:
         images = torch.rand(2, 1, 28, 28, dtype=torch.float64)
         wrap(model, mesh, threshold)
         units = {name or "root" for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-        if not units and not found:  # with the first threshold, some layer is large enough
+        if not units and not results:  # with the first threshold, some layer is large enough
             return {}
         expected, wrong = _gradients(replica, images), []
         for name, gradient in _gradients(model, images).items():
             dist.all_reduce(expected[name], op=dist.ReduceOp.SUM)
             if not torch.allclose(gradient, expected[name] / me.world_size):
                 wrong.append(name)
-        found[threshold] = units, wrong
-    return found
+        results[threshold] = units, wrong
+    return results
 
 
 def _judge_wrap(wrap) -> str:
-    found, *_ = on_ranks(_compared, wrap, ranks=2)
-    if not found:
+    results, *_ = on_ranks(_compared, wrap, ranks=2)
+    if not results:
         return "not answered yet"
-    for threshold, (units, wrong) in found.items():
+    for threshold, (units, wrong) in results.items():
         expected = UNITS[threshold]
         if "root" not in units:
             return f"not quite: the model itself is no unit, so nobody shards {', '.join(sorted(wrong))} or averages it"
@@ -88,7 +88,7 @@ EXERCISES = {
         minutes=5,
         judge=_judge_wrap,
         hint="A loop over model.children(); for each, the sum of p.numel() over its parameters(); fully_shard(child, "
-        "mesh=mesh) if it is large enough. After the loop, fully_shard(model, mesh=mesh) takes what is left.",
+        "mesh=mesh) if it is large enough. After the loop, fully_shard(model, mesh=mesh) takes the rest.",
         solution="""
 # Children first: fully_shard(model) takes all parameters below it that no unit has taken yet.
 from torch.distributed.fsdp import fully_shard

@@ -32,7 +32,7 @@ STRATEGY_COLOURS = {  # from Paul Tol's palette "muted", so that none is a categ
     "zero2": "#117733",
     "zero3": "#AA4499",
 }
-# Two categories are named after the collective that needs them; a legend says what they are.
+# Two categories are named after the collective that needs them; a legend also names their contents.
 LABELS = {"all-gather": "whole parameters (all-gather)", "reduce-scatter": "whole gradients (reduce-scatter)"}
 # How a predicted bar is drawn: its outline, around the measured one
 PREDICTED = {"fill": False, "edgecolor": "black", "linewidth": 1.3}
