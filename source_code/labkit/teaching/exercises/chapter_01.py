@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from labkit.measuring.differences import largest_difference
 from labkit.teaching.exercises import Do, on_ranks, unanswered
 
 WORLD, ALL, EACH, LR, EPOCHS = 2, 24, 4, 0.1, 2  # ranks; images in total, and in a rank's batch
@@ -287,7 +288,7 @@ def _averages(mine, ddp, own) -> str:
             f"the gradient of {wrong} is still the rank's own: does finish() start the last bucket, and copy every "
             "average back?"
         )
-    off = (mine[wrong] - ddp[wrong]).abs().max()
+    off = largest_difference(mine[wrong], ddp[wrong])
     return f"the gradient of {wrong} differs from DDP's by {off:.2g}: is each part copied to its parameter?"
 
 
