@@ -15,7 +15,7 @@ COLLECTIVE_COLOURS = {
 def sent_by_world(measured: dict[int, float], size: float, guess: tuple[int, float | None], title: str, under: str):
     """Draw the MB that a rank sends in an all-reduce of ``size`` MB over the world size.
 
-    measured: {ranks: MB}. guess: (ranks, MB or None). The formula, 2 (W−1)/W × size, is drawn for 1 to 8 ranks.
+    measured: {ranks: MB}, as the ring's own code counts them. guess: (ranks, MB or None). The formula, 2 (W−1)/W × size, is drawn for 1 to 8 ranks.
     """
     figure, axes = plt.subplots(figsize=(10, 4.2), layout="constrained")
     worlds = range(1, max(8, *measured) + 1)
@@ -30,7 +30,7 @@ def sent_by_world(measured: dict[int, float], size: float, guess: tuple[int, flo
     axes.text(1, 2 * size, "2 × the size", va="bottom")
     axes.set(xlabel="ranks W", ylabel="sent by each rank [MB]", ylim=(0, max(2.3 * size, 1.1 * (guess[1] or 0))))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    marks = "solid: measured, outlined: predicted" + ", diamond: your guess" * (guess[1] is not None)
+    marks = "filled: counted by our ring, outlined: predicted" + ", diamond: your guess" * (guess[1] is not None)
     headline(figure, title, f"{under}\n{marks}")
     show(figure)
 

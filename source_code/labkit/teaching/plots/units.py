@@ -2,7 +2,16 @@
 
 import matplotlib.pyplot as plt
 
-from labkit.teaching.plots import PREDICTED, STRATEGY_COLOURS, caption, category_legend, headline, memory_bars, show
+from labkit.teaching.plots import (
+    PREDICTED,
+    STRATEGY_COLOURS,
+    caption,
+    category_legend,
+    handles_of,
+    headline,
+    memory_bars,
+    show,
+)
 
 
 def traffic(record: dict) -> float:
@@ -13,12 +22,7 @@ def traffic(record: dict) -> float:
 def _visible(axes) -> dict:
     """Return {category: artist} of the memory bars that are wide enough to be seen."""
     least = 0.004 * axes.get_xlim()[1]
-    handles, labels = axes.get_legend_handles_labels()
-    return {
-        label: handle
-        for handle, label in zip(handles, labels, strict=True)
-        if max(bar.get_width() for bar in handle) > least
-    }
+    return {label: bars for label, bars in handles_of(axes).items() if max(bar.get_width() for bar in bars) > least}
 
 
 def memory_and_traffic(rows: list[tuple[str, dict, int | None]], title: str, guesses: dict[str, float] | None = None):
