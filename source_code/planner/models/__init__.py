@@ -3,7 +3,12 @@
 Each module may import those above it:
 
   shapes        the sizes of a transformer, and the course's models
+  parameters    the names and shapes of its parameters
+  families      what each family of third-party models differs in
   huggingface   the sizes of third-party models, from their config.json
   flops         the operations of a step: the model's, and the hardware's
-  networks      the course's networks as blueprints: parameters and operators
+  blueprint     what a network is to the planner
+  gpt           the course's GPT as a blueprint
+  library       third-party models as blueprints, as transformers computes them
+  networks      all networks by their functions
 """

@@ -8,7 +8,8 @@ the scores that a fused kernel recomputes inside its own backward, norms, the op
 
 from math import prod
 
-from planner.models.shapes import GPTShape, block_parameters, linear_parameters, norm_parameters
+from planner.models.parameters import active_shares, block_parameters, linear_parameters, norm_parameters
+from planner.models.shapes import GPTShape
 from planner.ops import attention
 from planner.ops.autograd import BF16
 
@@ -18,9 +19,9 @@ LOOKED_UP = ("embedding.weight", "positions.weight")  # parameters that multiply
 def per_token(shape: GPTShape, seq_len: int, lora: int | None = None, blocks: range | None = None) -> float:
     """Return the floating-point operations that training on one token takes (PaLM, arXiv:2204.02311, appendix B).
 
-    For each parameter that multiplies (all but the embedding): 2 in forward, 2 for the gradient of the input, and 2 for
-    the parameter's own gradient if it is trained. For attention: 12 × layers × hidden size × length. Recomputation does
-    not count, as it adds nothing to the model.
+    For each parameter that multiplies (all but the embedding, and the experts that a token is not routed to): 2 in
+    forward, 2 for the gradient of the input, and 2 for the parameter's own gradient if it is trained. For attention:
+    12 × layers × hidden size × length. Recomputation does not count, as it adds nothing to the model.
 
     Args:
         shape: the model.
@@ -28,26 +29,37 @@ def per_token(shape: GPTShape, seq_len: int, lora: int | None = None, blocks: ra
         lora: the adapters' rank; then they alone are trained.
         blocks: of a pipeline stage; by default all.
     """
-    layers = len(blocks) if blocks else shape.num_hidden_layers
+    layers, blocks = shape.num_hidden_layers, blocks or range(shape.num_hidden_layers)
     last = norm_parameters(shape, "norm") | linear_parameters(shape, "head", shape.vocab_size, shape.hidden_size)
-    head = 0 if blocks and blocks.stop < shape.num_hidden_layers else sum(map(prod, last.values()))
-    block = block_parameters(shape, lora)
-    multiplied = layers * sum(map(prod, block.values())) + head
-    trained = multiplied
-    if lora:
-        trained = layers * sum(prod(s) for name, s in block.items() if name.endswith((".down", ".up")))
-    return 4 * multiplied + 2 * trained + 12 * layers * shape.query_size * shape.attended_tokens(seq_len)
+    multiplied = 0 if blocks.stop < layers else sum(map(prod, last.values()))
+    trained = 0 if lora else multiplied
+    attended = 0
+    for number in blocks:
+        sizes = multiplied_elements(shape, block_parameters(shape, lora, number=number))
+        multiplied += sum(sizes.values())
+        trained += sum(size for name, size in sizes.items() if not lora or name.endswith((".down", ".up")))
+        attended += shape.attended_elements(number, seq_len)
+    return 4 * multiplied + 2 * trained + 12 * attended
 
 
-def recomputed_operations(shape: GPTShape, recompute: str, lora: int | None) -> tuple[int, bool]:
+def multiplied_elements(shape: GPTShape, parameters: dict[str, tuple]) -> dict[str, float]:
+    """Return {name: elements that multiply a token}; of experts, those that the router chooses."""
+    shares = active_shares(shape, parameters)
+    return {name: prod(size) * shares.get(name, 1) for name, size in parameters.items() if name not in LOOKED_UP}
+
+
+def recomputed_operations(shape: GPTShape, recompute: str, lora: int | None, number: int = 0) -> tuple[float, bool]:
     """Return what backward recomputes in a block: (parameters that multiply a second time, whether attention runs again).
 
     Args:
         shape: the model.
         recompute: one of ``networks.RECOMPUTE``.
         lora: the adapters' rank, or None.
+        number: of the block.
     """
-    sizes = [(len(size), prod(size)) for size in block_parameters(shape, lora).values()]
+    parameters = block_parameters(shape, lora, number=number)
+    elements = multiplied_elements(shape, parameters)
+    sizes = [(len(size), elements[name]) for name, size in parameters.items()]
     matmuls = [numel for dimensions, numel in sizes if dimensions > 1]  # in the order in which they run
     kinds = {"full": (sum(numel for _, numel in sizes), True), "alternate": (sum(matmuls[1::2]), False)}
     return kinds.get(recompute, (0, False))
@@ -72,7 +84,7 @@ def module_flops(plan) -> list[tuple[float, float]]:
     if not work.flops:
         return [(0.0, 0.0)] * len(modules)
     multiplied = [_multiplying(module, work.tensor_parallel.tp_degree) for module in modules]
-    attending = [module for module in modules if "query.weight" in module.parameters]
+    attending = [module for module in modules if module.heads]
     # PaLM's count of attention's two matmuls: a third of it in forward, the rest in backward.
     attention_flops = work.flops - sum(4 * every + 2 * trained for every, trained in multiplied)
     attention_flops = attention_flops / max(1, len(attending)) * _share_computed(plan, attending)
@@ -89,7 +101,7 @@ def module_flops(plan) -> list[tuple[float, float]]:
 def _multiplying(module, tp_degree: int) -> tuple[float, float]:
     """Return (parameters that multiply, those of them that are trained), on all ranks of a tensor group together."""
     sizes = {
-        name: prod(shape) * (1 if name in module.replicated else tp_degree)
+        name: prod(shape) * (1 if name in module.replicated else tp_degree) * module.active.get(name, 1)
         for name, shape in module.parameters.items()
         if name not in LOOKED_UP
     }
@@ -99,5 +111,5 @@ def _multiplying(module, tp_degree: int) -> tuple[float, float]:
 def _share_computed(plan, attending: list) -> float:
     """Return the share of attention's matrix that is computed: half, but all of it where a GPU has no fused kernel."""
     itemsize = BF16 if plan.precision == "bf16" else plan.itemsize
-    grouped = any(m.parameters["key.weight"][0] < m.parameters["query.weight"][0] for m in attending)
+    grouped = any(module.heads.grouped for module in attending)
     return 1.0 if attention.kernel(plan.on_gpu, itemsize, grouped, plan.torch) == "math" else 0.5

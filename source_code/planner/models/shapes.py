@@ -1,11 +1,82 @@
 """The sizes of transformers, which labkit/training/models.py builds and planner/models/networks.py simulates. No torch.
 
-Fields have the names of Hugging Face's configurations.
+Fields have the names of Hugging Face's configurations where these have them.
 """
 
 from dataclasses import dataclass
 
 from planner import UserError
+
+
+@dataclass(frozen=True)
+class Layer:
+    """How a block differs from the other blocks of its model.
+
+    Attributes:
+        windowed: it attends to ``GPTShape.sliding_window`` tokens only.
+        rotary: positions rotate its queries and keys.
+        routed: its feed-forward layer is ``GPTShape.experts``.
+        parameters: ((name, shape), …) of a block whose operators are not modeled; empty: ``block_parameters`` states them.
+        query_size: elements of all its query heads, if not the model's; 0: attention that is linear in the length.
+    """
+
+    windowed: bool = False
+    rotary: bool = True
+    routed: bool = False
+    parameters: tuple = ()
+    query_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A feed-forward layer of experts, of which a router chooses a few for each token.
+
+    Attributes:
+        count: experts.
+        top_k: that compute a token.
+        intermediate_size: elements of a token's vector inside an expert.
+        shared_size: elements inside the expert that computes every token; 0: there is none.
+        gates_shared: whether each token weighs the shared expert's output.
+        biased: whether the router and the experts have biases.
+        router: "softmax" over all experts, then the choice; "chosen", softmax over the chosen; "sigmoid", with
+            normalization; "dense", which computes every expert on all tokens.
+        normalizes: whether the weights of the chosen are divided by their sum.
+        output_first: whether an expert's weight is (out, in), else (in, out).
+    """
+
+    count: int
+    top_k: int
+    intermediate_size: int
+    shared_size: int = 0
+    gates_shared: bool = False
+    biased: bool = False
+    router: str = "softmax"
+    normalizes: bool = True
+    output_first: bool = True
+
+    @property
+    def active_share(self) -> float:
+        """The share of the experts' parameters that a token multiplies."""
+        return self.top_k / self.count
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (arXiv:2405.04434): queries, keys, and values are expanded from short vectors.
+
+    Attributes:
+        query_rank: elements of the vector that queries are expanded from; None: they are projected at once.
+        key_value_rank: elements of the vector that keys and values are expanded from.
+        rotary_dim: elements of a head of queries and keys that positions rotate.
+        other_dim: their other elements.
+        value_dim: elements of a head of values.
+    """
+
+    query_rank: int | None
+    key_value_rank: int
+    rotary_dim: int
+    other_dim: int
+    value_dim: int
 
 
 @dataclass(frozen=True)
@@ -24,15 +95,27 @@ class GPTShape:
         vocab_size: rows of the embedding; the course's tokens are bytes.
         tie_word_embeddings: whether the head's weight is the embedding's.
         explicit_head_dim: elements of a head, if not hidden_size / num_attention_heads.
+        library: whether it is computed by transformers' modules, see planner/models/library.py.
         biases: which linear layers have one: "query" (and key and value), "output", "feed_forward", "head".
-        qk_norm: whether queries and keys are normalized, head by head.
+        fused: layers whose weights are one: "query_key_value", "gate_up".
+        qk_norm: how queries and keys are normalized: "", "head" by head, the whole "projection", or "unweighted", head by
+            head without a weight.
         gated: whether the feed-forward layer has a gate.
-        norm: "rms", or "layer", which has a bias.
-        norms_per_block: 2; 1 if attention and feed-forward layer share one; 4 if each is also followed by one.
+        activation: of the feed-forward layer, by its name in transformers.
+        norm: "rms"; "layer", which has a bias; or "unbiased layer".
+        norms: where they are: "before" attention and feed-forward layer, "after" them, "around" each; "parallel": before
+            both, which take the same input; "shared": one for both, which take the same input.
         learned_positions: rows of the position embedding; 0: positions are rotary.
-        sliding_window: tokens that a token attends to in ``windowed_share`` of the layers; None: all.
-        windowed_share: from 0 to 1.
+        rotary_share: of a head's elements, the part that positions rotate.
+        sliding_window: tokens that a token attends to in the windowed layers; None: all.
+        layers: how each block differs; (): all are equal, and windowed if there is a window.
+        experts: of the routed layers.
+        latent: multi-head latent attention.
+        attention: "fused" into one operator; "softcapped", in several; "sinks", in several, with a parameter per head.
+        scales: what is multiplied by a constant: "embedding", "residual" (what is added to it), "logits", "query".
         softcaps_logits: whether the logits pass through a scaled tanh.
+        other_parameters: ((name, shape), …) outside of the blocks whose operators are not modeled.
+        unmodeled: what of its operators is not modeled, for messages: then no peak is planned by arithmetic.
         dropout: whether training drops elements; their masks are not planned.
 
     Raises:
@@ -47,15 +130,25 @@ class GPTShape:
     vocab_size: int = 256
     tie_word_embeddings: bool = False
     explicit_head_dim: int | None = None
+    library: bool = False
     biases: frozenset = frozenset()
-    qk_norm: bool = False
+    fused: frozenset = frozenset()
+    qk_norm: str = ""
     gated: bool = True
+    activation: str = "silu"
     norm: str = "rms"
-    norms_per_block: int = 2
+    norms: str = "before"
     learned_positions: int = 0
+    rotary_share: float = 1.0
     sliding_window: int | None = None
-    windowed_share: float = 1.0
+    layers: tuple[Layer, ...] = ()
+    experts: Experts | None = None
+    latent: LatentAttention | None = None
+    attention: str = "fused"
+    scales: frozenset = frozenset()
     softcaps_logits: bool = False
+    other_parameters: tuple = ()
+    unmodeled: str = ""
     dropout: bool = False
 
     def __post_init__(self):
@@ -104,70 +197,30 @@ class GPTShape:
         """Elements of all heads of keys, or of values."""
         return self.head_dim * self.num_key_value_heads
 
-    def attended_tokens(self, seq_len: int) -> float:
-        """Return how many tokens of ``seq_len`` a token's query meets, masked ones included: the mean over the layers."""
-        if not self.sliding_window or self.sliding_window >= seq_len:
-            return seq_len
-        return self.windowed_share * self.sliding_window + (1 - self.windowed_share) * seq_len
+    @property
+    def period(self) -> int:
+        """The smallest N such that every block is like the one N before it; with no such N, the number of blocks."""
+        layers = self.layers
+        return next((n for n in range(1, len(layers)) if layers[n:] == layers[:-n]), max(1, len(layers)))
 
+    def layer(self, number: int) -> Layer:
+        """Return how a block differs from the others."""
+        return self.layers[number] if self.layers else Layer(windowed=bool(self.sliding_window))
 
-def linear_parameters(shape: GPTShape, name: str, outs: int, ins: int, bias: str = "") -> dict[str, tuple]:
-    """Return {name: shape} of a linear layer's weight (outs, ins), and of its bias (outs,) if the model has one there.
+    def windowed(self, number: int, seq_len: int) -> bool:
+        """Return whether a block attends to fewer than ``seq_len`` tokens."""
+        return self.layer(number).windowed and bool(self.sliding_window) and self.sliding_window < seq_len
 
-    Args:
-        shape: the model.
-        name: of the layer.
-        outs: output features.
-        ins: input features.
-        bias: which member of ``GPTShape.biases`` decides; by default the layer's name.
-    """
-    weight = {f"{name}.weight": (outs, ins)}
-    return weight | {f"{name}.bias": (outs,)} if (bias or name) in shape.biases else weight
+    def attended_elements(self, number: int, seq_len: int) -> float:
+        """Return the tokens that a token's query meets in a block, masked ones included, × the elements of its heads.
 
-
-def norm_parameters(shape: GPTShape, name: str) -> dict[str, tuple]:
-    """Return {name: shape} of a norm's weight (hidden size,), and of its bias if the model's norms have one."""
-    weight = {f"{name}.weight": (shape.hidden_size,)}
-    return weight | {f"{name}.bias": (shape.hidden_size,)} if shape.norm == "layer" else weight
-
-
-def block_parameters(shape: GPTShape, lora: int | None, tp_degree: int = 1) -> dict[str, tuple]:
-    """Return {name: shape} of a block's parameters in the order of registration, as one rank of a tensor group has them.
-
-    Args:
-        shape: the model.
-        lora: the rank of adapters on queries and values; None: there are none.
-        tp_degree: ranks that split each weight: "output" and "down" by columns, the others by rows.
-    """
-    hidden_size, intermediate_size = shape.hidden_size, shape.intermediate_size // tp_degree
-
-    def projection(name, outs):
-        parameters = linear_parameters(shape, name, outs, hidden_size, "query")
-        if lora and name in ("query", "value"):
-            parameters |= {f"{name}.down": (lora, hidden_size), f"{name}.up": (outs, lora)}
-        if shape.qk_norm and name != "value":
-            parameters |= {f"{name}_norm.weight": (shape.head_dim,)}
-        return parameters
-
-    def norm(name, present=True):
-        return norm_parameters(shape, name) if present else {}
-
-    def feed_forward(name, outs, ins):
-        return linear_parameters(shape, name, outs, ins, "feed_forward")
-
-    return {
-        **norm("attention_norm"),
-        **projection("query", shape.query_size // tp_degree),
-        **projection("key", shape.key_value_size // tp_degree),
-        **projection("value", shape.key_value_size // tp_degree),
-        **linear_parameters(shape, "output", hidden_size, shape.query_size // tp_degree),
-        **norm("after_attention_norm", shape.norms_per_block == 4),
-        **norm("feed_forward_norm", shape.norms_per_block > 1),
-        **(feed_forward("gate", intermediate_size, hidden_size) if shape.gated else {}),
-        **feed_forward("up", intermediate_size, hidden_size),
-        **feed_forward("down", hidden_size, intermediate_size),
-        **norm("after_feed_forward_norm", shape.norms_per_block == 4),
-    }
+        With latent attention, heads of queries and keys are larger than those of values: it is the mean of both.
+        """
+        size = self.layer(number).query_size
+        size = self.query_size if size is None else size
+        if latent := self.latent:
+            size = self.num_attention_heads * (latent.rotary_dim + latent.other_dim + latent.value_dim) / 2
+        return size * (self.sliding_window if self.windowed(number, seq_len) else seq_len)
 
 
 # The course's sizes, and those published for Llama 3 (arXiv:2407.21783, table 3) with its vocabulary.

@@ -61,7 +61,13 @@ def kernel(on_gpu: bool, itemsize: int, grouped: bool, torch: tuple[int, int]) -
 
 
 def fused(
-    tape, name: str, query: AbstractTensor, key: AbstractTensor, value: AbstractTensor, heads: Heads
+    tape,
+    name: str,
+    query: AbstractTensor,
+    key: AbstractTensor,
+    value: AbstractTensor,
+    heads: Heads,
+    mask: AbstractTensor | None = None,
 ) -> AbstractTensor:
     """Compute causal attention in one operator. Saves its inputs, its output, and a log-sum-exp per row.
 
@@ -72,17 +78,20 @@ def fused(
         key: (batch, kv heads, length, head dimension).
         value: as key.
         heads: these sizes.
+        mask: (length, length), added to the scores; None: they are causal.
 
     Returns:
-        As query.
+        The output, (batch, query heads, length, elements of a head of values).
     """
     inputs = [(tensor.node, tensor.numel, tensor.itemsize) for tensor in (query, key, value)]
     needs_gradient = any(node for node, _, _ in inputs)
-    saved = tape.save(query, key, value) if needs_gradient else []
+    saved = tape.save(query, key, value, *([mask] if mask else [])) if needs_gradient else []
     numel, itemsize = query.numel, query.itemsize
+    # A head of values may have fewer elements than one of keys.
+    out_numel = heads.rows * (value.numel // (heads.batch_size * heads.kv_heads * heads.seq_len))
 
     def compute():
-        outputs = [tape.make("attention", numel, itemsize)]
+        outputs = [tape.make("attention", out_numel, itemsize)]
         extra = _extra_outputs(name, itemsize, heads, needs_gradient)
         outputs += [tape.make(f"attention: {what}", *size) for what, *size in extra]
         return outputs
@@ -147,7 +156,7 @@ def math(tape, query: AbstractTensor, key: AbstractTensor, value: AbstractTensor
     scaled_query = tape.record_unary(query, tape.like(query, "attention: query, scaled"), "gradient of query")
     mask = _mask(tape, heads.seq_len, query.itemsize)
     if heads.grouped:
-        key, value = (_repeat_kv(tape, x, query.numel, of) for x, of in ((key, "key"), (value, "value")))
+        key, value = (repeat_kv(tape, x, query.numel, of) for x, of in ((key, "key"), (value, "value")))
     scaled_key = tape.record_unary(key, tape.like(key, "attention: key, scaled"), "gradient of key, per query head")
     query_rows = _contiguous(tape, scaled_query, "attention: query, scaled, contiguous")
     # A tensor that was expanded for its heads is contiguous already.
@@ -176,8 +185,15 @@ def _mask(tape, seq_len: int, itemsize: int):
     return mask
 
 
-def _repeat_kv(tape, x, numel: int, name: str):
-    """Repeat keys or values for each query head; backward sums."""
+def repeat_kv(tape, x: AbstractTensor, numel: int, name: str) -> AbstractTensor:
+    """Repeat keys or values for each query head; backward sums.
+
+    Args:
+        tape: the ``Tape`` to record on.
+        x: (batch, kv heads, length, head dimension).
+        numel: elements with all query heads.
+        name: "key" or "value".
+    """
     return tape.record_unary(
         x, tape.make(f"attention: {name}, per query head", numel, x.itemsize), f"gradient of {name}"
     )
@@ -216,7 +232,47 @@ def _softmax(tape, x, rows: int):
     return tape.record_unary(x, out, "attention: gradient of scores", tape.save(out) if x.node else [])
 
 
-def apply_rope(tape, x: AbstractTensor, name: str) -> AbstractTensor:
+def in_steps(
+    tape, query: AbstractTensor, key: AbstractTensor, value: AbstractTensor, heads: Heads, softcaps: bool
+) -> AbstractTensor:
+    """Compute causal attention as transformers' "eager" implementation does, with the matrix in memory.
+
+    Args:
+        tape: the ``Tape`` to record on.
+        query: (batch, query heads, length, head dimension).
+        key: (batch, kv heads, length, head dimension).
+        value: as key.
+        heads: these sizes.
+        softcaps: whether the scores pass through a scaled tanh.
+
+    Returns:
+        As query.
+    """
+    if heads.grouped:
+        key, value = (repeat_kv(tape, x, query.numel, of) for x, of in ((key, "key"), (value, "value")))
+    query_rows = _contiguous(tape, query, "attention: query, contiguous")
+    key_rows = key if heads.grouped else _contiguous(tape, key, "attention: key, contiguous")
+    itemsize, matrix = query.itemsize, heads.rows * heads.seq_len
+    scores = _matmul(tape, query_rows, key_rows, matrix, "attention: scores")
+    del query_rows, key_rows
+    scores = tape.divide(scores, "attention: scores, scaled")
+    if softcaps:
+        scores = tape.divide(scores, "attention: scores / cap")
+        scores = tape.tanh(scores, "attention: tanh of scores")
+        scores = tape.divide(scores, "attention: scores, capped")
+    scores = _alias(tape, scores, tape.like(scores, "attention: scores, masked"))
+    scores = tape.to(scores, max(FP32, itemsize), "attention: scores in fp32")
+    weights = tape.like(scores, "attention: weights")
+    weights = tape.record_unary(scores, weights, "attention: gradient of scores", tape.save(weights))
+    del scores
+    weights = tape.to(weights, itemsize, "attention: weights")
+    value_rows = value if heads.grouped else _contiguous(tape, value, "attention: value, contiguous")
+    mixed = _matmul(tape, weights, value_rows, query.numel, "attention")
+    del value_rows
+    return _alias(tape, mixed, tape.like(mixed, "attention, contiguous"))
+
+
+def apply_rope(tape, x: AbstractTensor, name: str, tables: list[AbstractTensor] | None = None) -> AbstractTensor:
     """Rotate pairs of elements by their position: x · cos + cat(−second half, first half) · sin.
 
     Saves nothing of x, but the cosines and sines, which all blocks share. Under autocast x is in bf16; cosines and sines
@@ -226,12 +282,14 @@ def apply_rope(tape, x: AbstractTensor, name: str) -> AbstractTensor:
         tape: the ``Tape`` to record on.
         x: (batch, heads, length, head dimension).
         name: "query" or "key".
+        tables: cosines and sines; by default ``tape.rope_tables``.
 
     Returns:
-        As x.
+        As x, in the tables' format if that is larger.
     """
+    tables = tables or tape.rope_tables
     node, numel, itemsize = x.node, x.numel, x.itemsize
-    out_itemsize = FP32 if tape.autocast else itemsize
+    out_itemsize = max(itemsize, *(table.itemsize for table in tables))
     cosine = tape.make(f"{name} · cos", numel, out_itemsize)
     half = tape.make(f"{name}: −half", numel // 2, itemsize)
     swapped = tape.like(x, f"{name}: swapped")
@@ -265,4 +323,4 @@ def apply_rope(tape, x: AbstractTensor, name: str) -> AbstractTensor:
         return [(joined_node, gradient_through("cos"))]  # then the gradient that arrived is freed
 
     joined_node = tape.record(out, join).node
-    return tape.record(out, multiply, tape.save(*tape.rope_tables))
+    return tape.record(out, multiply, tape.save(*tables))

@@ -26,6 +26,104 @@ def rms_norm(tape, x: AbstractTensor, weight: AbstractParameter) -> AbstractTens
     return tape.to(out, itemsize, "norm")
 
 
+def rms_norm_in_steps(tape, x: AbstractTensor, weight: AbstractParameter, scales_in_fp32: bool) -> AbstractTensor:
+    """Compute x · 1/rms(x) · weight as transformers' modules do, in several operators on every device.
+
+    Args:
+        tape: the ``Tape`` to record on.
+        x: (…, features).
+        weight: (features,).
+        scales_in_fp32: whether the cast back to x's format follows the multiplication by the weight.
+
+    Returns:
+        (…, features), in x's number format.
+    """
+    itemsize, rows = x.itemsize, x.numel // weight.numel
+    x = tape.to(x, max(itemsize, FP32), "norm: input in fp32")
+    normal = _normalized(tape, x, rows)
+    del x
+    if not scales_in_fp32:
+        normal = tape.to(normal, itemsize, "norm: normalized")
+    out = _scaled(tape, tape.like(normal, "norm"), normal, weight)
+    del normal
+    return tape.to(out, itemsize, "norm")
+
+
+def l2_norm_in_steps(tape, x: AbstractTensor, rows: int) -> AbstractTensor:
+    """Compute x · 1/rms(x) of x (rows, …), without a weight, as transformers' modules do."""
+    itemsize = x.itemsize
+    x = tape.to(x, max(itemsize, FP32), "norm: input in fp32")
+    normal = _normalized(tape, x, rows)
+    del x
+    return tape.to(normal, itemsize, "norm: normalized")
+
+
+def layer_norm_in_steps(tape, x: AbstractTensor, weight: AbstractParameter) -> AbstractTensor:
+    """Compute (x − mean(x)) / std(x) · weight as Cohere's modules do, in several operators, in fp32 at least.
+
+    Args:
+        tape: the ``Tape`` to record on.
+        x: (…, features).
+        weight: (features,).
+    """
+    itemsize, rows = x.itemsize, x.numel // weight.numel
+    x = tape.to(x, max(itemsize, FP32), "norm: input in fp32")
+    mean = _mean(tape, x, rows)
+    deviation = _minus_rows(tape, x, mean)
+    square = tape.record_unary(
+        deviation, tape.like(deviation, "norm: square"), "norm: gradient of deviation", tape.save(deviation)
+    )
+    del deviation
+    variance = _mean(tape, square, rows)
+    del square
+    deviation = _minus_rows(tape, x, mean)
+    del mean
+    scale = tape.record_unary(variance, tape.like(variance, "norm: 1/std"), "norm: gradient of variance")
+    del variance
+    normal = _times_rows(tape, deviation, scale)
+    del deviation, scale
+    out = _scaled(tape, tape.like(normal, "norm"), normal, weight)
+    del normal
+    return tape.to(out, itemsize, "norm")
+
+
+def _mean(tape, x, rows):
+    return tape.record_unary(x, tape.make("norm: mean", rows, x.itemsize), "norm: gradient through the mean")
+
+
+def _minus_rows(tape, x, mean):
+    """x minus a number for each row. Backward negates the gradient for the numbers, and sums it."""
+    node, mean_node, numel, rows, itemsize = x.node, mean.node, x.numel, mean.numel, x.itemsize
+    out = tape.like(x, "norm: deviation")
+    if node is None:
+        return out
+
+    def run(gradient):
+        negative = tape.make("norm: gradient of the mean, unreduced", numel, itemsize)
+        of_mean = tape.make("norm: gradient of the mean", rows, itemsize)
+        del negative
+        return [(node, gradient), (mean_node, of_mean)]
+
+    return tape.record(out, run)
+
+
+def _times_rows(tape, x, scale):
+    """x times a number for each row. Saves both."""
+    node, scale_node, numel, rows, itemsize = x.node, scale.node, x.numel, scale.numel, x.itemsize
+    out = tape.like(x, "norm: normalized")
+    if node is None:
+        return out
+
+    def run(_):
+        of_x = tape.make("norm: gradient through the multiplication", numel, itemsize)
+        of_scale = tape.make("norm: gradient of 1/std, unreduced", numel, itemsize)
+        of_rows = tape.make("norm: gradient of 1/std", rows, itemsize)
+        del of_scale
+        return [(node, of_x), (scale_node, of_rows)]
+
+    return tape.record(out, run, tape.save(x, scale))
+
+
 def _rms_norm_fused(tape, x, weight):
     """A GPU's kernel: it saves its input, and 1/rms of each row, in fp32 at least."""
     rows = tape.make("norm: 1/rms", x.numel // weight.numel, max(FP32, x.itemsize))

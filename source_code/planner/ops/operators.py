@@ -248,12 +248,10 @@ class Tape(Autograd):
         saved = self.save(x) if x.node else []
         return self.record_unary(x, self.like(x, name), f"gradient of {name}", saved)
 
-    def softcap(self, x: AbstractTensor) -> AbstractTensor:
-        """Compute c · tanh(x / c) elementwise. Saves the tanh."""
-        out = self.divide(x, "logits / cap")
-        squashed = self.like(out, "tanh of logits")
-        squashed = self.record_unary(out, squashed, "gradient of tanh's input", self.save(squashed))
-        return self.divide(squashed, "logits, capped")
+    def tanh(self, x: AbstractTensor, name: str = "tanh") -> AbstractTensor:
+        """Apply tanh elementwise. Saves its output."""
+        out = self.like(x, name)
+        return self.record_unary(x, out, f"gradient of {name}'s input", self.save(out))
 
     def relu(self, x: AbstractTensor, name: str = "relu") -> AbstractTensor:
         """Apply ReLU elementwise. Saves its output, which the next operator often saves too."""
@@ -291,6 +289,21 @@ class Tape(Autograd):
         """Divide by a constant. Saves nothing."""
         return self.record_unary(x, self.like(x, name), f"gradient of {name}")
 
+    def pass_on(self, x: AbstractTensor, name: str) -> AbstractTensor:
+        """Add a constant, or copy: the gradient is passed on. Saves nothing."""
+        node, out = x.node, self.like(x, name)
+        return self.record(out, lambda gradient: [(node, gradient)]) if node else out
+
+    def concatenate(self, parts: list[AbstractTensor], name: str) -> AbstractTensor:
+        """Concatenate tensors; backward views the gradient. Saves nothing."""
+        nodes = [(part.node, part.numel) for part in parts if part.node]
+        out = self.make(name, sum(part.numel for part in parts), max(part.itemsize for part in parts))
+
+        def run(gradient):
+            return [(node, self.view(gradient, numel)) for node, numel in nodes]
+
+        return self.record(out, run) if nodes else out
+
     def rms_norm(self, x: AbstractTensor, weight: AbstractParameter) -> AbstractTensor:
         """Compute x · 1/rms(x) · weight of x (…, features) and weight (features,): see ``norms.rms_norm``."""
         return norms.rms_norm(self, x, weight)
@@ -299,13 +312,32 @@ class Tape(Autograd):
         """Normalize x (…, features) with weight and bias (features,): see ``norms.layer_norm``."""
         return norms.layer_norm(self, x, weight, bias)
 
-    def apply_rope(self, x: AbstractTensor, name: str) -> AbstractTensor:
+    def apply_rope(self, x: AbstractTensor, name: str, tables=None) -> AbstractTensor:
         """Rotate x (batch, heads, length, head dimension) by its positions: see ``attention.apply_rope``."""
-        return attention.apply_rope(self, x, name)
+        return attention.apply_rope(self, x, name, tables)
 
-    def view(self, x: AbstractTensor) -> AbstractTensor:
-        """Return x's storage as another tensor, so that it can have a backward of its own."""
-        return AbstractTensor(x.storage, x.numel, x.itemsize)
+    def view(self, x: AbstractTensor, numel: int | None = None) -> AbstractTensor:
+        """Return x's storage, or ``numel`` elements of it, as another tensor that can have a backward of its own."""
+        return AbstractTensor(x.storage, numel or x.numel, x.itemsize)
+
+    def part(self, x: AbstractTensor, numel: int, name: str) -> AbstractTensor:
+        """View ``numel`` elements of x by indexing; backward makes a gradient of all of x, with zeros."""
+        return self.record_unary(x, self.view(x, numel), f"gradient of {name}, among zeros")
+
+    def split(self, x: AbstractTensor, numels: list[int], name: str) -> list[AbstractTensor]:
+        """View x as parts with ``numels`` elements; backward concatenates their gradients."""
+        node, numel, itemsize = x.node, x.numel, x.itemsize
+        parts, gradients = [self.view(x, size) for size in numels], []
+        if node is None:
+            return parts
+
+        def join(_):
+            joined = self.make(f"gradient of {name}, joined", numel, itemsize)
+            gradients.clear()
+            return [(node, joined)]
+
+        self.record(self.view(x), join)
+        return [self.record(part, gradients.append) for part in parts]
 
     def split_heads(self, x: AbstractTensor, heads: Heads) -> AbstractTensor:
         """View x (batch, length, heads · dimension) as (batch, heads, length, dimension).
@@ -317,7 +349,12 @@ class Tape(Autograd):
         return self.record_unary(x, self.view(x), "gradient of heads, joined")
 
     def attention(
-        self, query: AbstractTensor, key: AbstractTensor, value: AbstractTensor, heads: Heads
+        self,
+        query: AbstractTensor,
+        key: AbstractTensor,
+        value: AbstractTensor,
+        heads: Heads,
+        mask: AbstractTensor | None = None,
     ) -> AbstractTensor:
         """Compute causal attention with the kernel that PyTorch chooses.
 
@@ -326,11 +363,15 @@ class Tape(Autograd):
             key: (batch, kv heads, length, head dimension).
             value: as key.
             heads: these sizes.
+            mask: (length, length), booleans; then heads must not be grouped.
 
         Returns:
             As query.
         """
         query, key, value = (self.to(tensor, self.autocast or tensor.itemsize) for tensor in (query, key, value))
+        if mask:
+            added = self.make("attention: mask", mask.numel, query.itemsize, per_sample=False)
+            return attention.fused(self, "efficient" if self.fused else "cpu", query, key, value, heads, added)
         kernel = self._attention_kernel(query.itemsize, heads)
         if kernel == "math":
             return attention.math(self, query, key, value, heads)

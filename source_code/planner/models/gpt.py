@@ -1,0 +1,219 @@
+"""The course's GPT as a blueprint: it states what labkit/training/models.py computes, line for line. Imports no torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import lcm
+
+from planner import UserError
+from planner.models import flops
+from planner.models.blueprint import AbstractModule, Blueprint
+from planner.models.parameters import active_shares, block_parameters, linear_parameters, norm_parameters
+from planner.models.shapes import GPTShape
+from planner.ops import chunked_loss, tensor_parallel
+from planner.ops.attention import Heads
+from planner.ops.autograd import INT64
+
+
+@dataclass(frozen=True)
+class GPT:
+    """A transformer, trained in a given way: ``networks.gpt`` describes the fields, ``blueprint`` returns it as modules."""
+
+    shape: GPTShape
+    batch_size: int
+    seq_len: int
+    recompute: str
+    lora: int | None
+    tp_degree: int
+    stage: range
+    recompute_every: int
+    loss_chunks: int
+    wrap_embeddings: bool
+    quantized: bool
+
+    def __post_init__(self):
+        self.shape.check_tensor_parallel(self.tp_degree, self.seq_len)
+        if self.tp_degree > 1 and (self.lora or self.wrap_embeddings or self.loss_chunks > 1):
+            raise UserError(
+                "tensor parallelism goes without --lora, --wrap blocks+embeddings, and --loss-chunks: leave them out"
+            )
+        if self.loss_chunks > 1 and (self.shape.softcaps_logits or "head" in self.shape.biases):
+            raise UserError(
+                "the loss in chunks is planned for a head without bias and soft-capping: leave --loss-chunks out"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on a rank."""
+        return self.batch_size * self.seq_len
+
+    @property
+    def heads(self) -> Heads:
+        """A rank's heads of attention, and the sequences they attend over."""
+        shape, ranks = self.shape, self.tp_degree
+        return Heads(
+            self.batch_size, shape.num_attention_heads // ranks, shape.num_key_value_heads // ranks, self.seq_len
+        )
+
+    @property
+    def unmodeled(self) -> str:
+        """What of the operators is not modeled, see ``Blueprint.unmodeled``."""
+        return self.shape.unmodeled
+
+    def is_recomputed(self, block: int) -> bool:
+        """Return whether a block is recomputed in backward."""
+        return self.recompute != "none" and block % self.recompute_every == 0
+
+    def blueprint(self) -> Blueprint:
+        """Return the modules of this rank, with batch and loss."""
+        shape, stage = self.shape, self.stage
+        recomputed = sum(map(self.is_recomputed, stage))
+        return Blueprint(
+            name="GPT",
+            modules=(
+                self.first_module(),
+                *map(self.block_module, stage),
+                *(self.last_modules() if stage.stop == shape.num_hidden_layers else ()),
+            ),
+            batch=self.batch,
+            loss=self.loss,
+            samples=self.tokens,
+            flops=flops.per_token(shape, self.seq_len, self.lora, stage),
+            tied={"head.weight": "embedding.weight"} if shape.tie_word_embeddings else {},
+            tensor_parallel=tensor_parallel.exchange(
+                self.tp_degree, shape.num_hidden_layers, self.tokens, shape.hidden_size, recomputed
+            ),
+            period=lcm(shape.period, self.recompute_every if self.recompute != "none" else 1),
+            boundary_numel=self.tokens * shape.hidden_size,
+            unmodeled=self.unmodeled,
+        )
+
+    # The modules, with their parameters
+
+    def module(self, name: str, parameters: dict, forward: Callable, **options) -> AbstractModule:
+        """Return a module; with adapters, everything except them is frozen."""
+        frozen = frozenset(n for n in parameters if self.lora and not n.endswith((".down", ".up")))
+        replicated = frozenset(n for n in parameters if n.endswith("norm.weight"))
+        return AbstractModule(name, parameters, forward, frozen=frozen, replicated=replicated, **options)
+
+    def first_module(self) -> AbstractModule:
+        """Return the embedding; on a later pipeline stage, what computes the positions."""
+        if self.stage.start > 0:
+            return self.module("positions", {}, self.positions)
+        shape = self.shape
+        parameters = {"embedding.weight": (shape.vocab_size // self.tp_degree, shape.hidden_size)}
+        if shape.learned_positions:
+            parameters["positions.weight"] = (shape.learned_positions, shape.hidden_size)
+        parameters |= dict(shape.other_parameters)
+        return self.module("embedding", parameters, self.embedding, wrapped=self.wrap_embeddings)
+
+    def block_module(self, number: int) -> AbstractModule:
+        """Return a block."""
+        shape = self.shape
+        parameters = block_parameters(shape, self.lora, self.tp_degree, number)
+        options = {"wrapped": True, "active": active_shares(shape, parameters)}
+        if shape.layer(number).query_size != 0:
+            options["heads"] = self.heads
+        if self.quantized and self.lora:
+            matrices = (n for n, size in parameters.items() if len(size) > 1 and not n.endswith((".down", ".up")))
+            options["quantized"] = frozenset(matrices)
+        if not self.is_recomputed(number):
+            return self.module(f"block {number}", parameters, partial(self.block, number=number), **options)
+        options["recomputed"] = flops.recomputed_operations(shape, self.recompute, self.lora, number)
+        return self.module(f"block {number}", parameters, partial(self.checkpointed_block, number=number), **options)
+
+    def last_modules(self) -> list[AbstractModule]:
+        """Return the last norm and the head: one module, unless FSDP wraps the head."""
+        shape = self.shape
+        norm = norm_parameters(shape, "norm")
+        head = linear_parameters(shape, "head", shape.vocab_size // self.tp_degree, shape.hidden_size)
+        if not self.wrap_embeddings:
+            return [self.module("head", norm | head, self.norm_and_head)]
+        return [
+            self.module("norm", norm, self.last_norm, grouped_with_next=True),
+            self.module("head", head, self.head, wrapped=True),
+        ]
+
+    # Their operators. tape: records them; x: the input; p: {name: parameter}. Shapes are those under tp_degree 1.
+
+    def batch(self, tape, count, _):
+        """Return tokens and targets, both (batch, length), for ``count`` micro-batches."""
+        tokens = self.tokens
+        return tape.constant("tokens", tokens, INT64, count), tape.constant("targets", tokens, INT64, count)
+
+    def embedding(self, tape, x, p):
+        """Embed tokens (batch, length) → (batch, length, hidden size)."""
+        x = tensor_parallel.embedding(tape, x, p["embedding.weight"], self.tp_degree)
+        return self.positions(tape, tensor_parallel.scatter(tape, x, self.tp_degree, self.batch_size), p)
+
+    def positions(self, tape, x, _):
+        """Make the tables of cosines and sines, (length, head dimension) each, and return x."""
+        size = self.seq_len * self.shape.head_dim, x.itemsize
+        tape.rope_tables = [tape.constant(name, *size) for name in ("cosines", "sines")]
+        return x
+
+    def checkpointed_block(self, tape, x, p, number):
+        """Run ``block`` under activation checkpointing."""
+        return tape.checkpoint(partial(self.block, tape, p=p, number=number), x, self.recompute)
+
+    def block(self, tape, x, p, number):
+        """Add attention and feed-forward layer to x (batch, length, hidden size). All blocks do the same."""
+        attended = tape.add(x, self.sublayer(tape, x, p, "attention"), "after attention")
+        return tape.add(attended, self.sublayer(tape, attended, p, "feed_forward"), "block's output")
+
+    def sublayer(self, tape, x, p, name):
+        """Apply norm and layer; a tensor group gathers the tokens in between, and sums and scatters the output."""
+        layer = {"attention": self.attention, "feed_forward": self.feed_forward}[name]
+        x = tensor_parallel.gather(tape, _norm(tape, x, p, f"{name}_norm"), self.tp_degree, self.batch_size)
+        return tensor_parallel.scatter(tape, layer(tape, x, p), self.tp_degree, self.batch_size)
+
+    def attention(self, tape, x, p):
+        """Attend causally over x (batch, length, hidden size), with rotary positions."""
+        heads = self.heads
+        projected = (_projection(tape, x, p, name) for name in ("query", "key", "value"))
+        query, key, value = (tape.split_heads(projection, heads) for projection in projected)
+        rotated_query, rotated_key = tape.apply_rope(query, "query"), tape.apply_rope(key, "key")
+        del query, key
+        mixed = tape.attention(rotated_query, rotated_key, value, heads)
+        return tape.linear(tape.join_heads(mixed, heads), p["output.weight"], p.get("output.bias"))
+
+    def feed_forward(self, tape, x, p):
+        """Compute down(silu(gate(x)) · up(x))."""
+        linear = partial(_linear, tape, p)
+        return linear("down", tape.multiply(tape.silu(linear("gate", x)), linear("up", x)))
+
+    def norm_and_head(self, tape, x, p):
+        """Run ``last_norm`` and ``head`` as one module."""
+        return self.head(tape, self.last_norm(tape, x, p), p)
+
+    def last_norm(self, tape, x, p):
+        """Normalize x (batch, length, hidden size), all tokens of it."""
+        return tensor_parallel.gather(tape, _norm(tape, x, p, "norm"), self.tp_degree, self.batch_size)
+
+    def head(self, tape, x, p):
+        """Return logits (batch, length, vocabulary); with ``loss_chunks`` the loss, of which no logits stay."""
+        if self.loss_chunks > 1:
+            return chunked_loss.chunked_loss(tape, x, p["head.weight"], self.loss_chunks)
+        return _linear(tape, p, "head", x)
+
+    def loss(self, tape, output, targets, itemsize):
+        """Return the mean cross-entropy of the head's output, divided by the number of micro-batches."""
+        if self.loss_chunks == 1:
+            output = tensor_parallel.cross_entropy(tape, tape.to(output, itemsize, "logits"), targets, self.tp_degree)
+        return tape.divide(output, "loss, divided by micro-batches")
+
+
+def _norm(tape, x, p, name):
+    weight, bias = p[f"{name}.weight"], p.get(f"{name}.bias")
+    return tape.layer_norm(x, weight, bias) if bias else tape.rms_norm(x, weight)
+
+
+def _linear(tape, p, name, x):
+    return tape.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
+
+
+def _projection(tape, x, p, name):
+    out = _linear(tape, p, name, x)
+    if f"{name}.down" not in p:
+        return out
+    return tape.add(out, tape.linear(tape.linear(x, p[f"{name}.down"]), p[f"{name}.up"]), f"{name}, adapted")

@@ -1,0 +1,218 @@
+"""Third-party models as blueprints: what the modules of Hugging Face's transformers compute, operator by operator.
+
+Compared with the library's own code on fake tensors (tests/test_families.py), with the CPU's kernels. Imports no torch.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+from planner import UserError
+from planner.models.gpt import GPT
+from planner.ops import attention, norms, tensor_parallel
+from planner.ops.autograd import FP32
+
+ONE_STEP = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu")  # activations that are one operator, and save its input
+
+
+class LibraryGPT(GPT):
+    """A third-party transformer, trained in a given way."""
+
+    @property
+    def unmodeled(self) -> str:
+        shape = self.shape
+        if shape.activation not in (*ONE_STEP, "gelu_new"):
+            return f"the activation {shape.activation}"
+        if shape.experts or shape.latent:
+            return "a mixture of experts"
+        return shape.unmodeled
+
+    def embedding(self, tape, x, p):
+        """Embed tokens (batch, length) → (batch, length, hidden size)."""
+        x = tape.embedding(x, p["embedding.weight"])
+        if "embedding" in self.shape.scales:
+            x = tape.divide(x, "embedding, scaled")
+        if self.shape.learned_positions:
+            positions = tape.position_embedding(x, p["positions.weight"], self.seq_len)
+            x = tape.add(x, positions, "embedding, with positions")
+        return self.positions(tape, x, p)
+
+    def positions(self, tape, x, _):
+        """Make the tables of cosines and sines, and the mask of windows, which all blocks take; return x."""
+        shape, seq_len = self.shape, self.seq_len
+        tape.rope_tables = constants = {}
+        if any(shape.windowed(number, seq_len) for number in range(shape.num_hidden_layers)):
+            constants["mask"] = tape.constant("mask of windows", seq_len * seq_len, 1)
+        if not shape.learned_positions:
+            itemsize = max(FP32, x.itemsize) if shape.norms == "after" else x.itemsize
+            size = seq_len * self.rotary_dim, itemsize
+            constants["tables"] = [tape.constant(name, *size) for name in ("cosines", "sines")]
+        return x
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that positions rotate."""
+        return int(self.shape.head_dim * self.shape.rotary_share)
+
+    def block(self, tape, x, p, number):
+        """Add attention and feed-forward layer to x (batch, length, hidden size).
+
+        Raises:
+            UserError: its operators are not modeled.
+        """
+        if self.unmodeled:
+            raise UserError(f"no peak is planned by arithmetic for {self.unmodeled}: simulate it with --simulate")
+        norm, attend, feed = partial(self.norm, tape, p), partial(self.attention, tape, p=p, number=number), None
+        feed = partial(self.feed_forward, tape, p=p)
+        placed = self.shape.norms
+        if placed == "shared":
+            normal = norm("attention_norm", x)
+            attended, fed = attend(normal), feed(normal)
+            del normal
+            return tape.add(x, tape.add(attended, fed, "both layers"), "block's output")
+        if placed == "parallel":
+            attended = attend(norm("attention_norm", x))
+            fed = feed(norm("feed_forward_norm", x))
+            return tape.add(x, tape.add(attended, fed, "both layers"), "block's output")
+        x = self.with_layer(tape, p, x, "attention", attend, "after attention")
+        return self.with_layer(tape, p, x, "feed_forward", feed, "block's output")
+
+    def with_layer(self, tape, p, x, name, layer, out):
+        """Return x plus what a layer computes of it, with the norms before and after."""
+        placed = self.shape.norms
+        y = x if placed == "after" else self.norm(tape, p, f"{name}_norm", x)
+        y = layer(y)
+        if placed in ("after", "around"):
+            y = self.norm(tape, p, f"after_{name}_norm", y)
+        if "residual" in self.shape.scales:
+            y = tape.divide(y, f"{name}, scaled")
+        return tape.add(x, y, out)
+
+    def norm(self, tape, p, name, x):
+        """Normalize x (…, features)."""
+        weight = p[f"{name}.weight"]
+        if self.shape.norm == "layer" and f"{name}.bias" in p:
+            return tape.layer_norm(x, weight, p[f"{name}.bias"])
+        if self.shape.norm == "unbiased layer":
+            return norms.layer_norm_in_steps(tape, x, weight)
+        return norms.rms_norm_in_steps(tape, x, weight, self.scales_in_fp32)
+
+    @property
+    def scales_in_fp32(self) -> bool:
+        """Whether norms multiply by their weight in fp32: those of Gemma, OLMo, and gpt-oss."""
+        shape = self.shape
+        gemma = "embedding" in shape.scales and "residual" not in shape.scales
+        return gemma or shape.norms == "after" or shape.attention == "sinks"
+
+    def linear(self, tape, p, name, x):
+        """Apply a linear layer."""
+        return tape.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
+
+    def attention(self, tape, x, p, number):
+        """Attend causally over x (batch, length, hidden size)."""
+        shape, heads = self.shape, self.heads
+        query, key, value = self.projections(tape, x, p)
+        del x
+        if shape.qk_norm in ("head", "projection"):
+            query, key = self.norm(tape, p, "query_norm", query), self.norm(tape, p, "key_norm", key)
+        if shape.layer(number).rotary and not shape.learned_positions:
+            rotated_query = self.rotate(tape, query, "query")
+            rotated_key = self.rotate(tape, key, "key")
+            query, key = rotated_query, rotated_key
+            del rotated_query, rotated_key
+        if "query" in shape.scales:
+            query = tape.divide(query, "query, scaled")
+        mixed = self.mix(tape, query, key, value, number)
+        del query, key, value
+        return self.linear(tape, p, "output", tape.join_heads(mixed, heads))
+
+    def projections(self, tape, x, p):
+        """Return queries, keys, and values, each (batch, heads, length, head dimension)."""
+        shape, tokens = self.shape, self.tokens
+        if "query_key_value.weight" not in p:
+            return (self.projection(tape, x, p, name) for name in ("query", "key", "value"))
+        together = self.linear(tape, p, "query_key_value", x)
+        names = ("query", "key", "value")
+        numels = [tokens * size for size in (shape.query_size, shape.key_value_size, shape.key_value_size)]
+        if "gate_up" in shape.fused:  # Phi-3 indexes
+            return [tape.part(together, numel, name) for numel, name in zip(numels, names, strict=True)]
+        return tape.split(together, numels, "query, key, value")
+
+    def projection(self, tape, x, p, name):
+        """Apply a linear layer, with its adapter if it has one."""
+        out = self.linear(tape, p, name, x)
+        if f"{name}.down" not in p:
+            return out
+        return tape.add(out, tape.linear(tape.linear(x, p[f"{name}.down"]), p[f"{name}.up"]), f"{name}, adapted")
+
+    def rotate(self, tape, x, name):
+        """Rotate the first elements of each head of x by their positions, or all."""
+        tables = tape.rope_tables["tables"]
+        itemsize = x.itemsize
+        if self.shape.rotary_share == 1:
+            rotated = tape.apply_rope(x, name, tables)
+            return tape.to(rotated, itemsize) if self.shape.norm == "unbiased layer" else rotated
+        numel = x.numel // self.shape.head_dim * self.rotary_dim
+        rotating, other = tape.part(x, numel, f"{name}, rotating"), tape.part(x, x.numel - numel, f"{name}, other")
+        rotated = tape.apply_rope(rotating, name, tables)
+        del rotating
+        return tape.concatenate([rotated, other], f"{name}, rotated in part")
+
+    def mix(self, tape, query, key, value, number):
+        """Attend with queries, keys, and values, each (batch, heads, length, head dimension)."""
+        shape, heads = self.shape, self.heads
+        if shape.attention != "fused":
+            return attention.in_steps(tape, query, key, value, heads, shape.attention == "softcapped")
+        if not shape.windowed(number, self.seq_len):
+            return tape.attention(query, key, value, heads)
+        if heads.grouped:
+            key = attention.repeat_kv(tape, key, query.numel, "key")
+            value = attention.repeat_kv(tape, value, query.numel, "value")
+        return tape.attention(query, key, value, heads, tape.rope_tables["mask"])
+
+    def feed_forward(self, tape, x, p):
+        """Compute down(activation(gate(x)) · up(x)); without a gate, down(activation(up(x)))."""
+        linear = partial(self.linear, tape, p)
+        if "gate_up" in self.shape.fused:
+            both = linear("gate_up", x)
+            gate, up = tape.split(both, [both.numel // 2] * 2, "gate, up")
+            del both
+            return linear("down", tape.multiply(up, tape.silu(gate)))
+        if self.shape.gated:
+            return linear("down", tape.multiply(tape.silu(linear("gate", x)), linear("up", x)))
+        return linear("down", self.activation(tape, linear("up", x)))
+
+    def activation(self, tape, x):
+        """Apply the activation elementwise."""
+        if self.shape.activation in ONE_STEP:
+            return tape.silu(x, self.shape.activation)
+        # gelu_new: 0.5 · x · (1 + tanh(√(2/π) · (x + 0.044715 · x³)))
+        half = tape.divide(x, "gelu: x / 2")
+        inner = tape.record_unary(x, tape.like(x, "gelu: x³"), "gelu: gradient of x³", tape.save(x))
+        inner = tape.divide(inner, "gelu: x³, scaled")
+        inner = tape.add(x, inner, "gelu: sum")
+        inner = tape.divide(inner, "gelu: sum, scaled")
+        inner = tape.tanh(inner, "gelu: tanh")
+        inner = tape.pass_on(inner, "gelu: 1 + tanh")
+        return tape.multiply(half, inner, "gelu")
+
+    def last_modules(self) -> list:
+        """Return the last norm and the head: one module, unless FSDP wraps the head. The norm belongs to the root."""
+        modules = super().last_modules()
+        return [replace(module, grouped_with_next=False) for module in modules]
+
+    def last_norm(self, tape, x, p):
+        """Normalize x (batch, length, hidden size)."""
+        return self.norm(tape, p, "norm", x)
+
+    def head(self, tape, x, p):
+        """Return logits (batch, length, vocabulary)."""
+        if self.loss_chunks > 1:
+            return super().head(tape, x, p)
+        x = self.linear(tape, p, "head", x)
+        if "logits" in self.shape.scales:
+            x = tape.divide(x, "logits, scaled")
+        if self.shape.softcaps_logits:
+            x = tape.divide(x, "logits / cap")
+            x = tape.tanh(x, "tanh of logits")
+            x = tape.divide(x, "logits, capped")
+        return x
