@@ -15,129 +15,175 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from labkit import UserError
 from labkit.measuring import records
 from labkit.measuring.trace import local
 from labkit.running import options, preflight, ranks
 from labkit.running.lab_options import HuggingFaceTraining
-from labkit.training import checkpoints, hf_models, hf_weights, saving, text
+from labkit.training import checkpoints, hf_export, hf_initial, hf_lora, hf_models, models, saving, text
 from labkit.training.loop import Loop, keep_norm
-from labkit.training.shards import count_units
-from labkit.training.weight_decay import parameter_groups
+from labkit.training.shards import count_units, whole
+from labkit.training.weight_decay import by_mesh, parameter_groups
 from torch.distributed import fsdp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
-from torch.utils.checkpoint import checkpoint
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 in_simulation = hf_models.untraced_masks  # the context of a simulated step
 # me is always this rank: its rank, local_rank, world_size, device; me.say prints on rank 0 only.
 
 
 def build(config, me):
-    """Build the model: shard it on the meta device, which allocates nothing, then initialize it."""
+    """Build the model: transformers shards it on the meta device, then each rank reads its shards from the files."""
     preflight.refuse_if_too_big(config, me)
     with torch.device("meta"):
-        model, pattern = unsharded(config), unsharded(config)
-    if config.strategy == "fsdp2":
-        fsdp2(model, config, me)
-    model.to_empty(device=me.device)
-    model.tie_weights()  # to_empty has given each name its own tensor
-    fill(model, pattern, config, me)  # the pattern is the unsharded model, which initial weights need
+        pattern = unsharded(config)  # the unsharded model, which initial weights need
+    parallelized = partial(parallelize, config=config, me=me)
+    model, missing = hf_models.load(config, config.architecture, me.device, parallelized)
+    hf_initial.initialize(model, pattern, missing, config.seed, f"--config {config.config}")
+    model.train()
     return DistributedDataParallel(model) if config.strategy == "ddp" else model
 
 
 def unsharded(config):
-    """Return the model as one process would train it, on the current default device."""
-    model = hf_models.without_weights(config.architecture, config.dtype, config.lora)
-    if config.recompute == "full":  # before sharding: FSDP's hooks must enclose the recomputation
-        for block in hf_models.blocks(model):
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    """Return the model as one process would train it, without weights, on the current default device."""
+    return change(hf_models.without_weights(config.architecture, config.dtype, config.experts), config)
+
+
+def parallelize(model, config, me):
+    """Prepare a model on the meta device for training, and shard it."""
+    model = change(model, config)
+    # On one rank there is nothing to shard.
+    return fsdp2(model, config, me) if config.strategy == "fsdp2" and me.world_size > 1 else model
+
+
+def change(model, config):
+    """Freeze what is not trained, add adapters, and change each block's forward, inside FSDP's hooks."""
+    hf_models.freeze_towers(model)
+    if config.lora:
+        hf_lora.add(model, config)
+    for block in hf_models.blocks(model):
+        if config.recompute != "none":
+            settings = {"use_reentrant": False}
+            if config.recompute == "selective":  # save the results of the expensive operators
+                saved = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default, *models.ATTENTION_OPERATORS]
+                settings["context_fn"] = partial(create_selective_checkpoint_contexts, saved)
+            block.forward = partial(checkpoint, block.forward, **settings)
+        if config.compile:
+            block.forward = torch.compile(block.forward)
     return model
 
 
 def fsdp2(model, config, me):
-    """Apply FSDP2: each block, the embedding, and the head are units. The root has the rest, including a tied weight."""
-    bf16 = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    settings = {
-        "mesh": init_device_mesh(me.device.type, (me.world_size,)),
-        "mp_policy": bf16 if config.precision == "bf16" else fsdp.MixedPrecisionPolicy(),
-    }
-    for block in hf_models.blocks(model):
-        fsdp.fully_shard(block, **settings)
-    if not hf_models.tied(model):
-        fsdp.fully_shard(model.get_input_embeddings(), **settings)
-        # Backward begins with the head: if it were freed after forward, it would be gathered again immediately.
-        fsdp.fully_shard(model.get_output_embeddings(), reshard_after_forward=False, **settings)
-    return fsdp.fully_shard(model, **settings)
+    """Apply tensor and expert parallelism, then FSDP2, by the library's plans of this family.
+
+    Its units are the blocks, the embedding, and the last norm with the head.
+    """
+    mesh = config.arranged(me.world_size)
+    distribution = hf_models.DistributedConfig(
+        fsdp_size=mesh.shard,
+        dp_replicate_size=mesh.replicate,
+        tp_size=mesh.tensor,
+        ep_size=mesh.expert,
+        fsdp_mixed_precision=config.mixed,
+        fsdp_cpu_offload=config.cpu_offload,
+    )
+    model = hf_models.distribute(model, distribution, me.device.type, pin_memory=me.device.type == "cuda")
+    if config.reshard_after_forward == "false" and isinstance(model, fsdp.FSDPModule):
+        model.set_reshard_after_forward(False)
+    if config.prefetch:
+        prefetch(model, hf_models.blocks(model), config.prefetch)
+    return model
 
 
-@torch.no_grad()
-def fill(model, pattern, config, me):
-    """Load parameters and buffers from the model's files, initialize the others, and check that none was forgotten."""
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    for tensor in tensors.values():
-        if tensor.is_floating_point():
-            local(tensor).fill_(math.nan)
-    read = frozenset()
-    if config.model:
-        read, size = hf_models.read(model, config.model)
-        me.say(f"read {size / 2**20:,.1f} MiB of {Path(config.model).name} per rank")
-    filled = set(read)
-    for name, value in hf_models.initial_weights(pattern, config.seed, read):
-        filled.add(name)
-        tensor = tensors.get(name)
-        if isinstance(tensor, DTensor):  # every rank draws the unsharded value and takes its shard: nothing is sent
-            value = local(distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None))
-        if tensor is not None:  # None for the second name of a shared tensor
-            local(tensor).copy_(value)
-    forgotten = [name for name, tensor in tensors.items() if name not in filled or local(tensor).isnan().any()]
-    if forgotten:
-        why = "is a file damaged?" if forgotten[0] in read else "its module does not initialize it, take another model"
-        raise UserError(f"{config.model or config.config}: no value for {', '.join(forgotten[:3])}: {why}")
+def prefetch(model, units, ahead):
+    """Set explicitly which units are all-gathered while another one computes, instead of FSDP2's default."""
+    model.set_modules_to_forward_prefetch(units[:ahead])
+    for i, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + ahead])
+        unit.set_modules_to_backward_prefetch(units[max(0, i - ahead) : i][::-1])
 
 
 def make_optimizer(model, config):
-    return torch.optim.AdamW(parameter_groups(model, config), lr=config.lr, foreach=True)
+    """Return AdamW, with a parameter group for each device mesh: foreach cannot mix the DTensors of several."""
+    groups = [part for group in parameter_groups(model, config) for part in by_mesh(group)]
+    return torch.optim.AdamW(groups, lr=config.lr, foreach=True)
 
 
-def compute_loss(model, inputs, targets, config):
-    """Return the mean cross-entropy of a micro-batch on this rank, in nats per token."""
-    by_autocast = config.precision == "bf16" and config.strategy != "fsdp2"  # FSDP casts by its own policy
+def compute_loss(model, inputs, targets, config, positions=None):
+    """Return the sum of the cross-entropies of a micro-batch's targets on this rank, in nats; -100 is no target."""
+    # FSDP casts by its own policy; for the others, autocast does.
+    by_autocast = config.mixed and not isinstance(model, fsdp.FSDPModule)
+    batch = {"input_ids": inputs, "use_cache": False} | hf_models.text_inputs(model, inputs)
+    if positions is not None:  # they begin anew with each document, which tells the library to separate them
+        batch["position_ids"] = positions
     with torch.autocast(inputs.device.type, torch.bfloat16) if by_autocast else nullcontext():
-        logits = model(input_ids=inputs, use_cache=False).logits
-    return F.cross_entropy(logits.flatten(0, 1).to(config.dtype), targets.flatten())
+        if config.loss_chunks > 1:
+            return hf_models.chunked_loss(model, batch, targets, config.loss_chunks)
+        logits = model(**batch).logits
+    loss_dtype = torch.promote_types(config.dtype, torch.float32)
+    return F.cross_entropy(local(logits).flatten(0, 1).to(loss_dtype), targets.flatten(), reduction="sum")
 
 
-def train_step(model, optimizer, inputs, targets, config):
-    """Train one step on this rank's (inputs, targets), each of shape (accumulate, batch_size, seq_len).
+def gradients_wait(model, config, last):
+    """Return the context of a micro-batch: with --sync last, gradients are averaged only after a step's last micro-batch."""
+    wait = config.sync == "last" and not last
+    if isinstance(model, fsdp.FSDPModule):
+        model.set_requires_gradient_sync(not wait)
+    return model.no_sync() if wait and isinstance(model, DistributedDataParallel) else nullcontext()
 
-    Returns one term per micro-batch; their sum is the step's loss.
+
+def train_step(model, optimizer, inputs, targets, config, positions=None, weight=None):
+    """Train one step on this rank's sequences, and return one term per micro-batch; their sum is the step's loss.
+
+    Args:
+        model, optimizer: as ``build`` and ``make_optimizer`` return them.
+        inputs, targets: int64, (accumulate, batch_size, seq_len); -100 is no target.
+        config: the options.
+        positions: of the inputs in their documents, of the same shape; None: each sequence is one document.
+        weight: factor on each target's loss. FSDP and DDP average gradients over the ranks, so it is the number of ranks
+            with different sequences, over the number of targets on all of them; None: all have as many, without -100.
     """
     losses = []
+    weight = 1 / targets.numel() if weight is None else weight
     for micro in range(config.accumulate):
-        loss = compute_loss(model, inputs[micro], targets[micro], config) / config.accumulate
-        loss.backward()
+        with gradients_wait(model, config, last=micro == config.accumulate - 1):
+            of_documents = None if positions is None else positions[micro]
+            loss = weight * compute_loss(model, inputs[micro], targets[micro], config, of_documents)
+            loss.backward()
         losses.append(loss.detach())
     if config.clip or config.log:  # without --clip, --log only measures the norm
-        keep_norm(optimizer, clip_grad_norm_(model.parameters(), config.clip or math.inf), config)
+        keep_norm(optimizer, clip(model, config.clip or math.inf), config)
     optimizer.step()
     optimizer.zero_grad()
     return losses
 
 
+def clip(model, max_norm):
+    """Clip the gradient, and return its norm before that, over all shards. Collective."""
+    gradients = {}
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            gradients.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    if len(gradients) == 1:
+        return clip_grad_norm_(model.parameters(), max_norm)
+    norms = [get_total_norm([p.grad for p in parameters]) for parameters in gradients.values()]
+    norm = get_total_norm([whole(norm) for norm in norms])
+    for parameters in gradients.values():
+        clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
 def training_batches(tokens, config, me, steps):
     """Yield this rank's micro-batches of each step: (inputs, targets), each of shape (accumulate, batch_size, seq_len)."""
-    shape = config.accumulate, me.world_size, config.batch_size
+    mesh = config.arranged(me.world_size)
+    shape = config.accumulate, mesh.data, config.batch_size
     for step in steps:
         starts = text.starts(tokens, config.seq_len, math.prod(shape), config.seed, step)
-        yield text.sequences(tokens, starts.view(shape)[:, me.rank], config.seq_len)
+        yield text.sequences(tokens, starts.view(shape)[:, mesh.data_part(me.rank)], config.seq_len)
 
 
 def train(config, me):
@@ -145,7 +191,7 @@ def train(config, me):
     name, tokens = hf_models.load_tokens(config, config.architecture, me.device)
     model = build(config, me)
     optimizer = make_optimizer(model, config)
-    global_batch = config.batch_size * config.accumulate * me.world_size
+    global_batch = config.batch_size * config.accumulate * config.arranged(me.world_size).data
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     me.say(f"{sum(p.numel() for p in model.parameters()):,} parameters, {trained:,} trained; {len(tokens):,} tokens")
     saver = saving.Saver(config, model, optimizer, checkpoints.identity(config, global_batch, name))
@@ -154,7 +200,7 @@ def train(config, me):
         local_losses = []
         for inputs, targets in loop.watch(training_batches(tokens, config, me, loop.next_steps())):
             # Dropout depends on step and rank only, so that a run resumed on as many ranks continues exactly.
-            torch.manual_seed(config.seed + 1000 * loop.step + me.rank)
+            torch.manual_seed(config.seed + 1000 * loop.step + config.arranged(me.world_size).data_part(me.rank))
             local_losses += train_step(model, optimizer, inputs, targets, config)
 
         finite = loop.log(local_losses)
@@ -164,7 +210,7 @@ def train(config, me):
         loop.save_if_due()
     measured = loop.finish()
     if config.save and all(map(math.isfinite, loop.losses)):
-        hf_models.save(getattr(model, "module", model), config.architecture, config)
+        hf_export.save(getattr(model, "module", model), config.architecture, config, config.save)
         me.say(f"saved to {config.save}")
     data = {"name": name, "train": len(tokens), "test": 0}
     return {"data": data, "batch_size": config.batch_size, "units": count_units(model), **measured}
@@ -175,7 +221,7 @@ def main(config, me):
     begin = time.perf_counter()
     preflight.check(config, me)
     if config.save and me.rank == 0:
-        hf_weights.check_new(config.save)
+        hf_export.check_new(config.save)
     dist.init_process_group(me.backend, device_id=me.device if me.device.type == "cuda" else None)
     result = train(config, me)
     records.report(config.script, config, me, result, elapsed=time.perf_counter() - begin)
@@ -187,8 +233,20 @@ class Config(HuggingFaceTraining):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of the weights and of the loss."""
+        """Data type of the weights; that of a frozen base model is bf16 if it computes in bf16."""
+        if self.weights == "bf16" or (self.lora and self.precision == "bf16"):
+            return torch.bfloat16
         return torch.float64 if self.precision == "fp64" else torch.float32
+
+    @property
+    def adapter_dtype(self) -> torch.dtype:
+        """Data type of the adapters."""
+        return torch.bfloat16 if self.weights == "bf16" else torch.promote_types(self.dtype, torch.float32)
+
+    @property
+    def experts(self) -> str | None:
+        """The library's implementation of experts; its default has no kernel in fp64."""
+        return "eager" if self.precision == "fp64" else None
 
     @property
     def architecture(self):

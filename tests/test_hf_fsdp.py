@@ -15,7 +15,7 @@ from commands import script
 from labkit import UserError
 from labkit.measuring import meters, trace
 from labkit.running import launch, notebook_ranks, preflight, simulated_lab
-from labkit.training import checkpoints, dcp_reading, hf_models, hf_weights
+from labkit.training import checkpoints, dcp_reading, hf_export, hf_initial, hf_models
 from peft import PeftModel
 from planner import predict
 from safetensors.torch import load_file, save_file
@@ -178,7 +178,7 @@ def test_first_values_are_the_librarys_kind(shapes, family):
     config = hf_models.configuration(str(shapes[family]), "--config")
     theirs = AutoModelForCausalLM.from_config(config)
     theirs = dict(theirs.named_parameters()) | dict(theirs.named_buffers())
-    ours = dict(hf_models.initial_weights(hf_models.on_meta(config, torch.float32), seed=1))
+    ours = dict(hf_initial.initial_weights(hf_models.on_meta(config, torch.float32), seed=1))
     assert set(theirs) <= set(ours)
     for name, value in theirs.items():
         if value.numel() < 100 or value.std() == 0:
@@ -193,15 +193,15 @@ def _tuned(me, runs):
     for options in runs:
         config = hf_fsdp.Config(device="cpu", strategy="fsdp2", batch_size=2, seq_len=LENGTH, tokens="bytes", **options)
         model = hf_fsdp.build(config, me)
-        before = {name: hf_weights.local(p).clone() for name, p in model.named_parameters()}
+        before = {name: trace.local(p).clone() for name, p in model.named_parameters()}
         optimizer = hf_fsdp.make_optimizer(model, config)
         inputs, targets = torch.arange(2 * 2 * LENGTH).view(2, 1, 2, LENGTH) % 256
         for _ in range(2):
             hf_fsdp.train_step(model, optimizer, inputs, targets, config)
-        changed = {n for n, p in model.named_parameters() if not torch.equal(before[n], hf_weights.local(p))}
+        changed = {n for n, p in model.named_parameters() if not torch.equal(before[n], trace.local(p))}
         with torch.no_grad():
             logits = model(inputs[0], use_cache=False).logits
-        hf_models.save(model, config.architecture, config)
+        hf_export.save(model, config.architecture, config, config.save)
         found.append((logits, changed))
     return found
 
@@ -262,55 +262,6 @@ def test_adapters_alone_are_trained_and_saved_as_peft_has_them(tuned, weights, f
         model = PeftModel.from_pretrained(plain, folder)
         assert torch.equal(model(INPUTS).logits, logits)
     assert not torch.equal(untrained, logits)
-
-
-def _loading(me, folder):
-    """(bytes that this rank keeps, bytes it has read, growth of its resident memory's peak, bytes of the largest tensor)."""
-    config = hf_fsdp.Config(device="cpu", strategy="fsdp2", model=folder, tokens="bytes")
-    model = hf_models.on_meta(hf_models.configuration(folder, "--model"), torch.float32)
-    hf_fsdp.fsdp2(model, config, me)
-    model.to_empty(device="cpu")
-    parameters = dict(model.named_parameters())
-
-    def resident(what):
-        return int(re.search(rf"{what}:\s+(\d+) kB", open("/proc/self/status").read())[1]) * 1024
-
-    read = hf_weights.Folder(folder)
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the highest so far is now
-    begin = resident("VmRSS")
-    size = read.read_into(parameters, model.base_model_prefix)
-    kept = sum(hf_weights.local(p).nbytes for p in parameters.values())
-    return kept, size, resident("VmHWM") - begin, max(p.nbytes for p in parameters.values())
-
-
-def test_a_rank_reads_what_it_keeps_and_never_holds_more(tmp_path):
-    """Of a model of 118 MiB, on 4 ranks."""
-    shape = COMMON | {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 3, "vocab_size": 6000}
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **shape)).save_pretrained(tmp_path)
-    ranks = notebook_ranks.on_ranks(_loading, str(tmp_path), ranks=4, cluster=HERE, timeout=60)
-    for kept, read, grown, largest in ranks:
-        assert read == kept
-        assert kept / 2 < grown <= kept + largest
-
-
-@pytest.mark.parametrize("cut", ["one rank", "more ranks than rows"])
-def test_rows_are_those_that_fsdp_keeps(cut):
-    ranks = 1 if cut == "one rank" else 4
-    notebook_ranks.on_ranks(_rows, ranks=ranks, cluster=HERE, timeout=60)
-
-
-def _rows(me):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    module = torch.nn.ParameterList([torch.arange(float(n * 2)).view(n, 2) for n in (1, 3, 8, 9)])
-    wholes = [parameter.detach().clone() for parameter in module]
-    module.forward = lambda: None
-    fully_shard(module, mesh=init_device_mesh("cpu", (me.world_size,)))
-    for whole, parameter in zip(wholes, module, strict=True):
-        begin, end = hf_weights.rows(parameter)
-        assert torch.equal(whole[begin:end], hf_weights.local(parameter).view(-1, 2))
 
 
 # Families in which more is stored, or otherwise, than in those above, and what each is here for
@@ -374,7 +325,7 @@ def test_a_model_is_loaded_and_saved_as_by_the_library(family, tmp_path, world_o
     ours, wanted = named_tensors(model), named_tensors(theirs)
     assert ours.keys() == wanted.keys()
     assert [name for name in wanted if not torch.equal(ours[name], wanted[name])] == []
-    hf_models.save(model, config.architecture, config)
+    hf_export.save(model, config.architecture, config, config.save)
     again, about = AutoModelForCausalLM.from_pretrained(config.save, dtype=torch.float32, output_loading_info=True)
     assert not about["missing_keys"] and not about["unexpected_keys"]
     with torch.no_grad():
@@ -499,8 +450,6 @@ def broken(folder, what, tmp_path):
             (copy / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
         case "no language model":
             (copy / "config.json").write_text(json.dumps({"model_type": "vit"}))
-        case "experts":
-            (copy / "config.json").write_text(json.dumps(about | {"num_local_experts": 8}))
         case "several models":
             parts = {"text_config": about, "vision_config": {}}
             (copy / "config.json").write_text(json.dumps({"model_type": "gemma3"} | parts))
@@ -521,7 +470,7 @@ def broken(folder, what, tmp_path):
             (copy / "config.json").write_text(json.dumps(about | {"num_hidden_layers": 2}))
         case "other names":
             index = copy / "model.safetensors.index.json"
-            index.write_text(index.read_text().replace("lm_head.", "embed_out."))
+            index.write_text(index.read_text().replace("layers.1.mlp.up_", "layers.1.mlp.upper_"))
         case "two values of one weight":
             (copy / "config.json").write_text(json.dumps(about | {"tie_word_embeddings": True}))
         case "no value":
@@ -553,8 +502,7 @@ SENTENCES = {
     "unknown": "'mine' is not one it knows",
     "remote code": "code of its own, which is never run here",
     "no language model": "no causal language model",
-    "experts": "mixture of experts",
-    "several models": "gemma3 is several models in one (text_config, vision_config): take a text-only model",
+    "several models": "has no tensor model.language_model.layers.0",
     "quantized": "its weights are quantized (fp8): take the model in bf16 or fp32",
     "scales": "does not have, such as model.layers.0.mlp.up_proj.weight_scale_inv: its config.json",
     "missing file": "model-00002-of-00004.safetensors is missing",
@@ -562,8 +510,8 @@ SENTENCES = {
     "another model": "has the shape",
     "more layers": "has no tensor model.layers.3",
     "fewer layers": "does not have, such as model.layers.2",
-    "other names": "has no tensor lm_head.weight, but has embed_out.weight",
-    "two values of one weight": "differ, and its config.json makes them one weight",
+    "other names": "has no tensor model.layers.1.mlp.up_proj.weight, but has model.layers.1.mlp.upper_proj.weight",
+    "two values of one weight": "has two values of one weight",
     "no value": "no value for model.norm.weight: is a file damaged?",
     "no weights": "there is no model.safetensors in",
     "damaged index": "index.json cannot be read",

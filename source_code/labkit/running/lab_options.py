@@ -235,6 +235,11 @@ class TransformerTraining(Training):
             "FSDP1 on --mesh {c.mesh} has nothing to shard: use --strategy ddp",
         ),
         Conflict(
+            {"has_experts": False},
+            {"ep_degree": several},
+            "--mesh {c.mesh} spreads experts, and this model has none: leave expert out",
+        ),
+        Conflict(
             {"lr_schedule": "constant"},
             {"min_lr": GIVEN},
             "--min-lr is where a decay ends: give --lr-schedule cosine or wsd, too",
@@ -264,6 +269,7 @@ class TransformerTraining(Training):
             "--no-decay-1d identifies norms and biases by their shape, which FSDP1 flattens: use --strategy fsdp2 or ddp",
         ),
     )
+    has_experts: ClassVar[bool] = False  # whether --mesh may have a dimension for experts
     frozen: ClassVar[str] = "fp32"  # dtype of LoRA's frozen matrices; only plan.py has other values
 
     preset: Literal[tuple(GPT_SHAPES)] = option("tiny", "size of the model", resumed=True)
@@ -358,6 +364,11 @@ class TransformerTraining(Training):
     def tp_degree(self) -> int:
         """Tensor-parallel degree: the number of ranks that share each matmul."""
         return self._dimensions.tensor
+
+    @property
+    def ep_degree(self) -> int:
+        """Expert-parallel degree: the number of ranks that have different experts."""
+        return self._dimensions.expert
 
     @property
     def shards(self) -> int:
@@ -532,8 +543,13 @@ class PipelineTraining(TransformerTraining, takes=(*COMMON, "preset", "optimizer
 
 @of_lab("hf_fsdp.py")
 @dataclass(frozen=True)
-class HuggingFaceTraining(TransformerTraining, takes=(*COMMON, "strategy", "lora")):
+class HuggingFaceTraining(
+    TransformerTraining,
+    takes=(*COMMON, "strategy", "lora", "weights", "cpu_offload", "mesh", "prefetch", "sync", "compile", "loss_chunks"),
+):
     """The options of hf_fsdp.py."""
+
+    has_experts: ClassVar[bool] = True
 
     conflicts = (
         Conflict(
@@ -562,11 +578,31 @@ class HuggingFaceTraining(TransformerTraining, takes=(*COMMON, "strategy", "lora
     save: str | None = option(None, "folder for the trained model (with --lora: the adapters), in the library's format")
     strategy: Literal["single", "ddp", "fsdp2"] = redeclared(TransformerTraining, "strategy")
     batch_size: int = redeclared(TransformerTraining, "batch_size", default=2)
-    recompute: Literal["none", "full"] = redeclared(
-        TransformerTraining, "recompute", help="activation checkpointing: none, or full (save a block's input)"
+    recompute: Literal["none", "full", "selective"] = redeclared(
+        TransformerTraining,
+        "recompute",
+        help="activation checkpointing: none, full (save a block's input), selective (save matmuls and attention too)",
+    )
+    reshard_after_forward: Literal["true", "false"] = option(
+        "true", "FSDP: true frees a unit's gathered parameters after forward, false keeps them", only=SHARDED
+    )
+    mesh: str | None = redeclared(
+        TransformerTraining,
+        "mesh",
+        help="device mesh: shard=4,tensor=2; replicate=2 for HSDP; expert=4 spreads a mixture's experts over these ranks",
     )
     lora: int | None = redeclared(
         TransformerTraining, "lora", help="freeze the model, and train peft's adapters of this rank"
+    )
+    lora_alpha: float | None = option(
+        None, "scale of the adapters (default: 2 x --lora)", above=0, needs="lora", resumed=True
+    )
+    lora_dropout: float = option(0.0, "dropout before the adapters", least=0, needs="lora", resumed="print")
+    lora_targets: str = option(
+        "all-linear", "adapted modules: all-linear (except the head), or NAME,NAME", needs="lora", resumed=True
+    )
+    save_dtype: Literal["fp32", "bf16"] | None = option(
+        None, "dtype of the saved model (default: that of --model's files)", needs="save"
     )
     lr: float = redeclared(TransformerTraining, "lr", default=1e-4)
     seed: int = redeclared(
@@ -586,8 +622,17 @@ class HuggingFaceTraining(TransformerTraining, takes=(*COMMON, "strategy", "lora
     def wraps_embeddings(self) -> bool:
         return not self.shape.tie_word_embeddings
 
+    def arranged(self, world_size: int) -> Mesh:
+        """Return the device mesh of ``world_size`` ranks; the library checks whether it fits the model."""
+        return arrange(world_size, self.mesh)
+
     def plan(self, ranks: int, *, at_least: bool = False, **how) -> Plan:
         """Plan a run. at_least: plan the course's LoRA adapters instead of peft's, which cover more layers."""
         if self.lora and not at_least:
             raise UserError("peft's adapters, on every linear layer, are not planned: train a few steps with --record")
-        return super().plan(ranks, **how)
+        if self.mesh:
+            raise UserError("hf_fsdp.py's --mesh is not planned: leave it out")
+        changes = {"strategy": "single"} if ranks == 1 and self.strategy == "fsdp2" else {}
+        if self.lora and self.precision == "bf16":  # the frozen base is in bf16, and adapters are few
+            changes["weights"] = "bf16"
+        return super(HuggingFaceTraining, dataclasses.replace(self, **changes)).plan(ranks, **how)

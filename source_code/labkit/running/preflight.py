@@ -66,13 +66,13 @@ def refuse_if_too_big(config, me):
     stages = config.arranged(me.world_size).pipeline if hasattr(config, "arranged") else 1
     try:
         plans = [predict.plan_of(run, stage, at_least=True) for stage in range(stages)]
+        # With offload, persistent memory is the CPU's.
+        needed = max(
+            predict.total(plan.host_memory() or plan.persistent() if config.cpu_offload else plan.peak()[1])
+            for plan in plans
+        )
     except UserError:  # not planned
         return
-    # With offload, persistent memory is the CPU's.
-    needed = max(
-        predict.total(plan.host_memory() or plan.persistent() if config.cpu_offload else plan.peak()[1])
-        for plan in plans
-    )
     free = meters.free_memory_of_a_rank(me, torch.device("cpu") if config.cpu_offload else me.device)
     if needed > free:
         how = f"--stage {config.stage}" if hasattr(config, "stage") else f"--strategy {config.strategy}"

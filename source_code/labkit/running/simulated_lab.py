@@ -4,15 +4,16 @@
 
 A lab that can be simulated has ``unsharded(config)``, which builds the model on the current device; ``fsdp1`` and ``fsdp2``,
 named after their strategies, which shard it; ``make_optimizer``; and ``train_step``. It may have ``in_simulation``, which
-returns the context of a simulated step.
+returns the context of a simulated step. DDP's step is that of one process, with DDP's buckets.
 """
 
 import contextlib
+import dataclasses
+import sys
 from collections.abc import Callable
 
 import torch
 
-from labkit import UserError
 from labkit.measuring import simulate
 from labkit.measuring.gpu_operators import GpuOperators
 from labkit.running.ranks import Rank
@@ -34,13 +35,15 @@ def step(lab, config, ranks: int, gpu: GpuOperators | None = None, workspaces: b
     Raises:
         UserError: the options cannot be simulated.
     """
-    return simulate.step(setup(lab, config, ranks), gpu, workspaces)
+    reductions = 0
+    if config.strategy == "ddp":  # the step of one process, with DDP's buckets
+        reductions = 1 if getattr(config, "sync", "last") == "last" else config.accumulate
+        config = dataclasses.replace(config, strategy="single")
+    return simulate.step(setup(lab, config, ranks), gpu, workspaces, ddp_reductions=reductions)
 
 
 def setup(lab, config, ranks: int) -> Callable:
     """Join a simulated world as rank 0 of ``ranks``, and return the argument ``setup`` of ``simulate.step``."""
-    if config.strategy == "ddp":
-        raise UserError("DDP cannot be simulated, because it reads the tensors' elements: choose fsdp1 or fsdp2")
     simulate.join(ranks)
     me = Rank(0, 0, ranks, "simulated", torch.device("cpu"), "fake")
 
@@ -48,8 +51,9 @@ def setup(lab, config, ranks: int) -> Callable:
         # Create the parameters in the lab's dtype: ``module.to`` does not work on fake tensors.
         torch.set_default_dtype(config.dtype)
         try:
-            model = lab.unsharded(config)
-            if config.strategy != "single":
+            with _without_initial_weights():
+                model = lab.unsharded(config)
+            if config.strategy.startswith("fsdp"):
                 with simulate.real_tensors():
                     model = getattr(lab, config.strategy)(model, config, me)
             optimizer = lab.make_optimizer(model, config)
@@ -65,6 +69,15 @@ def setup(lab, config, ranks: int) -> Callable:
         return model, optimizer, batch, train
 
     return prepare
+
+
+def _without_initial_weights():
+    """Return a context in which transformers draws no initial weights, as some of its functions read the elements."""
+    if "transformers" not in sys.modules:
+        return contextlib.nullcontext()
+    from transformers.initialization import no_init_weights
+
+    return no_init_weights()
 
 
 def _batch(config, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:

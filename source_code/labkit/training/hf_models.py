@@ -1,37 +1,51 @@
-"""Build, initialize, load, and save models of Hugging Face's transformers, sharded before they have any memory.
+"""Read, build, and load models of Hugging Face's transformers, sharded by the library's own plans.
 
-transformers initializes weights module by module (``_init_weights``, private, unchanged since 5.0), including buffers such
-as tables of rotary embeddings. That makes it possible to fill a model that was sharded on the meta device.
+``from_pretrained`` builds a model on the meta device, applies the parallelism of a ``DistributedConfig``, and then each
+rank reads only its shards. Here it also calls the lab's own function between building and reading (``load``): adapters
+and activation checkpointing must be there before a model is sharded.
+
+Used here without being documented: ``prepare_distribute_model`` and ``maybe_distribute_model``, which ``from_pretrained``
+calls, and the device meshes that they use (transformers 5.23).
 """
 
 import contextlib
-import copy
 import io
 import json
-import math
-import zlib
+import warnings
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from planner.models import flops, huggingface
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from labkit import UserError
 from labkit.measuring.replaced import replaced
-from labkit.training import hf_weights, text
+from labkit.measuring.trace import local
+from labkit.training import hf_files, hf_initial, hf_lora, text
+from labkit.training.chunked_loss import chunked_loss as by_chunks
 from labkit.training.units import units_of
 
 try:
     with contextlib.redirect_stdout(io.StringIO()):  # it imports DeepSpeed if it is installed, which prints
         import transformers.modeling_utils
+    import transformers.distributed.fsdp
     import transformers.masking_utils
-    from transformers import AutoModelForCausalLM, PreTrainedModel
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.mixin import DistributedMixin
+    from transformers.distributed.utils import TransformersDeviceMesh
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 except ImportError:  # reported by ``configuration``
     transformers = None
-ADAPTER = "default"  # peft's name of the only adapter
-NOT_MODELS = {"attn_config", "ffn_config"}  # sub-configurations that do not describe another model
+
+else:
+    DISTRIBUTE = DistributedMixin.maybe_distribute_model.__func__  # ``load`` replaces the method
+# Inputs that models with an image tower need to train on text: zero marks a token as text
+TEXT_MARKS = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}
 
 
 def configuration(path: str, option: str):
@@ -42,17 +56,20 @@ def configuration(path: str, option: str):
         option: the option that set ``path``, for messages.
 
     Raises:
-        UserError: it cannot be read, or does not describe a dense, text-only, unquantized causal language model that
-            transformers supports without remote code.
+        UserError: it cannot be read, or does not describe an unquantized causal language model that transformers
+            supports without remote code.
     """
     if transformers is None:
-        raise UserError("transformers is not installed here: python -m pip install 'transformers>=5' safetensors")
+        raise UserError(
+            "there is no transformers 5.23 or newer here: python -m pip install 'transformers>=5.23' safetensors"
+        )
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
         settings = json.loads(file.read_text())
     except OSError as error:
-        raise UserError(f"{option} {path} cannot be read ({error.strerror}): name a model's folder") from None
+        raise UserError(f"{option} {path} cannot be read ({error.strerror}): {_instead(path)}") from None
     except (ValueError, RecursionError):
         settings = None
     if not isinstance(settings, dict):
@@ -63,12 +80,6 @@ def configuration(path: str, option: str):
         raise UserError(f"{option} {path}: model_type {kind!r} {why} (transformers {transformers.__version__})")
     if CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"{option} {path}: {kind} is no causal language model, which is what this lab trains")
-    if parts := sorted(CONFIG_MAPPING[kind].sub_configs.keys() - NOT_MODELS):
-        raise UserError(
-            f"{option} {path}: {kind} is several models in one ({', '.join(parts)}): take a text-only model"
-        )
-    if experts := next((name for name in huggingface.EXPERTS if settings.get(name)), None):
-        raise UserError(f"{option} {path}: {kind} is a mixture of experts ({experts}): take a dense model")
     if quantized := settings.get("quantization_config") or settings.get("compression_config"):
         method = quantized.get("quant_method", "of an unknown kind") if isinstance(quantized, dict) else quantized
         raise UserError(f"{option} {path}: its weights are quantized ({method}): take the model in bf16 or fp32")
@@ -78,25 +89,315 @@ def configuration(path: str, option: str):
         raise UserError(f"{option} {path}: {str(error).strip().splitlines()[-1]}") from None
 
 
-def on_meta(config, dtype: torch.dtype, lora: int | None = None):
-    """Build a model on the meta device, which allocates nothing.
+def _instead(path: str) -> str:
+    """Return what to do about a path that does not exist."""
+    folder = Path(path)
+    if (folder / "adapter_config.json").exists():
+        base = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
+        return f"these are adapters; name their base model ({base}) as --model, and the folder as --adapters"
+    if (folder / "snapshots").is_dir():
+        return "name the folder in its snapshots/"
+    if path.count("/") == 1 and not folder.exists():
+        return f"it is no folder; fetch it with `hf download {path} --local-dir FOLDER`, and name that"
+    return "name a model's folder"
+
+
+def vocabulary_and_positions(architecture) -> tuple[int, int | None]:
+    """Return (size of the vocabulary, largest number of positions or None) of a configuration, also of a nested one."""
+    text = architecture.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    return text.vocab_size, positions if positions and positions > 0 else None  # XLNet's -1 is no limit
+
+
+def on_meta(architecture, dtype: torch.dtype, experts: str | None = None):
+    """Build a model on the meta device, which allocates nothing. Arguments: see ``without_weights``."""
+    with torch.device("meta"):
+        return without_weights(architecture, dtype, experts)
+
+
+def without_weights(architecture, dtype: torch.dtype, experts: str | None = None):
+    """Build a model on the current default device, without loading weights.
 
     Args:
-        config: as ``configuration`` returns it.
+        architecture: as ``configuration`` returns it.
         dtype: of its parameters.
-        lora: rank of LoRA adapters to add; None: no adapters.
+        experts: the library's implementation of experts; None: its default.
     """
-    with torch.device("meta"):
-        return without_weights(config, dtype, lora)
+    how = {"experts_implementation": experts} if experts else {}
+    return without_cache(AutoModelForCausalLM.from_config(architecture, dtype=dtype, **how))
 
 
-def without_weights(config, dtype: torch.dtype, lora: int | None = None):
-    """Build a model on the current default device, without loading weights. Arguments: see ``on_meta``."""
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.config.use_cache = False  # the KV cache of generation, which training does not need
-    if lora:
-        add_lora(model, lora)
+def without_cache(model):
+    """Switch off the KV cache of generation, which training does not need, and return the model."""
+    model.config.use_cache = model.config.get_text_config().use_cache = False
     return model
+
+
+def decoder(model) -> nn.Module:
+    """Return the part of a model that processes text: of one with an image tower, the language model."""
+    found = model.get_decoder()
+    return model.base_model if found is None else found
+
+
+def blocks(model) -> list[nn.Module]:
+    """Return the decoder's blocks."""
+    return units_of(decoder(model))
+
+
+def tied(model) -> bool:
+    """Return whether embedding and head share one weight."""
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def freeze_towers(model):
+    """Freeze what text does not pass: image and audio towers and their projections, which are saved as they were."""
+    text = [decoder(model), model.get_input_embeddings(), model.get_output_embeddings()]
+    trained = {id(p) for module in text if module is not None for p in module.parameters()}
+    if decoder(model) is not model.base_model:
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.requires_grad and id(parameter) in trained)
+
+
+def text_inputs(model, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the further inputs that a model needs to train on text, {name: tensor of the shape of ``inputs``}."""
+    mark = TEXT_MARKS.get(getattr(model, "module", model).config.model_type)
+    return {mark: torch.zeros_like(inputs)} if mark else {}
+
+
+def chunked_loss(model, batch: dict, targets: torch.Tensor, chunks: int) -> torch.Tensor:
+    """Return the sum of the targets' cross-entropies, with logits and loss computed in chunks of the tokens.
+
+    The head computes the loss in place of the logits, where FSDP has gathered its weight.
+
+    Args:
+        model: any causal language model, sharded or not.
+        batch: the model's inputs.
+        targets: int64, (batch, sequence); -100 is no target.
+        chunks: number of chunks.
+
+    Raises:
+        UserError: the model changes the logits after its head, or the head has a bias.
+    """
+    inner = getattr(model, "module", model)
+    head, made = inner.get_output_embeddings(), []
+
+    def loss_of(x):
+        made.append(by_chunks(x, head.weight, targets, chunks, summed=True))
+        return made[-1]
+
+    with replaced(head, forward=loss_of):
+        try:
+            loss = model(**batch).logits
+        except (RuntimeError, IndexError, TypeError):  # the model takes a scalar apart
+            loss = None
+    if loss is not made[0] or getattr(head, "bias", None) is not None:
+        raise UserError(
+            f"--loss-chunks {chunks}: {inner.config.model_type} changes its logits after the head: leave it out"
+        )
+    return loss
+
+
+# Sharding
+
+
+def fsdp_plan(model) -> dict[str, str] | None:
+    """Return the FSDP units of a family for which the library has no plan, in the form of its plans; else None."""
+    if model.fsdp_plan:
+        return None
+    names = {module: name for name, module in model.named_modules()}
+    plan = {names[block]: "free_full_weight" for block in blocks(model)}
+    head = model.get_output_embeddings()
+    if head is not None and not tied(model):
+        plan |= {names[model.get_input_embeddings()]: "free_full_weight", names[head]: "keep_full_weight"}
+    return plan
+
+
+def distribute(model, distribution, device_type: str, pin_memory: bool):
+    """Apply the parallelism of a ``DistributedConfig`` to a model on the meta device, by the library's plans.
+
+    Args:
+        model: unsharded.
+        distribution: sizes and policies; its plan is completed for a family that has none.
+        device_type: "cpu" or "cuda".
+        pin_memory: whether --cpu-offload page-locks memory, which needs a GPU.
+
+    Raises:
+        UserError: the library has no plan for this model, or the sizes do not fit it.
+    """
+    for what, size, plan in (
+        ("tensor", distribution.tp_size, model.tp_plan),
+        ("expert", distribution.ep_size, model.ep_plan),
+    ):
+        if size > 1 and not plan:
+            raise UserError(f"transformers has no {what}-parallel plan for {model.config.model_type}: leave {what} out")
+    distribution.fsdp_plan = fsdp_plan(model) if distribution.dp_size > 1 else None
+    first = distribution.pp_size, distribution.dp_replicate_size
+    dense = init_device_mesh(
+        device_type,
+        (*first, distribution.fsdp_size, distribution.tp_size),
+        mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"),
+    )
+    expert = init_device_mesh(
+        device_type,
+        (*first, distribution.efsdp_size, distribution.ep_size),
+        mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"),
+    )
+    offload = lambda: CPUOffloadPolicy(pin_memory=pin_memory)  # noqa: E731
+    with replaced(transformers.distributed.fsdp, CPUOffloadPolicy=offload):
+        try:
+            return DISTRIBUTE(type(model), model, distribution, TransformersDeviceMesh(dense, expert))
+        except (ValueError, RuntimeError, AttributeError) as error:
+            raise UserError(f"{model.config.model_type} cannot be sharded like this: {_first_line(error)}") from None
+
+
+# Loading
+
+
+def load(config, architecture, device: torch.device, parallelize):
+    """Load the model of --model, or initialize that of --config. Collective.
+
+    Args:
+        config: hf_fsdp.py's options.
+        architecture: as ``configuration`` returns it.
+        device: where the weights go.
+        parallelize: called with the model on the meta device, before any file is read; returns it sharded or not.
+
+    Returns:
+        (model, names of the tensors that were initialized and not read).
+
+    Raises:
+        UserError: the files do not have exactly the model's tensors; on every rank.
+    """
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(architecture)]
+    source = {"pretrained_model_name_or_path": config.model} if config.model else {"state_dict": {}}
+    source.setdefault("pretrained_model_name_or_path", None)
+    if config.model:
+        _agree(lambda: hf_files.check(config.model))
+    if config.experts:
+        source["experts_implementation"] = config.experts
+    if config.lora:
+        source["key_mapping"] = hf_lora.renamed_weights(on_meta(architecture, config.dtype), config)
+
+    trained = {}  # {name: whether it is trained}, which the library forgets when it reads a parameter
+
+    def distributed(cls, model, *_):
+        model = parallelize(model)
+        trained.update({name: parameter.requires_grad for name, parameter in model.named_parameters()})
+        return model
+
+    # The device must be chosen here: by itself the library takes a GPU wherever there is one.
+    hooks = {
+        "prepare_distribute_model": classmethod(
+            lambda cls, distribution, device_map=None: (distribution, device, None)
+        ),
+        "maybe_distribute_model": classmethod(distributed),
+    }
+    with _class_attributes(DistributedMixin, hooks), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "DTensor random operators")  # what the library draws is drawn again
+        try:
+            model, report = model_class.from_pretrained(
+                **source,
+                config=architecture,
+                dtype=config.dtype,
+                distributed_config=DistributedConfig(),
+                ignore_mismatched_sizes=True,  # they are reported, and refused below
+                output_loading_info=True,
+            )
+        except UserError:
+            raise
+        except Exception as error:  # of the library: it checks much, with classes of all kinds
+            raise UserError(f"{_named(config)}: {_first_line(error)}") from None
+    _agree(lambda: _check_report(report, model, config))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained[name])
+    _detach_from_files(model)
+    missing = set(report["missing_keys"]) if config.model else set(hf_initial.tensors(model))
+    return without_cache(model), missing
+
+
+@contextlib.contextmanager
+def _class_attributes(owner: type, values: dict):
+    """Replace class methods, whose descriptors ``getattr`` would bind."""
+    before = {name: owner.__dict__[name] for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+def _agree(check):
+    """Call ``check()`` on every rank, and raise the UserError of the first that failed on all of them. Collective."""
+    try:
+        problem = check()
+    except UserError as error:
+        problem = error
+    problems = [problem]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        problems = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+    if found := next(filter(None, problems), None):
+        raise found
+
+
+def _check_report(report: dict, model, config):
+    """Check that the files had exactly the model's tensors.
+
+    Raises:
+        UserError: they had not.
+    """
+    if not config.model:
+        return
+    if report["mismatched_keys"]:
+        name, there, wanted = min(report["mismatched_keys"])
+        raise UserError(
+            f"{config.model}: {name} has the shape {list(there)}, and by its config.json {list(wanted)}: "
+            "its config.json is of another model"
+        )
+    missing = sorted(name for name in report["missing_keys"] if "lora_" not in name)
+    more = sorted(report["unexpected_keys"])
+    if missing:
+        but = f", but has {more[0]}" if more else ""
+        raise UserError(f"{config.model} has no tensor {missing[0]}{but}: its config.json is of another model")
+    if more:
+        raise UserError(
+            f"{config.model} has tensors that the model of its config.json does not have, such as {more[0]}: "
+            "its config.json is of another model"
+        )
+    if model.config.get_text_config().tie_word_embeddings and not tied(model):  # the library has separated them
+        raise UserError(
+            f"{config.model} has two values of one weight: its head and its embedding differ, and its config.json ties "
+            "them: set tie_word_embeddings to false there"
+        )
+    read = {
+        name: local(tensor) for name, tensor in hf_initial.tensors(model).items() if name not in report["missing_keys"]
+    }
+    if damaged := next((name for name, tensor in read.items() if _has_nan(tensor)), None):
+        raise UserError(f"{config.model} has no value for {damaged}: is a file damaged?")
+
+
+def _has_nan(tensor) -> bool:
+    return tensor.is_floating_point() and bool(tensor.isnan().any())
+
+
+@torch.no_grad()
+def _detach_from_files(model):
+    """Copy tensors that are views of a larger storage, such as a mapped file, which would count as whole in memory."""
+    for tensor in {id(t): t for t in hf_initial.tensors(model).values()}.values():
+        tensor = local(tensor)
+        if tensor.untyped_storage().nbytes() > tensor.nbytes:
+            tensor.data = tensor.clone()
+
+
+def _named(config) -> str:
+    return f"--model {config.model}" if config.model else f"--config {config.config}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def flops_per_token(config) -> float | None:
@@ -112,133 +413,6 @@ def flops_per_token(config) -> float | None:
         return None if config.lora else flops.per_token(huggingface.load(config.model or config.config), config.seq_len)
     except UserError:
         return None
-
-
-def lora_settings(width: int):
-    """Return peft's configuration of the adapters: on every linear layer except the head, with alpha = 2 · rank.
-
-    width: rank of the adapters.
-    """
-    try:
-        from peft import LoraConfig
-    except ImportError:
-        raise UserError("--lora needs peft: python -m pip install peft") from None
-    return LoraConfig(r=width, lora_alpha=2 * width, target_modules="all-linear", task_type="CAUSAL_LM")
-
-
-def add_lora(model, width: int):
-    """Freeze a model and add peft's adapters of rank ``width`` to it, in place."""
-    from peft import inject_adapter_in_model
-
-    inject_adapter_in_model(lora_settings(width), model, ADAPTER)
-
-
-def blocks(model) -> list[nn.Module]:
-    """Return the decoder's blocks."""
-    return units_of(model.base_model)
-
-
-def tied(model) -> bool:
-    """Return whether embedding and head share one weight."""
-    head = model.get_output_embeddings()
-    return head is not None and head.weight is model.get_input_embeddings().weight
-
-
-def initial_weights(pattern, seed: int, but: frozenset = frozenset()):
-    """Yield (name, tensor on the CPU) with the initial weights of every parameter and buffer.
-
-    One block at a time is initialized, or one module outside of blocks, each from its own seed, so that the values do not
-    depend on the sharding.
-
-    Args:
-        pattern: the model on the meta device, not sharded.
-        seed: any integer.
-        but: names to leave out.
-    """
-    owners = {name: module for name, module in pattern.named_modules() if isinstance(module, PreTrainedModel)}
-    inside = {module for block in blocks(pattern) for module in block.modules()}
-    whole = {id(block) for block in blocks(pattern)}
-    for name, module in pattern.named_modules():
-        if id(module) in whole:
-            part = copy.deepcopy(module)
-        elif module in inside or not (module._parameters or module._buffers):
-            continue
-        else:
-            part = copy.copy(module)
-            part._parameters, part._buffers, part._modules = dict(module._parameters), dict(module._buffers), {}
-        prefix = f"{name}." if name else ""
-        wanted = _with_memory(part, prefix, but)
-        if not wanted:
-            continue
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            # The innermost PreTrainedModel that contains a module initializes it.
-            enclosing = (owner for owner in owners if not owner or f"{name}.".startswith(f"{owner}."))
-            _initialize(owners[max(enclosing, key=len)], part)
-        yield from wanted.items()
-
-
-def _with_memory(part, prefix: str, but) -> dict:
-    """Allocate the tensors of a part, except those in ``but``, and return {name: tensor}."""
-    wanted = {}
-    for path, module in part.named_modules():
-        for tensors in (module._parameters, module._buffers):
-            for own, tensor in tensors.items():
-                name = prefix + (f"{path}.{own}" if path else own)
-                if tensor is None or name in but:
-                    continue
-                # NaN, so that a tensor that the library does not initialize is noticed.
-                fill = math.nan if tensor.is_floating_point() else 0
-                tensors[own] = wanted[name] = torch.full_like(tensor, fill, device="cpu")
-    return wanted
-
-
-def _initialize(owner, part):
-    for module in reversed(list(part.modules())):  # children before their parents, as the library does
-        owner._init_weights(module)
-    for module in part.modules():
-        if hasattr(module, "reset_lora_parameters"):
-            module.reset_lora_parameters(ADAPTER, init_lora_weights=True)
-
-
-def stored(model, every_name: bool = False) -> dict[str, torch.Tensor]:
-    """Return the tensors that a model's files contain, {name: tensor}: parameters and persistent buffers, no adapters.
-
-    Args:
-        model: Sharded or not, with memory or on the meta device.
-        every_name: Whether to list a shared tensor under all its names, instead of the first only.
-    """
-    persistent = model.state_dict().keys()
-    named = [*model.named_parameters(remove_duplicate=not every_name), *model.named_buffers()]
-    return {name: tensor for name, tensor in named if name in persistent and "lora_" not in name}
-
-
-def read(model, path: str) -> tuple[frozenset, int]:
-    """Load a model's files; each rank reads its own rows.
-
-    Args:
-        model: Allocated; may be sharded.
-        path: The folder of the files.
-
-    Returns:
-        (names of the loaded tensors, number of bytes that this rank has read).
-
-    Raises:
-        UserError: The files do not have exactly the model's tensors, except those that the library ignores, too.
-    """
-    tensors = stored(model, every_name=True)
-    # Adapters put a ``base_layer`` between a layer and its weight.
-    named = {name.replace(".base_layer.", "."): tensor for name, tensor in tensors.items()}
-    size = hf_weights.Folder(path).read_into(named, model.base_model_prefix, _left_out(model))
-    return frozenset(tensors), size
-
-
-def _left_out(model) -> list[str]:
-    """Return regular expressions of tensors in old files that the library ignores; its own list is not accessible."""
-    buffers = [name.rpartition(".")[2] for name, _ in model.named_buffers()]
-    once_stored = {"inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
-    patterns = [pattern for name, pattern in once_stored.items() if name in buffers]
-    return [*(model._keys_to_ignore_on_load_unexpected or ()), *patterns]
 
 
 def load_tokens(config, architecture, device) -> tuple[str, torch.Tensor]:
@@ -262,13 +436,13 @@ def load_tokens(config, architecture, device) -> tuple[str, torch.Tensor]:
         tokens = _encoded(raw, Path(config.model) / "tokenizer.json")
     if len(tokens) <= config.seq_len:
         raise UserError(f"{name} has {len(tokens)} tokens, and --seq-len is {config.seq_len}: it must have more")
-    if (most := int(tokens.max())) >= architecture.vocab_size:
+    vocabulary, longest = vocabulary_and_positions(architecture)
+    if (most := int(tokens.max())) >= vocabulary:
         raise UserError(
-            f"{name} has a token {most}, and the model's vocabulary ends at {architecture.vocab_size - 1}: "
+            f"{name} has a token {most}, and the model's vocabulary ends at {vocabulary - 1}: "
             "take the tokenizer that belongs to it"
         )
-    longest = getattr(architecture, "max_position_embeddings", None)
-    if longest and 0 < longest < config.seq_len:  # XLNet's -1 is no limit
+    if longest and longest < config.seq_len:
         raise UserError(f"--seq-len {config.seq_len} is more than the {longest} positions that the model supports")
     return name, tokens.to(device)
 
@@ -286,36 +460,12 @@ def _encoded(raw: bytes, file: Path) -> torch.Tensor:
     return torch.tensor(tokenizer.encode(raw.decode(errors="replace")).ids, dtype=torch.int32)
 
 
-def save(model, architecture, config):
-    """Save the model to --save in the library's format, or the adapters in peft's. Collective.
-
-    Args:
-        model: the trained model.
-        architecture: as ``configuration`` returns it.
-        config: hf_fsdp.py's options.
-    """
-    named, metadata = stored(model), architecture
-    if config.lora:
-        named = {
-            f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": parameter
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-        }
-        metadata = lora_settings(config.lora)
-        metadata.base_model_name_or_path, metadata.inference_mode = config.model, True
-    else:
-        metadata.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(metadata)].__name__]
-        metadata.dtype, metadata.use_cache = config.dtype, True
-    stem = "adapter_model" if config.lora else "model"
-    hf_weights.save(named, config.save, metadata, config.model, stem)
-
-
 @contextlib.contextmanager
 def untraced_masks():
     """Make the library choose attention masks for fake tensors as it does for real ones.
 
     It materializes masks when it detects tracing, as with fake tensors, and for packed sequences, which it detects by
-    reading the elements of the positions. The lab packs no sequences.
+    reading the elements of the positions. The simulated step packs no sequences.
     """
     masks = transformers.masking_utils
     with replaced(masks, is_tracing=lambda *_, **__: False, find_packed_sequence_indices=lambda *_, **__: None):

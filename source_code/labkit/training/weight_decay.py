@@ -18,3 +18,11 @@ def parameter_groups(model, config) -> list[dict]:
     others = [parameter for parameter in trained if not (config.decay_1d or parameter.ndim > 1)]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def by_mesh(group: dict) -> list[dict]:
+    """Divide a parameter group into one for each device mesh of its parameters; plain tensors have none."""
+    meshes = {}
+    for parameter in group["params"]:
+        meshes.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return [group | {"params": parameters} for parameters in meshes.values()]

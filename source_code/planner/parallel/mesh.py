@@ -19,12 +19,15 @@ class Mesh:
         replicate: copies of the model.
         shard: ranks among which FSDP shards a copy.
         tensor: ranks that split every weight.
+        expert: ranks that have different experts of a mixture. These are some of those of ``shard`` and ``tensor``: the
+            dimension divides their product, and adds no ranks.
     """
 
     pipeline: int = 1
     replicate: int = 1
     shard: int = 1
     tensor: int = 1
+    expert: int = 1
 
     @classmethod
     def parse(cls, text: str) -> "Mesh":
@@ -51,7 +54,7 @@ class Mesh:
     @property
     def ranks(self) -> int:
         """The number of ranks."""
-        return prod(self.sizes.values())
+        return prod(self.sizes.values()) // self.expert
 
     @property
     def data(self) -> int:
@@ -77,6 +80,9 @@ def arrange(ranks: int, mesh: str | None = None, reshard: str = "true") -> Mesh:
     arranged = Mesh.parse(mesh) if mesh else Mesh(shard=ranks)
     if arranged.ranks != ranks:
         raise UserError(f"--mesh {mesh} is for {arranged.ranks} ranks, but there are {ranks}")
+    fits = arranged.shard * arranged.tensor % arranged.expert == 0 and arranged.expert % arranged.tensor == 0
+    if arranged.expert > 1 and not fits:
+        raise UserError(f"--mesh {mesh}: expert must divide shard x tensor, and be a multiple of tensor")
     if reshard.isdecimal() and arranged.shard % int(reshard):
         raise UserError(f"--reshard-after-forward {reshard} does not divide the {arranged.shard} ranks of a model")
     return arranged
