@@ -133,7 +133,7 @@ def trained(folders, tmp_path_factory):
 def test_a_run_is_that_of_one_process_of_the_library(trained, run):
     losses, alone, wrong, off = trained[run]
     assert wrong == []  # to the last bit, as read
-    assert alone[-1] < alone[0] - 0.5  # it has learned: equal losses mean something
+    assert alone[-1] < alone[0] - 0.2  # it has learned: equal losses mean something
     assert losses == pytest.approx(alone, rel=0, abs=1e-9 if "fp64" in run[1] else 1e-4)
     assert off < 1e-2  # saved, read by the library, and asked
 
