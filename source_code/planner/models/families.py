@@ -16,7 +16,7 @@ def biases(c: dict) -> frozenset:
     return ATTENTION if c.get("attention_bias") else frozenset()
 
 
-def _windowed(c: dict, pattern: int | None = None, **options) -> dict:
+def _windowed(c: dict, pattern: int | None = None) -> dict:
     """Return the fields of windows in the layers that ``layer_types`` names, or in all except each ``pattern``-th."""
     types = c.get("layer_types") or [
         "sliding_attention" if pattern and (number + 1) % pattern else "full_attention"
@@ -26,7 +26,7 @@ def _windowed(c: dict, pattern: int | None = None, **options) -> dict:
         raise UserError(f"layer_types names {len(types)} layers of {c['num_hidden_layers']}: it must name each")
     layers = tuple(Layer(windowed=kind in ("sliding_attention", "chunked_attention")) for kind in types)
     window = c.get("sliding_window") if any(layer.windowed for layer in layers) else None
-    return {"sliding_window": window, "layers": layers if window else ()} | options
+    return {"sliding_window": window, "layers": layers if window else ()}
 
 
 def _rotary_share(c: dict, default: float) -> float:
@@ -65,13 +65,13 @@ def gemma(c):
     if c.get("use_bidirectional_attention"):
         raise UserError("use_bidirectional_attention is not planned: a causal language model does not have it")
     activation = c.get("hidden_activation") or c.get("hidden_act") or "gelu_pytorch_tanh"
-    return {"activation": activation, "scales": frozenset({"embedding"})}
+    return {"activation": activation, "scales": frozenset({"embedding"}), "in_fp32": frozenset({"norm"})}
 
 
 def gemma2(c):
     attention = "softcapped" if c["attn_logit_softcapping"] is not None else "steps"
     capped = c["final_logit_softcapping"] is not None
-    return gemma(c) | _windowed(c, 2, norms="around", attention=attention, softcaps_logits=capped)
+    return gemma(c) | _windowed(c, 2) | {"norms": "around", "attention": attention, "softcaps_logits": capped}
 
 
 def gemma3(c):
@@ -79,7 +79,8 @@ def gemma3(c):
     if c["attn_logit_softcapping"] is not None:
         raise UserError("attn_logit_softcapping is not planned for Gemma 3: no published model has it")
     pattern = c.get("sliding_window_pattern") or c.get("_sliding_window_pattern") or 6
-    return gemma(c) | _windowed(c, pattern, norms="around", qk_norm="head", softcaps_logits=capped)
+    own = {"norms": "around", "qk_norm": "head", "softcaps_logits": capped, "rotary_tables": 2}
+    return gemma(c) | _windowed(c, pattern) | own
 
 
 def gemma4(c):
@@ -176,11 +177,11 @@ def smollm3(c):
 
 
 def olmo2(c):
-    return {"norms": "after", "qk_norm": "projection"}
+    return {"biases": biases(c), "norms": "after", "qk_norm": "projection", "in_fp32": frozenset({"norm"})}
 
 
 def olmo3(c):
-    return olmo2(c) | _windowed(c, 4)
+    return olmo2(c) | _windowed(c, 4) | {"rotary_tables": 2, "in_fp32": frozenset({"norm", "rotary"})}
 
 
 def granite(c):
@@ -193,7 +194,7 @@ def cohere2(c):
     layers = fields["layers"] or [Layer()] * c["num_hidden_layers"]
     fields["layers"] = tuple(Layer(layer.windowed, rotary=layer.windowed) for layer in layers)
     own = {"norm": "unbiased layer", "norms": "shared", "scales": frozenset({"logits"}), "explicit_head_dim": None}
-    return fields | own
+    return fields | own | {"in_fp32": frozenset({"rotary"})}
 
 
 def starcoder2(c):
@@ -322,7 +323,8 @@ def gpt_oss(c):
         router="chosen",
         output_first=False,
     )
-    fields = _windowed(c, 2, attention="sinks", experts=experts, biases=biases(c))
+    own = {"attention": "sinks", "experts": experts, "biases": biases(c), "in_fp32": frozenset({"norm"})}
+    fields = _windowed(c, 2) | own
     return _routed(fields, c["num_hidden_layers"], lambda _: True)
 
 

@@ -39,19 +39,41 @@ class LibraryGPT(GPT):
     def positions(self, tape, x, _):
         """Make the tables of cosines and sines, and the mask of windows, which all blocks take; return x."""
         shape, seq_len = self.shape, self.seq_len
-        tape.rope_tables = constants = {}
-        if any(shape.windowed(number, seq_len) for number in range(shape.num_hidden_layers)):
-            constants["mask"] = tape.constant("mask of windows", seq_len * seq_len, 1)
+        matrix, windowed = seq_len * seq_len, {shape.windowed(number, seq_len) for number in self.stage}
+        constants = {False: {}, True: {}}  # of layers without and with a window
+        if shape.attention != "fused":
+            size = self.batch_size * matrix, x.itemsize
+            constants[False]["mask"] = tape.constant("mask", *size)
+            constants[True]["mask"] = tape.constant("mask of windows", *size)
+        elif True in windowed:
+            constants[True]["mask"] = tape.constant("mask of windows", matrix, 1)
         if not shape.learned_positions:
-            itemsize = max(FP32, x.itemsize) if shape.norms == "after" else x.itemsize
-            size = seq_len * self.rotary_dim, itemsize
-            constants["tables"] = [tape.constant(name, *size) for name in ("cosines", "sines")]
+            size = seq_len * self.rotary_dim, max(FP32, x.itemsize) if "rotary" in shape.in_fp32 else x.itemsize
+            for own in (constants[False], constants[True])[: shape.rotary_tables]:
+                own["tables"] = [tape.constant(name, *size) for name in ("cosines", "sines")]
+            if shape.rotary_tables == 1:
+                constants[True]["tables"] = constants[False]["tables"]
+        tape.rope_tables = constants
         return x
+
+    def checkpointed_block(self, tape, x, p, number):
+        """Run ``block`` under activation checkpointing, which holds only the constants that it takes."""
+        everything = tape.rope_tables
+        own = self.shape.layer(number).windowed
+        tape.rope_tables = {own: everything[own]}
+        out = super().checkpointed_block(tape, x, p, number)
+        tape.rope_tables = everything
+        return out
 
     @property
     def rotary_dim(self) -> int:
         """Elements of a head that positions rotate."""
         return int(self.shape.head_dim * self.shape.rotary_share)
+
+    @property
+    def rotates_in_part(self) -> bool:
+        """Whether the part of a head that positions rotate is cut out; Phi-3 does so even if it is all of it."""
+        return self.shape.rotary_share < 1 or "gate_up" in self.shape.fused
 
     def block(self, tape, x, p, number):
         """Add attention and feed-forward layer to x (batch, length, hidden size).
@@ -94,14 +116,7 @@ class LibraryGPT(GPT):
             return tape.layer_norm(x, weight, p[f"{name}.bias"])
         if self.shape.norm == "unbiased layer":
             return norms.layer_norm_in_steps(tape, x, weight)
-        return norms.rms_norm_in_steps(tape, x, weight, self.scales_in_fp32)
-
-    @property
-    def scales_in_fp32(self) -> bool:
-        """Whether norms multiply by their weight in fp32: those of Gemma, OLMo, and gpt-oss."""
-        shape = self.shape
-        gemma = "embedding" in shape.scales and "residual" not in shape.scales
-        return gemma or shape.norms == "after" or shape.attention == "sinks"
+        return norms.rms_norm_in_steps(tape, x, weight, "norm" in self.shape.in_fp32)
 
     def linear(self, tape, p, name, x):
         """Apply a linear layer."""
@@ -115,14 +130,17 @@ class LibraryGPT(GPT):
         if shape.qk_norm in ("head", "projection"):
             query, key = self.norm(tape, p, "query_norm", query), self.norm(tape, p, "key_norm", key)
         if shape.layer(number).rotary and not shape.learned_positions:
-            rotated_query = self.rotate(tape, query, "query")
-            rotated_key = self.rotate(tape, key, "key")
+            tables = tape.rope_tables[shape.layer(number).windowed]["tables"]
+            rotated_query = self.rotate(tape, query, "query", tables)
+            rotated_key = self.rotate(tape, key, "key", tables)
             query, key = rotated_query, rotated_key
             del rotated_query, rotated_key
         if "query" in shape.scales:
             query = tape.divide(query, "query, scaled")
         mixed = self.mix(tape, query, key, value, number)
         del query, key, value
+        if self.rotates_in_part:  # the output has the layout of the queries, which were concatenated head by head
+            mixed = tape.pass_on(mixed, "attention, contiguous")
         return self.linear(tape, p, "output", tape.join_heads(mixed, heads))
 
     def projections(self, tape, x, p):
@@ -144,13 +162,13 @@ class LibraryGPT(GPT):
             return out
         return tape.add(out, tape.linear(tape.linear(x, p[f"{name}.down"]), p[f"{name}.up"]), f"{name}, adapted")
 
-    def rotate(self, tape, x, name):
+    def rotate(self, tape, x, name, tables):
         """Rotate the first elements of each head of x by their positions, or all."""
-        tables = tape.rope_tables["tables"]
         itemsize = x.itemsize
-        if self.shape.rotary_share == 1:
-            rotated = tape.apply_rope(x, name, tables)
-            return tape.to(rotated, itemsize) if self.shape.norm == "unbiased layer" else rotated
+        if not self.rotates_in_part:
+            if "rotary" in self.shape.in_fp32:
+                x = tape.to(x, max(FP32, itemsize), f"{name} in fp32")
+            return tape.to(tape.apply_rope(x, name, tables), itemsize, f"{name}, rotated")
         numel = x.numel // self.shape.head_dim * self.rotary_dim
         rotating, other = tape.part(x, numel, f"{name}, rotating"), tape.part(x, x.numel - numel, f"{name}, other")
         rotated = tape.apply_rope(rotating, name, tables)
@@ -167,7 +185,8 @@ class LibraryGPT(GPT):
         if heads.grouped:
             key = attention.repeat_kv(tape, key, query.numel, "key")
             value = attention.repeat_kv(tape, value, query.numel, "value")
-        return tape.attention(query, key, value, heads, tape.rope_tables["mask"])
+        each = replace(heads, kv_heads=heads.query_heads)
+        return tape.attention(query, key, value, each, tape.rope_tables[True]["mask"])
 
     def feed_forward(self, tape, x, p):
         """Compute down(activation(gate(x)) · up(x)); without a gate, down(activation(up(x)))."""

@@ -107,6 +107,9 @@ class GPTShape:
             both, which take the same input; "shared": one for both, which take the same input.
         learned_positions: rows of the position embedding; 0: positions are rotary.
         rotary_share: of a head's elements, the part that positions rotate.
+        rotary_tables: tables of cosines and sines: 2 if windowed layers have their own.
+        in_fp32: what is computed in fp32 though the model is in bf16: "norm", the multiplication by a norm's weight;
+            "rotary", the rotation.
         sliding_window: tokens that a token attends to in the windowed layers; None: all.
         layers: how each block differs; (): all are equal, and windowed if there is a window.
         experts: of the routed layers.
@@ -140,6 +143,8 @@ class GPTShape:
     norms: str = "before"
     learned_positions: int = 0
     rotary_share: float = 1.0
+    rotary_tables: int = 1
+    in_fp32: frozenset = frozenset()
     sliding_window: int | None = None
     layers: tuple[Layer, ...] = ()
     experts: Experts | None = None

@@ -144,7 +144,8 @@ def layer_norm(tape, x: AbstractTensor, weight: AbstractParameter, bias: Abstrac
         (…, features).
     """
     x = tape.to(x, max(FP32, x.itemsize) if tape.autocast else x.itemsize)
-    rows = tape.make("norm: mean and 1/std", 2 * (x.numel // weight.numel), max(FP32, x.itemsize))
+    itemsize = max(FP32, x.itemsize) if tape.fused else x.itemsize  # the CPU keeps them in the input's format
+    rows = tape.make("norm: mean and 1/std", 2 * (x.numel // weight.numel), itemsize)
     out = tape.like(x, "norm")
     return tape.record_layer(x, out, weight, bias, tape.save(x, rows) if x.node or weight.trained else [])
 

@@ -318,7 +318,7 @@ class Tape(Autograd):
 
     def view(self, x: AbstractTensor, numel: int | None = None) -> AbstractTensor:
         """Return x's storage, or ``numel`` elements of it, as another tensor that can have a backward of its own."""
-        return AbstractTensor(x.storage, numel or x.numel, x.itemsize)
+        return AbstractTensor(x.storage, x.numel if numel is None else numel, x.itemsize)
 
     def part(self, x: AbstractTensor, numel: int, name: str) -> AbstractTensor:
         """View ``numel`` elements of x by indexing; backward makes a gradient of all of x, with zeros."""
@@ -370,7 +370,7 @@ class Tape(Autograd):
         """
         query, key, value = (self.to(tensor, self.autocast or tensor.itemsize) for tensor in (query, key, value))
         if mask:
-            added = self.make("attention: mask", mask.numel, query.itemsize, per_sample=False)
+            added = self.make("attention: mask", heads.batch_size * mask.numel, query.itemsize)
             return attention.fused(self, "efficient" if self.fused else "cpu", query, key, value, heads, added)
         kernel = self._attention_kernel(query.itemsize, heads)
         if kernel == "math":
