@@ -9,14 +9,18 @@
   python plan.py --preset llama3-8b --ranks 8 --explain       the terms of the peak, with their sizes
   python plan.py --ranks 8 --plot plan.png                    a figure of these terms, and of the memory of a step
   python plan.py --ranks 4 --simulate                         compared with PyTorch's own code, on fake tensors
-  python plan.py --config config.json --device cpu --simulate           compared with the library's own code
+  python plan.py --config config.json --simulate              compared with the library's own code
   python plan.py --module my_model.py:build --ranks 8         your own model: see below
 
 It takes the options of gpt_fsdp.py, with the same defaults: replace gpt_fsdp.py by plan.py in a command to see what it
 needs. A plan ends with the command that runs it. Some options belong to other labs: zero1 and deepspeed-N to gpt_zero.py,
 --mesh pipeline=N to gpt_pipeline.py, --config and --model to hf_fsdp.py.
 
-It needs only Python, except with --simulate, --plot and --module. The result is "fits", "tight" or "does not fit", and
+A model of a family that the planner does not know by arithmetic, or some of whose operators it does not know, is simulated
+with the library's own code: PyTorch and transformers must be installed. So are third-party models whose --mesh splits
+weights, and their --lora with --simulate.
+
+It needs only Python otherwise, except with --simulate, --plot and --module. The result is "fits", "tight" or "does not fit", and
 includes PyTorch's reserve and the other memory of a process on a GPU (planner/gpus.py has the figures and their sources).
 A tight plan fits only if the allocator reserves nothing beyond the plan.
 
@@ -27,9 +31,10 @@ validated on a GPU. Times are bounds: the collectives' bytes over the links' pub
 
 Your own model: a function without arguments that returns (module, inputs, loss), where loss(module, *inputs) is the
 scalar to minimize, for the batch of one rank. Its FSDP units are the members of its ModuleLists, including everything
-inside of them, such as a block's experts. It trains with AdamW; in bf16 with FSDP's mixed precision, on a single rank with
-autocast around ``loss``. Its peak is simulated with the CPU's kernels, so its shapes and control flow must not depend on
-data; its persistent memory and its traffic are predicted.
+inside of them, such as a block's experts. It trains with AdamW; in bf16 with FSDP's mixed precision, without FSDP with
+autocast around ``loss``. Its peak and its traffic are simulated, so its shapes and control flow must not depend on data;
+its persistent memory is predicted. ZeRO-1 is --strategy zero1; PyTorch's ZeRO-3 is fsdp2, and its ZeRO-2 is fsdp2 with
+--reshard-after-forward false.
 """
 
 import dataclasses
@@ -56,12 +61,13 @@ from labkit.running.options import (
     option,
     parse,
     redeclared,
+    several,
 )
-from planner import predict
-from planner.cli import report
-from planner.cli.commands import STRATEGIES, describe, find, plan_from_options, sweep
+from planner import gpus, predict
+from planner.cli import config_files, report
+from planner.cli.commands import STRATEGIES, costs, describe, find, plan_from_options, sweep
 from planner.gpus import GPU, GPUS
-from planner.models import huggingface
+from planner.models import huggingface, networks
 from planner.models.shapes import GPT_SHAPES, GPTShape
 from planner.parallel import pipeline, zero
 from planner.parallel.mesh import arrange
@@ -105,7 +111,7 @@ class Config(TransformerTraining):
         Conflict(
             {"flops": None},
             {"peak_known": False},
-            "no peak is known of {c.gpu} in {c.precision}: give --flops, or another --precision",
+            "no peak is known of {c.gpu} in {c.precision}{c.known_in_fp16}: give --flops, or another --precision",
         ),
         *leave_out(
             {"sweep": True},
@@ -119,8 +125,13 @@ class Config(TransformerTraining):
         ),
         Conflict(
             {"simulates": True},
-            {"strategy": ("ddp", "zero1", *DEEPSPEED)},
-            "--strategy {c.strategy} cannot be simulated: take single, fsdp1 or fsdp2",
+            {"strategy": DEEPSPEED},
+            "--strategy {c.strategy} cannot be simulated: take fsdp2 (ZeRO-3; with --reshard-after-forward false, ZeRO-2)",
+        ),
+        Conflict(
+            {"simulate": True},
+            {"strategy": "zero1"},
+            "--strategy zero1 is simulated with --module only: take single, ddp, fsdp1 or fsdp2",
         ),
         Conflict(
             {"module": GIVEN},
@@ -147,8 +158,8 @@ class Config(TransformerTraining):
         ),
         Conflict(
             {"third_party": True},
-            {"splits_model": True},
-            "--mesh {c.mesh} is planned for the course's models only: leave --config and --model out",
+            {"pipelined": True},
+            "--mesh {c.mesh} is planned for the course's models only: leave --config and --model out, or the pipeline",
         ),
         Conflict(
             {"third_party": True},
@@ -156,14 +167,25 @@ class Config(TransformerTraining):
             "--seq-len {c.seq_len} is longer than the {c.longest} learned positions of this model",
         ),
         Conflict(
-            {"third_party": True},
-            {"simulate": True, "on_gpu": True},
-            "third-party models are simulated with the CPU's kernels: give --device cpu too",
+            {"library_simulated": True},
+            {"lacking": GIVEN},
+            "hf_fsdp.py, which is simulated, has no {c.lacking[0]}: leave it out",
         ),
         Conflict(
             {"third_party": True},
-            {"simulate": True, "lacking": GIVEN},
-            "hf_fsdp.py, which is simulated, has no {c.lacking[0]}: leave it out",
+            {"ep_degree": several},
+            "--mesh {c.mesh}: what ranks exchange depends on the experts that tokens choose: plan shard without expert, or "
+            "measure it with hf_fsdp.py --record",
+        ),
+        *leave_out(
+            {"by_library": True},
+            ("sweep", "find", "explain", "plot"),
+            "this plan is simulated, as {c.why_simulated}: leave --sweep, --find, --explain and --plot out",
+        ),
+        Conflict(
+            {"by_library": True, "shape": None},
+            {"tokens": GIVEN},
+            "no time is planned of this model, as {c.why_simulated}: leave --tokens out",
         ),
         Conflict(
             {"pipelined": True},
@@ -268,7 +290,7 @@ class Config(TransformerTraining):
         "infiniband",
         "between nodes: "
         + ", ".join(f"{name} ({link.bandwidth / 1e9:g} GB/s per node)" for name, link in cost.NETWORKS.items())
-        + ", or GB/s per node",
+        + ", or GB/s per node, or Gbit/s as 10gbit",
     )
     find: Literal["ranks", "batch-size", "seq-len"] | None = option(
         None, "search for the smallest --ranks, or the largest --batch-size or --seq-len, that fits"
@@ -295,16 +317,18 @@ class Config(TransformerTraining):
 
     @cached_property
     def shape(self) -> GPTShape | None:
-        """The shape of the model; None with --module.
+        """The shape of the model; None with --module, and of a family that the planner does not know.
 
         Raises:
             UserError: --config or --model cannot be read.
         """
         if self.module:
             return None
-        if self.third_party:
-            return huggingface.load(self.named, "--config" if self.config else "--model")
-        return super().shape
+        if not self.third_party:
+            return super().shape
+        option = "--config" if self.config else "--model"
+        config_files.check(self.named, option)
+        return huggingface.load(self.named, option) if config_files.is_planned(self.named) else None
 
     @property
     def tied_weights(self) -> bool:
@@ -314,7 +338,7 @@ class Config(TransformerTraining):
     def wraps_embeddings(self) -> bool:
         """Whether embedding and head are FSDP units; for a third-party model, hf_fsdp.py's policy is the default."""
         if self.wrap is None and self.third_party:
-            return not self.shape.tie_word_embeddings
+            return not self.tied_weights
         return super().wraps_embeddings
 
     @property
@@ -330,7 +354,7 @@ class Config(TransformerTraining):
     @property
     def longest(self) -> int:
         """Maximum number of tokens in a sequence, by the number of learned positions."""
-        return self.shape.learned_positions or 10**9
+        return (self.shape and self.shape.learned_positions) or 10**9
 
     @property
     def too_long(self) -> bool:
@@ -350,6 +374,12 @@ class Config(TransformerTraining):
         return self.precision in self.booked.flops
 
     @property
+    def known_in_fp16(self) -> str:
+        """What is known instead of a GPU without bf16: fp16 takes as much memory."""
+        fp16 = self.booked.flops.get("fp16")
+        return f" (in fp16, which takes as much memory, {fp16:g} are published)" if fp16 else ""
+
+    @property
     def memory(self) -> float:
         """GiB that a rank may use."""
         return self.gpu_memory or self.booked.memory
@@ -365,12 +395,40 @@ class Config(TransformerTraining):
 
     @property
     def splits_model(self) -> bool:
-        """Whether tensor or pipeline parallelism splits the model."""
-        return self.pipelined or self.tp_degree > 1
+        """Whether tensor or expert parallelism splits the model."""
+        return self.tp_degree > 1 or self.ep_degree > 1
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether --mesh may have a dimension for experts: the library checks whether the model has any."""
+        return self.third_party
+
+    @cached_property
+    def why_simulated(self) -> str:
+        """Why the planner's arithmetic does not cover a third-party model; "": it does."""
+        if not self.third_party:
+            return ""
+        if self.shape is None:
+            return f"its family {config_files.settings(self.named)['model_type']!r} is not one that the planner knows"
+        if unmodeled := networks.gpt(self.shape, 1, 1).unmodeled:
+            return f"arithmetic does not cover {unmodeled}"
+        if self.splits_model:
+            return "arithmetic splits only the course's models"
+        return "arithmetic does not cover peft's adapters" if self.lora and self.simulate else ""
+
+    @property
+    def by_library(self) -> bool:
+        """Whether the peak is simulated with the library's own code, because arithmetic does not cover it."""
+        return bool(self.why_simulated)
+
+    @property
+    def library_simulated(self) -> bool:
+        """Whether a step of hf_fsdp.py is simulated."""
+        return self.by_library or (self.third_party and self.simulate)
 
     @property
     def simulates(self) -> bool:
-        return bool(self.simulate or self.module)
+        return bool(self.simulate or self.module or self.by_library)
 
     @property
     def lab(self) -> str:
@@ -389,7 +447,17 @@ class Config(TransformerTraining):
     @property
     def decided_by_module(self) -> list[str]:
         """The explicit options that --module determines itself, or does not support."""
-        free = ("strategy", "precision", "reshard_after_forward", "max_steps", "lr", "warmup_steps", "lr_schedule")
+        free = (
+            "strategy",
+            "precision",
+            "reshard_after_forward",
+            "device",
+            "backend",
+            "max_steps",
+            "lr",
+            "warmup_steps",
+        )
+        free += ("lr_schedule",)
         free += ("decay_steps", "min_lr", "weight_decay", "decay_1d", "seed", "checkpoint_every")
         return [flag(name) for name in self._changed() if name not in free]
 
@@ -409,7 +477,7 @@ class Config(TransformerTraining):
         return lacking
 
     def _wraps_as_the_lab(self) -> bool:
-        return self.third_party and self.wraps_embeddings != self.shape.tie_word_embeddings
+        return self.third_party and bool(self.shape) and self.wraps_embeddings != self.tied_weights
 
     def _changed(self) -> dict:
         """Return the training options that differ from their defaults."""
@@ -425,8 +493,8 @@ def answer(options: Config) -> str:
     """
     if options.sweep or options.find:
         return answer_on_several(options)
-    if options.module:
-        return answer_on_own(options)
+    if options.module or options.by_library:
+        return answer_by_simulation(options)
     plan = plan_from_options(options)
     result = describe(options, plan)
     if options.simulate:
@@ -514,60 +582,74 @@ def draw(options: Config, plan: predict.Plan):
     planner.save(planner.step(plan, report.title(options)), options.plot)
 
 
-def answer_on_own(options: Config) -> str:
-    """Return the output for the user's own model (--module)."""
-    prepare_to_simulate()
-    from labkit.training import own_model
+def answer_by_simulation(options: Config) -> str:
+    """Return the output for a model whose peak only its own code knows: --module, or a third-party model."""
+    prepare_to_simulate(options)
+    from labkit.training import simulated_plan
 
-    build = own_model.load(options.module)
-    plan = plan_from_options(options, own_model.blueprint(options.module, build))
     # Errors are reported as one sentence; PyTorch would also log them with a traceback.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-    with own_model.as_user_error(f"{options.module} cannot be simulated"):
-        keep = options.reshard_after_forward
-        peak = peak_of(own_model.step(build, options.ranks, options.strategy, options.precision, keep))
-    return json.dumps(peak, indent=1) if options.json else report.own_text(options, plan, peak)
+    if options.module:
+        found = simulated_plan.of_module(options)
+    else:
+        found = simulated_plan.of_library(options, *library_step(options))
+    found["memory"] = gpus.verdict(found["simulated"], options.memory, options.gpu, options.ranks)
+    if options.shape and not options.splits_model:
+        found |= costs(options, plan_from_options(options))
+    if options.json:
+        return json.dumps(found if options.module else found | {"command": command(options)[0]}, indent=1)
+    page = report.simulated_text(options, found)
+    return page if options.module else f"{page}\n\n{how_to_run(options)}"
 
 
-def prepare_to_simulate():
+def prepare_to_simulate(options: Config):
     """Hide GPUs, which fake tensors do not need.
 
     Raises:
-        UserError: PyTorch, which planning does not need, is not installed.
+        UserError: PyTorch or transformers, which planning does not need, is not installed.
     """
-    if importlib.util.find_spec("torch") is None:
-        raise UserError("simulating runs PyTorch's own code, and this Python has none: pip install torch")
-    from labkit.running import gpus
+    needed = ("torch", "transformers") if options.third_party else ("torch",)
+    for library in needed:
+        if importlib.util.find_spec(library) is None:
+            why = f", as {options.why_simulated}" if options.by_library else ""
+            raise UserError(
+                f"this is simulated with the libraries' own code{why}; this Python has no {library}: pip install {library}"
+            )
+    from labkit.running import gpus as visible
 
-    gpus.hide()
+    visible.hide()
+
+
+def library_step(options: Config) -> tuple:
+    """Return (the lab hf_fsdp.py, its options) for the step of a third-party model."""
+    import hf_fsdp  # imports transformers, which takes seconds
+
+    values = lab_values(options)
+    names = {field.name for field in dataclasses.fields(hf_fsdp.Config)} & values.keys()
+    values = {name: values[name] for name in names} | {"model": options.model, "config": options.config}
+    return hf_fsdp, hf_fsdp.Config(device="cpu", **values)
+
+
+def lab_values(options: Config) -> dict:
+    """Return {option: value} of a lab's run, without what has no effect on a simulation."""
+    ignored = {"compile": False, "checkpoint_every": None}
+    return {name: getattr(options, name) for name in (*declared(TransformerTraining), "log")} | ignored
 
 
 def simulated(options: Config) -> dict:
-    """Simulate a step with PyTorch's own code, and return its peak as ``peak_of`` does."""
-    prepare_to_simulate()
+    """Simulate a step with PyTorch's own code, and return its peak as ``simulated_plan.peak_of`` does."""
+    prepare_to_simulate(options)
     from labkit.measuring.gpu_operators import GpuOperators
     from labkit.running import simulated_lab
-
-    ignored = {"compile": False, "checkpoint_every": None}  # without effect on a simulation
-    values = {name: getattr(options, name) for name in (*declared(TransformerTraining), "log")} | ignored
-    if options.third_party:
-        import hf_fsdp  # imports transformers, which takes seconds
-
-        names = {field.name for field in dataclasses.fields(hf_fsdp.Config)} & values.keys()
-        values = {name: values[name] for name in names} | {"model": options.model, "config": options.config}
-        return peak_of(simulated_lab.step(hf_fsdp, hf_fsdp.Config(device="cpu", **values), options.ranks))
-    import gpt_fsdp
+    from labkit.training import simulated_plan
 
     gpu = GpuOperators() if options.on_gpu else None
-    values["wrap"] = options.wrap or TransformerTraining.wrap
-    return peak_of(simulated_lab.step(gpt_fsdp, gpt_fsdp.Config(**values), options.ranks, gpu))
+    if options.third_party:
+        return simulated_plan.peak_of(simulated_lab.step(*library_step(options), options.ranks, gpu))
+    import gpt_fsdp
 
-
-def peak_of(memory: dict) -> dict:
-    """Return {"simulated": peak in bytes, "simulated_at", "simulated_by_category"} of a result of ``simulate.step``."""
-    peak = {name: size for name, size in memory["peak"].items() if size}
-    where = f"{memory['peak_phase']}, {memory['peak_operator']}"
-    return {"simulated": sum(peak.values()), "simulated_at": where, "simulated_by_category": peak}
+    values = lab_values(options) | {"wrap": options.wrap or TransformerTraining.wrap}
+    return simulated_plan.peak_of(simulated_lab.step(gpt_fsdp, gpt_fsdp.Config(**values), options.ranks, gpu))
 
 
 def main():

@@ -38,7 +38,7 @@ BEFORE_ANYTHING_STARTS = {
         "--module FOLDER/text.txt:build": "--module FILE.py:function text.txt:build",
         "--module FOLDER/own.py:build --batch-size 4": "--batch-size",
         "--module FOLDER/own.py:build --lora 4": "--lora",
-        "--module FOLDER/own.py:build --strategy ddp": "--strategy ddp fsdp2",
+        "--module FOLDER/own.py:build --strategy deepspeed-3": "--strategy deepspeed-3 fsdp2",
         "--module FOLDER/own.py:build --precision fp64": "--precision fp64",
         "--module FOLDER/own.py:build --sweep": "--sweep --module",
         "--module FOLDER/own.py:build --explain": "--explain --module",
@@ -75,7 +75,7 @@ BEFORE_ANYTHING_STARTS = {
         "--link copper": "--link nvlink pcie 1e-06 1e+06 'copper'",
         "--network -3": "--network infiniband ethernet GB/s '-3'",
         "--preset mnist": "--preset 'mnist'",
-        "--strategy ddp --simulate": "--strategy ddp fsdp2",
+        "--strategy zero1 --simulate": "--strategy zero1 fsdp2",
         "--weights bf16": "--weights bf16 --precision",
         "--recompute-every 2": "--recompute-every --recompute full selective alternate",
         "--preset 1b --wrap blocks+embeddings": "--wrap blocks+embeddings embedding head",
@@ -123,15 +123,20 @@ BEFORE_ANYTHING_STARTS = {
         "--config FOLDER/llama.json --preset tiny": "--preset --config",  # the default, too
         "--config FOLDER/llama.json --model FOLDER": "--config --model",
         "--config FOLDER/llama.json --tied": "--tied",
-        "--config FOLDER/llama.json --simulate": "CPU --device cpu",
         "--config FOLDER/llama.json --simulate --device cpu --wrap blocks": "hf_fsdp.py --wrap",
-        "--config FOLDER/llama.json --simulate --device cpu --prefetch 1": "hf_fsdp.py --prefetch",
-        "--config FOLDER/llama.json --simulate --device cpu --recompute selective": "hf_fsdp.py --recompute selective",
+        "--config FOLDER/llama.json --simulate --device cpu --recompute alternate": "hf_fsdp.py --recompute alternate",
         "--config FOLDER/llama.json --simulate --device cpu --strategy fsdp1": "hf_fsdp.py --strategy fsdp1",
-        "--config FOLDER/llama.json --mesh tensor=8": "--mesh tensor=8 --config",
+        "--config FOLDER/llama.json --mesh pipeline=8 --accumulate 8": "--mesh pipeline=8 --config",
         "--config FOLDER/gpt2.json": "--seq-len 128 64",
-        "--config FOLDER/mixtral.json": "mixtral.json num_local_experts",
-        "--config FOLDER/mamba.json": "mamba.json model_type 'mamba' llama mistral",
+        "--config FOLDER/mixtral.json --find ranks": "experts --find",
+        "--config FOLDER/mixtral.json --mesh shard=8,expert=8": "expert shard hf_fsdp.py --record",
+        "--config FOLDER/mamba.json --sweep": "'mamba' --sweep",
+        "--config FOLDER/mamba.json --tokens 1e9": "'mamba' --tokens",
+        "--config FOLDER/t5.json": "t5.json t5 --module",
+        "--config FOLDER/stablelm.json --seq-len 65": "--seq-len 65 64",
+        "--config FOLDER/deepspeed.json": "DeepSpeed --strategy deepspeed-3 config.json",
+        "--config FOLDER/accelerate.yaml": "accelerate --strategy fsdp2 config.json",
+        "--gpu v100 --precision bf16": "v100 bf16 fp16 1.25e+14 --flops",
         "--config FOLDER/halved.json": "halved.json num_hidden_layers 1",
         "--config FOLDER/typed.json": "typed.json hidden_size '64' 1",
         "--config FOLDER/odd.json": "odd.json 15 odd",
@@ -358,6 +363,8 @@ CONFIGS = {
     "gpt2": GPT2,
     "mixtral": {"model_type": "mixtral", "num_local_experts": 8},
     "mamba": {"model_type": "mamba"},
+    "t5": {"model_type": "t5"},
+    "stablelm": {"model_type": "stablelm", "max_position_embeddings": 64},
     "halved": {"num_hidden_layers": None},
     "typed": {"hidden_size": "64"},
     "odd": {"hidden_size": 60},
@@ -370,6 +377,8 @@ def files(folder: Path) -> Path:
     (folder / "torn.py").write_text("def build(:")
     (folder / "text.txt").write_text("build")
     (folder / "list.json").write_text("[1, 2]")
+    (folder / "deepspeed.json").write_text('{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}')
+    (folder / "accelerate.yaml").write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n")
     for name, changes in CONFIGS.items():
         (folder / f"{name}.json").write_text(json.dumps(LLAMA | changes))
     return folder

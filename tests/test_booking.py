@@ -103,7 +103,7 @@ def test_a_measured_reserve_takes_the_place_of_the_published(tmp_path):
 
 NAMES = {  # as torch.cuda.get_device_name has them
     "Tesla V100-SXM2-32GB": "v100",
-    "Tesla V100-SXM2-16GB": None,
+    "Tesla V100-SXM2-16GB": "v100-16",
     "NVIDIA A100-SXM4-40GB": "a100-40",
     "NVIDIA A100-PCIE-40GB": "a100-40",
     "NVIDIA A100-SXM4-80GB": "a100",
@@ -116,6 +116,10 @@ NAMES = {  # as torch.cuda.get_device_name has them
     "NVIDIA B200": "b200",
     "NVIDIA L40S": "l40s",
     "NVIDIA L4": "l4",
+    "NVIDIA A10": "a10",
+    "NVIDIA A10G": None,
+    "NVIDIA GeForce RTX 3090": "rtx3090",
+    "NVIDIA GeForce RTX 3090 Ti": None,
     "NVIDIA GeForce RTX 4090": "rtx4090",
     "NVIDIA GeForce RTX 4090 D": None,
     "NVIDIA GeForce RTX 4090 Laptop GPU": None,

@@ -220,13 +220,14 @@ def own(tmp_path):
 
 @pytest.mark.long
 def test_a_model_of_ones_own(own):
-    run = script("plan.py", "--module", f"{own}/own.py:build", "--ranks", "4")
+    run = script("plan.py", "--module", f"{own}/own.py:build", "--ranks", "4", "--device", "cpu")
     assert run.returncode == 0, run.stderr
     parameters = 3 * (96 * 96 + 96)
     assert f"{parameters:,} parameters in 4 units" in run.stdout
     persistent = 3 * 4 * parameters / 4 + 4 * 6
     assert f"predicted, between steps  {report.gib(int(persistent)):>14}" in run.stdout
-    facts = json.loads(script("plan.py", "--module", f"{own}/own.py:build", "--ranks", "4", "--json").stdout)
+    words = ("--module", f"{own}/own.py:build", "--ranks", "4", "--device", "cpu")
+    facts = json.loads(script("plan.py", *words, "--json").stdout)
     kept = ("parameters", "optimizer state")
     assert sum(facts["simulated_by_category"][name] for name in kept) == persistent
 
@@ -234,7 +235,7 @@ def test_a_model_of_ones_own(own):
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
 def test_experts_inside_blocks_are_counted_once(own, strategy):
-    words = ("--module", f"{own}/own.py:experts", "--ranks", "4", "--strategy", strategy)
+    words = ("--module", f"{own}/own.py:experts", "--ranks", "4", "--strategy", strategy, "--device", "cpu")
     run = script("plan.py", *words)
     assert run.returncode == 0, run.stderr
     linear = 8 * 8 + 8  # divides by four ranks: nothing is padded

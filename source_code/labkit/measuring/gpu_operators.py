@@ -11,7 +11,8 @@ aten/src/ATen/native):
 
   attention            transformers/cuda/sdp_utils.cpp: fp64 math; fp32 memory-efficient, with grouped heads only from
                        PyTorch 2.15 (pytorch#191085), math before; bf16 flash, or on Hopper cuDNN's, whose tensors have
-                       the same sizes. Not covered: masks, dropout, a head_dim that is no multiple of 8 (PyTorch pads it)
+                       the same sizes. With a mask, or heads above 256 or of two sizes: memory-efficient, and math where
+                       it has no kernel. Not covered: flash with a head_dim that is no multiple of 8 (PyTorch pads it)
   rms_norm             layer_norm.cpp: one operator if weight and input have the same dtype
   dropout              Dropout.cpp: native_dropout, whose mask takes one byte per element
   autocast             autocast_mode.h: rms_norm and log_softmax are computed in fp32, too
@@ -42,6 +43,8 @@ from labkit.measuring.trace import StepTrace
 
 aten = torch.ops.aten
 GROUPED_EFFICIENT = (2, 15)  # the first PyTorch whose memory-efficient attention takes grouped heads
+LARGEST_FLASH_HEAD = 256  # elements
+ALIGNMENT, ALIGNED_ROW = 16, 16  # of memory-efficient attention: bytes of a head, elements of a mask's row
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
@@ -93,30 +96,61 @@ class GpuOperators(contextlib.ExitStack):
         """Return whether a storage would be in the CPU's memory."""
         return self.making_on_cpu or self.on_cpu.get(storage._cdata) is storage
 
-    def attention(self, query, key, value, *, is_causal=False, enable_gqa=False):
+    def attention(
+        self,
+        query,
+        key,
+        value,
+        attn_mask=None,
+        dropout_p=0.0,
+        is_causal=False,
+        scale=None,
+        enable_gqa=False,
+    ):
         """Run the attention operator that a GPU would run.
 
         Args:
             query: (batch, heads, length, head_dim).
-            key, value: (batch, kv_heads, length, head_dim).
+            key, value: (batch, kv_heads, length, head_dim); their heads may have different sizes.
+            attn_mask: of attended positions, or to be added: broadcast to (batch, heads, length, length).
+            dropout_p: probability that an attention weight is dropped.
             is_causal: mask later positions.
+            scale: factor on query · key.
             enable_gqa: allow kv_heads < heads (grouped-query attention).
 
         Returns:
-            As query.
+            As query, with the head_dim of value.
         """
         query, key, value = (_autocast(tensor) for tensor in (query, key, value))
         needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-        if query.dtype == torch.bfloat16 and self.cudnn:
-            return aten._scaled_dot_product_cudnn_attention(query, key, value, None, needs_grad, 0.0, is_causal)[0]
-        if query.dtype == torch.bfloat16:
-            return aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal)[0]
-        grouped = query.shape[1] != key.shape[1]
-        if query.dtype == torch.float32 and (self.version >= GROUPED_EFFICIENT or not grouped):
-            return aten._scaled_dot_product_efficient_attention(query, key, value, None, needs_grad, 0.0, is_causal)[0]
-        return aten._scaled_dot_product_attention_math(query, key, value, None, 0.0, is_causal, enable_gqa=enable_gqa)[
-            0
-        ]
+        grouped, half = query.shape[1] != key.shape[1], query.dtype in (torch.bfloat16, torch.float16)
+        same_size = query.shape[-1] == value.shape[-1] <= LARGEST_FLASH_HEAD
+        if half and attn_mask is None and same_size and self.cudnn:
+            attend = aten._scaled_dot_product_cudnn_attention
+            return attend(query, key, value, None, needs_grad, dropout_p, is_causal, scale=scale)[0]
+        if half and attn_mask is None and same_size:
+            return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        aligned = not any(tensor.shape[-1] * tensor.element_size() % ALIGNMENT for tensor in (query, value))
+        ungrouped = not grouped or (self.version >= GROUPED_EFFICIENT and attn_mask is None)
+        needs_bias_gradient = attn_mask is not None and attn_mask.requires_grad
+        if query.dtype != torch.float64 and aligned and ungrouped and not needs_bias_gradient:
+            bias = _bias(attn_mask, query, key)
+            attend = aten._scaled_dot_product_efficient_attention
+            return attend(query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale)[0]
+        attend = aten._scaled_dot_product_attention_math
+        return attend(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+
+
+def _bias(mask, query, key):
+    """Return a mask as memory-efficient attention takes it: added in the query's dtype, each row aligned, and expanded."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = torch.where(mask, 0.0, mask.new_full((), -math.inf, dtype=query.dtype))
+    length = mask.shape[-1]
+    if length % ALIGNED_ROW:  # padded, of which the first elements are taken
+        mask = F.pad(mask, (0, -length % ALIGNED_ROW))[..., :length]
+    return mask.expand(*query.shape[:3], key.shape[2])
 
 
 def _autocast(tensor, dtype: torch.dtype | None = None):

@@ -6,7 +6,7 @@
   with simulate.real_tensors(): …          inside setup, around code that creates device meshes
 
 The result is *simulated*, not measured: FSDP, autograd, and the optimizer run, but allocate nothing.
-DDP cannot be simulated: its reducer reads the tensors' elements.
+DDP's reducer cannot run, as it reads the tensors' elements: its buckets are added to the step of one process.
 
 Private PyTorch used here, and only here: ``FakeTensorMode`` and its switch, the "fake" process group, FSDP2's chunking of
 a parameter, DTensor's decision whether to use its cache, and ``FSDPMemTracker``.
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from planner.parallel.traffic import bucket_sizes
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -48,7 +49,7 @@ def join(world_size: int):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
 
 
-def step(setup, gpu: GpuOperators | None = None, workspaces: bool = True) -> dict:
+def step(setup, gpu: GpuOperators | None = None, workspaces: bool = True, ddp_reductions: int = 0) -> dict:
     """Trace a steady training step on rank 0 of the simulated world.
 
     Args:
@@ -58,6 +59,7 @@ def step(setup, gpu: GpuOperators | None = None, workspaces: bool = True) -> dic
             ``real_tensors()``.
         gpu: a GPU's operators instead of the CPU's.
         workspaces: whether to count the workspaces of a GPU's operators.
+        ddp_reductions: how often DDP reduces the gradients in a step, to add what DDP adds; 0: without DDP.
 
     Returns:
         The keys "memory" and "traffic" of a record, merged: {"peak": {category: bytes}, "peak_phase", "peak_operator",
@@ -68,12 +70,19 @@ def step(setup, gpu: GpuOperators | None = None, workspaces: bool = True) -> dic
         counters.optimizer = optimizer
         traced = model, optimizer, torch.device("meta")  # the device of fake tensors' storages
         trace = GpuTrace(gpu, workspaces, *traced) if gpu else StepTrace(*traced)
+        ready = []  # parameters, in the order in which their gradients are
         with gpu or contextlib.nullcontext():
-            train(*batch)  # the optimizer creates its state
+            with _watch_gradients(model if ddp_reductions else None, ready):
+                train(*batch)  # the optimizer creates its state
             trace.batch = batch
             with trace:
                 train(*batch)
+        buckets = bucket_sizes([parameter.nbytes for parameter in dict.fromkeys(ready)])
     timeline = trace.timeline()
+    for size in buckets:
+        trace.collectives["all-reduce", size, None] += ddp_reductions
+    for snapshot in timeline:
+        snapshot["all-reduce buckets"] += sum(buckets)
     highest, _ = peak(timeline)
     return {
         "peak": {category: highest[category] for category in CATEGORIES},
@@ -83,6 +92,16 @@ def step(setup, gpu: GpuOperators | None = None, workspaces: bool = True) -> dic
         "timeline": [[snapshot["phase"], *(snapshot[name] for name in CATEGORIES)] for snapshot in timeline],
         "traffic": listed(trace.collectives),
     }
+
+
+@contextlib.contextmanager
+def _watch_gradients(model, ready: list):
+    """Append each parameter of a model to ``ready`` when its gradient is accumulated; None: watch nothing."""
+    trained = [p for p in model.parameters() if p.requires_grad] if model is not None else []
+    handles = [parameter.register_post_accumulate_grad_hook(ready.append) for parameter in trained]
+    yield
+    for handle in handles:
+        handle.remove()
 
 
 def tracked_peak(setup) -> int:
@@ -106,6 +125,7 @@ def _fake_tensors():
     cached = replaced(_dispatch, _are_we_tracing=lambda: False)
     with FakeTensorMode(allow_non_fake_inputs=True), _Counters() as counters, cached, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # FSDP1 checks it
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # some modules of transformers
         try:
             yield counters
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -127,6 +147,22 @@ def real_tensors():
     """Create real tensors within this context: a device mesh stores its ranks in a tensor and reads them."""
     with unset_fake_temporarily(), replaced(_fsdp_param, _chunk_with_empty=_LazyChunks):
         yield
+
+
+def allocate(model):
+    """Replace a model's tensors on the meta device by fake ones on the CPU, in place. Shared tensors stay shared.
+
+    Some of what builds a model, such as peft, does not work on fake tensors, but does on the meta device.
+    """
+    made = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor not in made:
+                    made[tensor] = torch.empty_like(tensor, device="cpu", requires_grad=False)
+                    if isinstance(tensor, torch.nn.Parameter):
+                        made[tensor] = torch.nn.Parameter(made[tensor], tensor.requires_grad)
+                tensors[name] = tensor if tensor is None else made[tensor]
 
 
 class _LazyChunks:

@@ -9,7 +9,6 @@ returns the context of a simulated step. DDP's step is that of one process, with
 
 import contextlib
 import dataclasses
-import sys
 from collections.abc import Callable
 
 import torch
@@ -51,8 +50,9 @@ def setup(lab, config, ranks: int) -> Callable:
         # Create the parameters in the lab's dtype: ``module.to`` does not work on fake tensors.
         torch.set_default_dtype(config.dtype)
         try:
-            with _without_initial_weights():
+            with simulate.real_tensors(), torch.device("meta"):
                 model = lab.unsharded(config)
+            simulate.allocate(model)
             if config.strategy.startswith("fsdp"):
                 with simulate.real_tensors():
                     model = getattr(lab, config.strategy)(model, config, me)
@@ -69,15 +69,6 @@ def setup(lab, config, ranks: int) -> Callable:
         return model, optimizer, batch, train
 
     return prepare
-
-
-def _without_initial_weights():
-    """Return a context in which transformers draws no initial weights, as some of its functions read the elements."""
-    if "transformers" not in sys.modules:
-        return contextlib.nullcontext()
-    from transformers.initialization import no_init_weights
-
-    return no_init_weights()
 
 
 def _batch(config, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:

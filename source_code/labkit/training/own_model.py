@@ -6,6 +6,7 @@ Used by plan.py; based on labkit/measuring/simulate.py.
 import contextlib
 import importlib.util
 import sys
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -21,18 +22,29 @@ from torch.distributed.fsdp import (
 
 from labkit import UserError
 from labkit.measuring import simulate
+from labkit.measuring.gpu_operators import GpuOperators
 from labkit.training.units import units_of
 
+STRATEGIES = ("single", "ddp", "zero1", "fsdp1", "fsdp2")
 
-def step(build, ranks: int, strategy: str, precision: str = "fp32", reshard: str = "true") -> dict:
-    """Simulate a step with AdamW on rank 0 of a world of ``ranks``.
+
+def step(
+    build,
+    ranks: int,
+    strategy: str,
+    precision: str = "fp32",
+    reshard: str = "true",
+    gpu: GpuOperators | None = None,
+) -> dict:
+    """Simulate a step with AdamW on one rank of a world of ``ranks``: the one that needs most.
 
     Args:
         build: returns (module, inputs, loss), where loss(module, *inputs) is the scalar to minimize.
         ranks: size of the simulated world.
-        strategy: "single", "fsdp1" or "fsdp2".
-        precision: "fp32" or "bf16" (FSDP's mixed precision; on one rank, autocast).
+        strategy: one of ``STRATEGIES``.
+        precision: "fp32" or "bf16" (FSDP's mixed precision; elsewhere autocast).
         reshard: "true", "false", or a number of shards, as --reshard-after-forward.
+        gpu: a GPU's operators instead of the CPU's.
 
     Returns:
         Memory and traffic as ``simulate.step`` returns them.
@@ -40,30 +52,52 @@ def step(build, ranks: int, strategy: str, precision: str = "fp32", reshard: str
     Raises:
         UserError: the strategy or the model cannot be simulated.
     """
-    if strategy not in ("single", "fsdp1", "fsdp2"):
-        raise UserError(f"{strategy} cannot be simulated: choose single, fsdp1 or fsdp2")
+    if strategy not in STRATEGIES:
+        raise UserError(f"{strategy} cannot be simulated: choose {', '.join(STRATEGIES[:-1])} or {STRATEGIES[-1]}")
     simulate.join(ranks)
     mesh = init_device_mesh("cpu", (ranks,))
+    shards = strategy.startswith("fsdp")
 
     def setup():
         module, inputs, loss_of = build()
-        if strategy != "single":
+        if shards:
             with simulate.real_tensors():
                 module = sharded(module, strategy, precision, reshard, mesh)
-        optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], foreach=True)
+        trained = [p for p in module.parameters() if p.requires_grad]
+        if not trained:
+            raise UserError("no parameter of it is trained: leave requires_grad of one at least")
+        optimizer = torch.optim.AdamW(largest_part(trained, ranks) if strategy == "zero1" else trained, foreach=True)
 
         def train(*inputs):
-            by_autocast = precision == "bf16" and strategy == "single"  # FSDP casts by its own policy
+            by_autocast = precision == "bf16" and not shards  # FSDP casts by its own policy
             with torch.autocast("cpu", torch.bfloat16) if by_autocast else contextlib.nullcontext():
                 loss = loss_of(module, *inputs)
             loss.backward()
             del loss
             optimizer.step()
-            optimizer.zero_grad()
+            module.zero_grad()
 
         return module, optimizer, tuple(inputs), train
 
-    return simulate.step(setup)
+    traced = simulate.step(setup, gpu, ddp_reductions=int(strategy in ("ddp", "zero1")))
+    if strategy == "zero1":  # after the step each rank broadcasts the parameters that it has updated
+        sent = Counter(parameter.nbytes for parameter in _trained(build))
+        traced["traffic"] += [{"kind": "broadcast", "bytes": b, "dimension": None, "count": n} for b, n in sent.items()]
+    return traced
+
+
+def _trained(build) -> list:
+    """Return the trained parameters of the user's own model, on the meta device."""
+    with torch.device("meta"):
+        return [p for p in build()[0].parameters() if p.requires_grad]
+
+
+def largest_part(parameters: list, ranks: int) -> list:
+    """Return the parameters whose rank has most of all, as ZeroRedundancyOptimizer assigns them (planner/parallel/zero.py)."""
+    parts = [[] for _ in range(ranks)]
+    for parameter in sorted(parameters, key=torch.Tensor.numel, reverse=True):
+        min(parts, key=lambda part: sum(p.numel() for p in part)).append(parameter)
+    return max(parts, key=lambda part: sum(p.numel() for p in part))
 
 
 def sharded(module, strategy, precision, reshard, mesh):

@@ -72,7 +72,7 @@ def link_of(text: str, known: dict, latency: float, name: str) -> cost.Link:
     """Return the link that an option describes.
 
     Args:
-        text: a key of ``known``, or a bandwidth in GB/s.
+        text: a key of ``known``, a bandwidth in GB/s, or one in Gbit/s such as "10gbit".
         known: {name: link}.
         latency: seconds, for a bandwidth.
         name: of the option.
@@ -82,15 +82,17 @@ def link_of(text: str, known: dict, latency: float, name: str) -> cost.Link:
     """
     if text in known:
         return known[text]
+    bits = re.fullmatch(r"([\d.]+) ?gbit(?:/?s)?", text.lower())
     try:
-        bandwidth = float(text)
+        bandwidth = float(bits[1]) / 8 if bits else float(text)
     except ValueError:
         bandwidth = 0.0
     if not SLOWEST <= bandwidth <= FASTEST:
         raise UserError(
-            f"{name} is {', '.join(known)}, or a number of GB/s between {SLOWEST:g} and {FASTEST:g}, not {text!r}"
+            f"{name} is {', '.join(known)}, a number of GB/s between {SLOWEST:g} and {FASTEST:g}, or of Gbit/s as 10gbit, "
+            f"not {text!r}"
         )
-    return cost.Link(bandwidth * 1e9, latency, f"{name} {text} GB/s")
+    return cost.Link(bandwidth * 1e9, latency, f"{name} {bandwidth:g} GB/s")
 
 
 def describe(options, plan: predict.Plan) -> dict:
@@ -98,25 +100,32 @@ def describe(options, plan: predict.Plan) -> dict:
     where, terms = plan.peak()
     peak = predict.total(terms)
     plans = stages_of(options, plan)
-    times, samples_per_second = throughput(options, plan)
     return {
         "parameters": sum(one.blueprint.numel for one in plans),
         "stages": [predict.total(one.peak()[1]) for one in plans],
         "persistent": {name: size for (_, name), size in plan.persistent().items()},
-        "host": predict.by_category(plan.host_memory()) if plan.offload else {},
         "peak": peak,
         "where": where,
         "rank": plan.rank,
         "by_category": predict.by_category(terms),
         "first_step_peak": predict.total(plan.peak(first=True)[1]),
+        "memory": gpus.verdict(peak, options.memory, options.gpu, options.ranks),
+        "not_modelled": ["dropout"] if options.shape.dropout else [],  # of what this model has
+        **costs(options, plan),
+    }
+
+
+def costs(options, plan: predict.Plan) -> dict:
+    """Return what is predicted of a plan's traffic and time, ready for JSON: bytes, and seconds. It needs no peak."""
+    times, samples_per_second = throughput(options, plan)
+    return {
         "traffic": [c | cost.ring_bytes(c, plan, options.node_size) for c in plan.traffic()],
         "seconds": times,
         "tokens_of_a_step": tokens_of_a_step(options, plan),
         **samples_per_second,
         "flops_utilisation": cost.utilization(plan, times["overlapped"], options.peak_flops),
-        "memory": gpus.verdict(peak, options.memory, options.gpu, options.ranks),
-        "not_modelled": ["dropout"] if options.shape.dropout else [],  # of what this model has
         "booking": training_cost(options, tokens_of_a_step(options, plan), times) if options.tokens else None,
+        "host": predict.by_category(plan.host_memory()) if plan.offload else {},
     }
 
 

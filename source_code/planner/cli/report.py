@@ -1,6 +1,5 @@
 """Print plans as text. asked: the options of plan.py; found: what planner/cli/commands.py has computed, as for JSON."""
 
-from planner import gpus
 from planner.cli.commands import NOT_PLANNED
 from planner.gpus import GIB
 from planner.predict import Plan, by_category, total
@@ -10,6 +9,8 @@ KERNELS = {True: "a GPU's kernels", False: "the CPU's kernels"}  # by whether it
 NOT_MODELLED = "not modelled: context parallelism, experts, fp8, offloaded activations"
 COMPARED = """(a GPU's kernels: compared with PyTorch's own code on tensors without memory, not yet with a GPU. What only a GPU can show
 is in the answer as a factor: workspaces of cuDNN and cuBLAS, streams, what the allocator rounds up and reserves)"""
+SIMULATED = """(simulated with the operators that PyTorch selects on a GPU, and without memory; not yet compared with a GPU. What only a
+GPU can show is in the answer as a factor: workspaces of cuDNN and cuBLAS, streams, what the allocator rounds up and reserves)"""
 SMALL = 1e-3  # terms below this share of the peak are explained together
 
 
@@ -166,8 +167,8 @@ def row_text(asked, row: dict) -> str:
         return f"{state}{'':33}{row['answer']}: lacks {row['least'] - asked.memory:,.2f} GiB for its persistent memory alone"
     sizes = f"{row['least']:>9,.2f} GiB{row['needs']:>9,.2f} GiB  "
     if row["answer"] == "does not fit":
-        return f"{sizes}{'':18}{row['answer']}: lacks {row['least'] - asked.memory:,.2f} GiB"
-    return f"{sizes}{throughput(row):18}{row['answer']}"
+        return f"{sizes}{'':18} {row['answer']}: lacks {row['least'] - asked.memory:,.2f} GiB"
+    return f"{sizes}{throughput(row):18} {row['answer']}"
 
 
 def find_text(asked, found: dict) -> str:
@@ -214,23 +215,47 @@ def advice(asked) -> str:
     return "try " + ", ".join(name for name, left in tried.items() if left)
 
 
-def own_text(asked, plan: Plan, found: dict) -> str:
-    """Return the plan of a user's own model as text: its peak is simulated, the rest predicted."""
+def simulated_text(asked, found: dict) -> str:
+    """Return the plan of a model whose peak is simulated: the user's own, or a third-party model."""
+    kernels = f"simulated with {KERNELS[asked.on_gpu]}"
+    if asked.module:
+        how = f"{asked.strategy} on {asked.ranks} ranks, {asked.precision}, {asked.optimizer}"
+        head = [f"{asked.module}: {_elements(found)} in {found['units']} units, {how}; {kernels}"]
+    else:
+        head = [f"{title(asked)}; {kernels}", f"{_elements(found)}; the library's own code, as {asked.why_simulated}"]
+    if not asked.module and found["experts"]:
+        head.append(
+            f"experts by the library's {found['experts']}, which takes as much memory whichever experts are chosen"
+        )
+    persistent = found["persistent"]
     lines = [
-        (
-            f"{asked.module}: {plan.blueprint.numel:,} parameters in {len(plan.units)} units, {asked.strategy} on "
-            f"{asked.ranks} ranks, {asked.precision}, {asked.optimizer}; the CPU's kernels"
-        ),
+        *head,
         "",
         f"simulated peak of a rank  {gib(found['simulated']):>14}   at: {found['simulated_at']}",
         *(f"  {name:24}{gib(size):>14}" for name, size in found["simulated_by_category"].items()),
-        f"predicted, between steps  {gib(total(plan.persistent())):>14}",
-        "predicted collectives of a step:",
-        *(f"  {c['count']:4} × {c['kind']:16}{c['bytes'] / 1e6:>12,.1f} MB" for c in plan.traffic()),
+        *([] if persistent is None else [f"predicted, between steps  {gib(persistent):>14}"]),
+        "collectives of the simulated step:",
+        *(
+            f"  {c['count']:4} × {c['kind']:16}{c['bytes'] / 1e6:>12,.1f} MB" + _along(c["dimension"])
+            for c in found["collectives"]
+        ),
         "",
-        verdict(asked, gpus.verdict(found["simulated"], asked.memory, asked.gpu, asked.ranks)),
+        verdict(asked, found["memory"]),
     ]
-    return "\n".join(lines)
+    if "seconds" in found:
+        lines += ["", *time_lines(asked, found)]
+    return "\n".join([*lines, "", SIMULATED] if asked.on_gpu else lines)
+
+
+def _elements(found: dict) -> str:
+    """Return the number of parameters, and of trained ones where they differ."""
+    some = f", {found['trained']:,} trained" if found["trained"] != found["parameters"] else ""
+    return f"{found['parameters']:,} parameters{some}"
+
+
+def _along(dimension: str | None) -> str:
+    """Return the mesh dimension of a collective, unless it is FSDP's only one."""
+    return "" if dimension in (None, "shard", "fsdp") else f"   along {dimension}"
 
 
 def run_text(title: str, plan: Plan) -> str:

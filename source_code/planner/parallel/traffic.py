@@ -100,17 +100,28 @@ def deepspeed_collectives(plan) -> Counter:
 
 
 def ddp_buckets(plan) -> list[int]:
-    """Return the bytes of each of DDP's all-reduces. A bucket is closed when it has reached its limit."""
-    sizes, filled, limit = [], 0, FIRST_BUCKET
+    """Return the bytes of each of DDP's all-reduces."""
+    sizes = []
     for module in reversed(plan.blueprint.modules):
         unit = Unit([module], plan.blueprint.tied, shards=1, flat=False, itemsize=plan.itemsize)
         numels = unit.shard_numels(trained=True)
         # A bias's gradient is ready before its weight's, but not through autocast's casts.
         if not (plan.autocast and any(name.endswith("bias") for name in module.parameters)):
             numels.reverse()
-        for numel in numels:
-            filled += numel * plan.itemsize
-            if filled >= limit:
-                sizes.append(filled)
-                filled, limit = 0, BUCKET
+        sizes += [numel * plan.itemsize for numel in numels]
+    return bucket_sizes(sizes)
+
+
+def bucket_sizes(gradients: list[int]) -> list[int]:
+    """Return the bytes of DDP's buckets. A bucket is closed when it has reached its limit.
+
+    Args:
+        gradients: bytes of each, in the order in which they are ready.
+    """
+    sizes, filled, limit = [], 0, FIRST_BUCKET
+    for size in gradients:
+        filled += size
+        if filled >= limit:
+            sizes.append(filled)
+            filled, limit = 0, BUCKET
     return [*sizes, filled] if filled else sizes

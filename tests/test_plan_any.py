@@ -1,0 +1,309 @@
+"""plan.py of any model: simulated steps are the measured ones, also of mixtures of experts, frozen models, DDP, and ZeRO."""
+
+import json
+
+import plan
+import pytest
+from commands import refused
+from forked import by_value, forked
+from labkit.running import launch, notebook_ranks
+from planner.cli import config_files
+from planner.cli.commands import link_of
+
+HERE = launch.Cluster(launcher="local")
+SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 128, "pad_token_id": 0}
+SIZES |= {"bos_token_id": 1, "eos_token_id": 2}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ROTARY = {"rope_type": "default", "rope_theta": 1e4}
+TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+FAMILIES = {
+    "mixtral": SIZES | EXPERTS,
+    "qwen3_moe": SIZES | EXPERTS | {"head_dim": 16, "moe_intermediate_size": 32},
+    "gpt_oss": SIZES | EXPERTS | {"head_dim": 16, "sliding_window": 32, "rope_parameters": ROTARY},
+    "olmo2": SIZES,
+    "stablelm": SIZES,
+    "mamba": {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 320, "state_size": 8, "pad_token_id": 0},
+    "gemma3": {
+        "text_config": SIZES | {"head_dim": 16},
+        "vision_config": TOWER | {"image_size": 28, "patch_size": 14},
+        "mm_tokens_per_image": 4,
+    },
+}
+RUNS = [  # on two ranks
+    ("mixtral", {"recompute": "full"}),
+    ("qwen3_moe", {}),
+    ("gpt_oss", {}),
+    ("mamba", {}),
+    ("gemma3", {}),
+    ("olmo2", {"lora": 4, "precision": "bf16"}),
+    ("stablelm", {"strategy": "ddp"}),
+    ("mixtral", {"mesh": "tensor=2"}),
+]
+OWN = """
+import copy, torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.head = nn.Linear(64, 32)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return self.head(x)
+
+def build():
+    return Net(), (torch.zeros(16, 64),), lambda module, x: module(x).mean()
+
+def head():
+    net = Net()
+    net.layers.requires_grad_(False)
+    return net, (torch.zeros(16, 64),), lambda module, x: module(x).mean()
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.policy, self.reference = Net(), Net().requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            reference = self.reference(x)
+        return (self.policy(x) - reference).square().mean()
+
+def dpo():
+    return Pair(), (torch.zeros(16, 64),), lambda module, x: module(x)
+
+def frozen():
+    return Net().requires_grad_(False), (torch.zeros(16, 64),), lambda module, x: module(x).mean()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder of configurations, and of modules of one's own."""
+    import transformers
+
+    path = tmp_path_factory.mktemp("any")
+    transformers.logging.set_verbosity_error()
+    for family, values in FAMILIES.items():
+        transformers.AutoConfig.for_model(family, **values).save_pretrained(path / family)
+    (path / "own.py").write_text(OWN)
+    return path
+
+
+def lab_config(folder, family, options):
+    import hf_fsdp
+
+    return hf_fsdp.Config(config=f"{folder}/{family}", device="cpu", batch_size=2, seq_len=48, **options)
+
+
+def answers(folder, runs):
+    """plan.py's facts about runs on two ranks, from one process."""
+    found = []
+    for what, options in runs:
+        size = {"config": f"{folder}/{what}", "batch_size": 2, "seq_len": 48, "simulate": True}
+        size = {} if what == "module" else size
+        found.append(
+            json.loads(plan.answer(plan.Config(**{"ranks": 2, "device": "cpu", "json": True} | size | options)))
+        )
+    return found
+
+
+def traced(me, model, optimizer, batch, train):
+    """The lowest peak of three steps on this rank, its collectives, and what persists."""
+    from labkit.measuring.trace import StepTrace, listed, peak
+
+    trace = StepTrace(model, optimizer, me.device)
+    kept, peaks = [train()], []
+    for _ in range(3):
+        trace.batch = batch
+        with trace:
+            kept = [kept[-1], train()]
+        timeline = trace.timeline()
+        peaks.append(peak(timeline)[1])
+    names = ("parameters", "optimizer state", "all-reduce buckets")
+    return min(peaks), listed(trace.collectives), sum(timeline[0][name] for name in names)
+
+
+def trained(me, folder, runs):
+    """``traced`` of each run of ``RUNS``."""
+    import hf_fsdp
+    import torch
+
+    found = []
+    for family, options in runs:
+        config = lab_config(folder, family, options)
+        torch.manual_seed(0)
+        model = hf_fsdp.build(config, me)
+        optimizer = hf_fsdp.make_optimizer(model, config)
+        batch = tuple(torch.randint(0, 256, (1, 2, 48)) for _ in range(2))
+        step = lambda: hf_fsdp.train_step(model, optimizer, *batch, config)  # noqa: B023, E731 - called at once
+        found.append(traced(me, model, optimizer, batch, step))
+    return found
+
+
+def own_trained(me, folder, strategies):
+    """``traced`` of own.py:build under DDP, with AdamW or ZeroRedundancyOptimizer."""
+    import torch
+    from labkit.training import own_model
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    found = []
+    for strategy in strategies:
+        module, inputs, loss_of = own_model.load(f"{folder}/own.py:build")()
+        model, adamw = DistributedDataParallel(module), torch.optim.AdamW
+        optimizer = adamw(model.parameters(), foreach=True)
+        if strategy == "zero1":
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=adamw, foreach=True)
+
+        def train(model=model, optimizer=optimizer, inputs=inputs, loss_of=loss_of):
+            loss_of(model, *inputs).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        found.append(traced(me, model, optimizer, inputs, train))
+    return found
+
+
+def everything(me, folder):
+    return trained(me, folder, RUNS), own_trained(me, folder, ("ddp", "zero1"))
+
+
+@pytest.fixture(scope="module")
+def measured(folder):
+    """What each rank has measured."""
+    return notebook_ranks.on_ranks(by_value(everything), str(folder), ranks=2, cluster=HERE, timeout=240)
+
+
+def sent(collectives: list[dict]) -> dict:
+    """{(kind, bytes, dimension): count}."""
+    return {(c["kind"], c["bytes"], c["dimension"]): c["count"] for c in collectives}
+
+
+@pytest.mark.long
+def test_simulated_steps_of_any_family_are_the_measured_ones(folder, measured):
+    simulated = forked(answers, folder, RUNS, timeout=240)
+    for (family, options), found, *ranks in zip(RUNS, simulated, *(rank[0] for rank in measured), strict=True):
+        peaks, collectives, persistent = zip(*ranks, strict=True)
+        assert found["simulated"] == pytest.approx(max(peaks), rel=2e-3), (family, options)
+        assert sent(found["collectives"]) == sent(collectives[0]), (family, options)
+        if type(found["persistent"]) is int:
+            assert found["persistent"] == persistent[0], (family, options)
+    assert simulated[0]["experts"] == "grouped_mm" and simulated[3]["experts"] is None
+
+
+@pytest.mark.long
+def test_ddp_and_zero_of_ones_own_model_are_the_measured_ones(folder, measured):
+    runs = [("module", {"module": f"{folder}/own.py:build", "strategy": strategy}) for strategy in ("ddp", "zero1")]
+    for found, *ranks in zip(forked(answers, folder, runs), *(rank[1] for rank in measured), strict=True):
+        peaks, collectives, persistent = zip(*ranks, strict=True)
+        assert found["simulated"] == pytest.approx(max(peaks), abs=16)
+        assert found["persistent"] == max(persistent)
+        assert sent(found["collectives"]) == sent(collectives[0])
+
+
+def test_frozen_parts_of_ones_own_model_are_gathered_as_often_as_they_are_used(folder):
+    names = ("build", "head", "dpo")
+    runs = [("module", {"module": f"{folder}/own.py:{name}", "ranks": 4}) for name in names]
+    found = {name: one["collectives"] for name, one in zip(names, forked(answers, folder, runs), strict=True)}
+    count = {
+        name: [sum(c["count"] for c in listed if c["kind"] == kind) for kind in ("all-gather", "reduce-scatter")]
+        for name, listed in found.items()
+    }
+    assert count["build"] == [2 * 4 + 1, 4 + 1]  # the root, which has the head, once
+    assert count["head"] == [4 + 1, 1]  # no backward reaches the layers
+    assert count["dpo"][1] == 4 + 1
+    assert (
+        2 * 4 + 4 + 1 <= count["dpo"][0] <= 2 * 4 + 4 + 2
+    )  # the reference has no backward; FSDP2 may prefetch a layer
+
+
+def pages(folder):
+    found = []
+    for options in ({"config": f"{folder}/mixtral"}, {"module": f"{folder}/own.py:build"}):
+        found.append(plan.answer(plan.Config(**({"seq_len": 48} if "config" in options else {}), **options)))
+    try:
+        plan.answer(plan.Config(module=f"{folder}/own.py:frozen"))
+    except plan.UserError as error:
+        found.append(str(error))
+    return found
+
+
+def test_a_page_says_what_was_simulated_and_with_whose_kernels(folder):
+    mixture, own, refusal = forked(pages, folder)
+    for page in (mixture, own):
+        assert "simulated with a GPU's kernels" in page and "not yet compared with a GPU" in page
+    assert "the library's own code, as arithmetic does not cover a mixture of experts" in mixture
+    assert "which takes as much memory whichever experts are chosen" in mixture
+    assert "to train it:\n  python hf_fsdp.py" in mixture and "tokens per second" in mixture
+    assert "no parameter of it is trained" in refusal
+
+
+def attention_operators(version):
+    """The operators that a GPU's attention runs, by case."""
+    import torch
+    from labkit.measuring.gpu_operators import GpuOperators
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Names(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            self.names.append(operator._schema.name.removeprefix("aten::"))
+            return operator(*args, **(kwargs or {}))
+
+    found = {}
+    for name, (dtype, head, mask) in {
+        "bf16": (torch.bfloat16, 64, None),
+        "bf16, masked": (torch.bfloat16, 64, torch.bool),
+        "bf16, wide": (torch.bfloat16, 512, None),
+        "bf16, odd": (torch.bfloat16, 60, torch.bool),
+        "fp32": (torch.float32, 64, None),
+        "fp64": (torch.float64, 64, None),
+    }.items():
+        tensors = [torch.empty(2, 4, 30, head, dtype=dtype, device="meta") for _ in range(3)]
+        masked = None if mask is None else torch.ones(1, 1, 30, 30, dtype=mask, device="meta")
+        with Names() as names:
+            out = GpuOperators(version).attention(*tensors, attn_mask=masked, is_causal=mask is None, scale=0.5)
+        assert out.shape == tensors[0].shape
+        kinds = ("flash", "efficient", "bmm")
+        found[name] = next(kind for kind in kinds if any(kind in operator for operator in names.names))
+    return found
+
+
+def test_a_gpu_attends_with_a_mask_by_the_operator_that_takes_one():
+    assert attention_operators((2, 15)) == {
+        "bf16": "flash",
+        "bf16, masked": "efficient",
+        "bf16, wide": "efficient",
+        "bf16, odd": "bmm",
+        "fp32": "efficient",
+        "fp64": "bmm",
+    }
+
+
+def test_files_of_other_libraries_are_recognized(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "fsdp_config": {}}')
+    config_files.check(str(tmp_path), "--config")  # a model's, whatever else it has
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 8}')
+    with refused("DeepSpeed", "deepspeed-0"):
+        config_files.check(str(tmp_path / "ds.json"), "--config")
+
+
+def test_a_link_may_be_named_in_bits():
+    links = [link_of(text, {}, 0.0, "--network").bandwidth for text in ("1.25", "10gbit", "10 Gbit/s")]
+    assert links == [1.25e9] * 3
+    with refused("10gbit"):
+        link_of("10gibt", {}, 0.0, "--network")
+
+
+def test_a_known_family_with_all_its_operators_is_not_simulated(folder):
+    options = plan.Config(config=f"{folder}/olmo2", seq_len=48)
+    assert options.shape and not options.by_library
+    assert plan.Config(config=f"{folder}/olmo2", seq_len=48, lora=4, simulate=True).by_library
