@@ -10,7 +10,6 @@ import re
 
 import torch
 import torch.nn.functional as F
-import transformers
 from labkit.running import launch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -102,13 +101,14 @@ def inspect(name: str) -> dict:
         "tied": whether several names share one weight,
         "buffers": the persistent buffers' own names, "unused": number of parameters without a gradient,
         "fsdp": whether the library's plan has the blocks as units,
-        "tensor", "expert": number of modules and parameters which the library's plans share among ranks}
+        "tensor": number of modules and parameters that the library's plan splits, "expert": of layers with experts that
+            its plan spreads}
     """
     model = build(name)
     row = {"family": name, "model_type": model.config.model_type, "class": type(model).__name__}
     row |= {"parameters": sum(parameter.numel() for parameter in model.parameters())}
     row["error"] = reason(lambda: _train(model))
-    row["fp64"] = reason(lambda: _train(build(name, torch.float64)))
+    row["fp64"] = reason(lambda: _train_in_fp64(name))
     row["unused"] = sum(parameter.grad is None for parameter in model.parameters())
     if row["error"] is None:
         with torch.no_grad():
@@ -137,6 +137,13 @@ def _train(model):
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     if not (loss.isfinite() and all(gradient.isfinite().all() for gradient in gradients)):
         raise ArithmeticError("a loss or a gradient is not finite")
+
+
+def _train_in_fp64(name):
+    model = build(name, torch.float64)
+    if kept := {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float64}:
+        raise TypeError(f"it keeps parameters in {', '.join(map(str, kept))}")
+    _train(model)
 
 
 def logits_of(model, tokens: torch.Tensor, **inputs) -> torch.Tensor:
@@ -192,10 +199,5 @@ def _plans(model) -> dict:
     return {
         "fsdp": any(rule.endswith(".*") for rule in model.fsdp_plan.keys() & {*map(generic, named)}),
         "tensor": len(tensor),
-        "expert": sum(generic(name) in model.ep_plan for name in named),
+        "expert": sum(model.ep_plan.get(generic(name)) == "ep_dispatch_experts" for name in named),
     }
-
-
-def versions() -> dict:
-    """Return the versions of what a record of families depends on."""
-    return {"transformers": transformers.__version__}
