@@ -37,12 +37,19 @@ in_simulation = hf_models.untraced_masks  # the context of a simulated step
 
 
 def build(config, me):
-    """Build the model: transformers shards it on the meta device, then each rank reads its shards from the files."""
+    """Build the model: transformers shards it on the meta device, and then each rank reads or draws its shards."""
     preflight.refuse_if_too_big(config, me)
     with torch.device("meta"):
         pattern = unsharded(config)  # the unsharded model, which initial weights need
     parallelized = partial(parallelize, config=config, me=me)
-    model, missing = hf_models.load(config, config.architecture, me.device, parallelized)
+    if config.model:
+        model, missing = hf_models.load(config, config.architecture, me.device, parallelized)
+    else:
+        with torch.device("meta"):
+            model = parallelized(hf_models.without_weights(config.architecture, config.dtype, config.experts))
+        model.to_empty(device="cpu" if config.cpu_offload else me.device)
+        model.tie_weights()  # to_empty has given each name its own tensor
+        missing = set(hf_initial.tensors(model))
     hf_initial.initialize(model, pattern, missing, config.seed, f"--config {config.config}")
     model.train()
     return DistributedDataParallel(model) if config.strategy == "ddp" else model

@@ -406,7 +406,7 @@ def test_what_does_not_fit_is_refused_before_it_is_built(given, shapes, monkeypa
 
 
 def test_what_is_not_planned_is_not_refused(tmp_path, monkeypatch, world_of_one):
-    AutoConfig.for_model("olmo2", **COMMON).save_pretrained(tmp_path)
+    AutoConfig.for_model("mamba", hidden_size=64, num_hidden_layers=2, vocab_size=256).save_pretrained(tmp_path)
     monkeypatch.setattr(meters, "free_memory_of_a_rank", lambda *_: 1)
     preflight.refuse_if_too_big(hf_fsdp.Config(config=str(tmp_path)), world_of_one)
 
@@ -469,8 +469,11 @@ def broken(folder, what, tmp_path):
         case "fewer layers":
             (copy / "config.json").write_text(json.dumps(about | {"num_hidden_layers": 2}))
         case "other names":
-            index = copy / "model.safetensors.index.json"
-            index.write_text(index.read_text().replace("layers.1.mlp.up_", "layers.1.mlp.upper_"))
+            for each in copy.glob("model*.safetensors"):
+                named = {
+                    name.replace("layers.1.mlp.up_", "layers.1.mlp.upper_"): t for name, t in load_file(each).items()
+                }
+                save_file(named, each, {"format": "pt"})
         case "two values of one weight":
             (copy / "config.json").write_text(json.dumps(about | {"tie_word_embeddings": True}))
         case "no value":

@@ -101,7 +101,7 @@ def load(names: str | None, model: str | None, vocab_size: int, me, option: str 
     if len(set(digests)) > 1:
         raise UserError(f"{option} {names} has other content on some of the nodes: name files that all nodes share")
     corpus = entry.corpus()
-    me.say(f"{corpus}\n(kept in {entry.find()})")
+    me.say(corpus)
     return corpus
 
 
@@ -223,7 +223,8 @@ class _Entry:
             writer.finish(kind)
         if self._key() != self.key:
             raise UserError(f"{self.option} {self.names} has changed while it was read: start again")
-        self.me.say(f"encoded {writer.count:,} tokens in {time.monotonic() - begin:.1f} s")
+        seconds = time.monotonic() - begin
+        self.me.say(f"encoded {writer.count:,} tokens in {seconds:.1f} s, kept in {folder.parent / self.key}")
 
 
 def _documents(file: DataFile, kind: str, encoder, progress) -> Iterator[Document]:

@@ -175,7 +175,7 @@ def rows(file: DataFile, kind: str, progress: Callable) -> Iterator[Row]:
     Args:
         file: the file.
         kind: the kind that every object must have.
-        progress: called with the opened file, again and again.
+        progress: called with the opened file from time to time.
 
     Raises:
         UserError: an object is not JSON, of another kind, or has no answer.
@@ -242,7 +242,7 @@ def blocks(file: DataFile, progress: Callable) -> Iterator[str]:
 
     Args:
         file: the file.
-        progress: called with the opened file, again and again.
+        progress: called with the opened file from time to time.
 
     Raises:
         UserError: it is not UTF-8.

@@ -201,15 +201,21 @@ def chunked_loss(model, batch: dict, targets: torch.Tensor, chunks: int) -> torc
 # Sharding
 
 
-def fsdp_plan(model) -> dict[str, str] | None:
-    """Return the FSDP units of a family for which the library has no plan, in the form of its plans; else None."""
-    if model.fsdp_plan:
-        return None
+def fsdp_plan(model) -> dict[str, str]:
+    """Return the FSDP units of a model in the form of the library's plans: its own plan where it has one.
+
+    A weight that embedding and head share must be in the unit of both, which is the root's: with the library's plan, the
+    root would gather it a second time (transformers 5.23).
+    """
     names = {module: name for name, module in model.named_modules()}
+    ends = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
+    if model.fsdp_plan:
+        at_the_ends = {names[module] for module in ends} if tied(model) else ()
+        kept = ("keep_full_weight",) if tied(model) else ()
+        return {rule: how for rule, how in model.fsdp_plan.items() if rule not in at_the_ends and how not in kept}
     plan = {names[block]: "free_full_weight" for block in blocks(model)}
-    head = model.get_output_embeddings()
-    if head is not None and not tied(model):
-        plan |= {names[model.get_input_embeddings()]: "free_full_weight", names[head]: "keep_full_weight"}
+    if not tied(model) and len(ends) == 2:
+        plan |= {names[ends[0]]: "free_full_weight", names[ends[1]]: "keep_full_weight"}
     return plan
 
 
@@ -218,7 +224,7 @@ def distribute(model, distribution, device_type: str, pin_memory: bool):
 
     Args:
         model: unsharded.
-        distribution: sizes and policies; its plan is completed for a family that has none.
+        distribution: sizes and policies.
         device_type: "cpu" or "cuda".
         pin_memory: whether --cpu-offload page-locks memory, which needs a GPU.
 
@@ -231,7 +237,8 @@ def distribute(model, distribution, device_type: str, pin_memory: bool):
     ):
         if size > 1 and not plan:
             raise UserError(f"transformers has no {what}-parallel plan for {model.config.model_type}: leave {what} out")
-    distribution.fsdp_plan = fsdp_plan(model) if distribution.dp_size > 1 else None
+    model.tie_weights()
+    model.fsdp_plan = fsdp_plan(model)
     first = distribution.pp_size, distribution.dp_replicate_size
     dense = init_device_mesh(
         device_type,
@@ -255,7 +262,7 @@ def distribute(model, distribution, device_type: str, pin_memory: bool):
 
 
 def load(config, architecture, device: torch.device, parallelize):
-    """Load the model of --model, or initialize that of --config. Collective.
+    """Load the model of --model. Collective.
 
     Args:
         config: hf_fsdp.py's options.
@@ -270,14 +277,10 @@ def load(config, architecture, device: torch.device, parallelize):
         UserError: the files do not have exactly the model's tensors; on every rank.
     """
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(architecture)]
-    source = {"pretrained_model_name_or_path": config.model} if config.model else {"state_dict": {}}
-    source.setdefault("pretrained_model_name_or_path", None)
-    if config.model:
-        _agree(lambda: hf_files.check(config.model))
-    if config.experts:
-        source["experts_implementation"] = config.experts
+    how = {"experts_implementation": config.experts} if config.experts else {}
+    _agree(lambda: hf_files.check(config.model))
     if config.lora:
-        source["key_mapping"] = hf_lora.renamed_weights(on_meta(architecture, config.dtype), config)
+        how["key_mapping"] = hf_lora.renamed_weights(on_meta(architecture, config.dtype), config)
 
     trained = {}  # {name: whether it is trained}, which the library forgets when it reads a parameter
 
@@ -297,23 +300,23 @@ def load(config, architecture, device: torch.device, parallelize):
         warnings.filterwarnings("ignore", "DTensor random operators")  # what the library draws is drawn again
         try:
             model, report = model_class.from_pretrained(
-                **source,
+                config.model,
                 config=architecture,
                 dtype=config.dtype,
                 distributed_config=DistributedConfig(),
                 ignore_mismatched_sizes=True,  # they are reported, and refused below
                 output_loading_info=True,
+                **how,
             )
         except UserError:
             raise
         except Exception as error:  # of the library: it checks much, with classes of all kinds
-            raise UserError(f"{_named(config)}: {_first_line(error)}") from None
+            raise UserError(f"--model {config.model}: {_first_line(error)}") from None
     _agree(lambda: _check_report(report, model, config))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained[name])
     _detach_from_files(model)
-    missing = set(report["missing_keys"]) if config.model else set(hf_initial.tensors(model))
-    return without_cache(model), missing
+    return without_cache(model), set(report["missing_keys"])
 
 
 @contextlib.contextmanager
@@ -349,8 +352,6 @@ def _check_report(report: dict, model, config):
     Raises:
         UserError: they had not.
     """
-    if not config.model:
-        return
     if report["mismatched_keys"]:
         name, there, wanted = min(report["mismatched_keys"])
         raise UserError(
@@ -390,10 +391,6 @@ def _detach_from_files(model):
         tensor = local(tensor)
         if tensor.untyped_storage().nbytes() > tensor.nbytes:
             tensor.data = tensor.clone()
-
-
-def _named(config) -> str:
-    return f"--model {config.model}" if config.model else f"--config {config.config}"
 
 
 def _first_line(error: Exception) -> str:

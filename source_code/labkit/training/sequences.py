@@ -37,15 +37,15 @@ class Batch(NamedTuple):
     """A rank's micro-batches of a step.
 
     Attributes:
-        inputs, targets, positions: int64, (accumulate, batch_size, seq_len). A target is the token after its input, or
-            ``NO_TARGET``.
+        inputs, targets: int64, (accumulate, batch_size, seq_len). A target is the token after its input, or ``NO_TARGET``.
+        positions: of the inputs in their documents, of the same shape; None: 0 to seq_len − 1 in each sequence.
         tokens: number of targets of the whole step, in all micro-batches of all ranks: the loss is the sum over them,
             divided by this.
     """
 
     inputs: torch.Tensor
     targets: torch.Tensor
-    positions: torch.Tensor
+    positions: torch.Tensor | None
     tokens: int
 
 
@@ -124,7 +124,7 @@ class Sequences:
 
     def steps(self, epochs: float, global_batch: int) -> int:
         """Return the number of steps in which each sequence comes at least this many times."""
-        return -(-len(self) * epochs // global_batch)
+        return int(-(-len(self) * epochs // global_batch))
 
     # Layout: sequence n has the pieces bounds[n] to bounds[n + 1]; a piece is a range of inputs in corpus.tokens.
 
@@ -152,7 +152,7 @@ class Sequences:
     def _stream(self, documents: np.ndarray):
         if self.corpus.answers is not None:
             raise UserError(
-                f"{self.corpus.name} has {self.corpus.kind}, which --packing stream would tear apart: give --packing "
+                f"{self.corpus.name} has {self.corpus.kind}, which --packing stream would split anywhere: give --packing "
                 "documents or padding"
             )
         apart = np.flatnonzero(documents[1:, 0] != documents[:-1, 1])  # ranges that follow one another become one
@@ -206,12 +206,13 @@ class Sequences:
     def _batch(self, chosen: np.ndarray, tokens: int, device) -> Batch:
         inputs = np.zeros((*chosen.shape, self.seq_len), dtype=np.int64)
         targets = np.full_like(inputs, NO_TARGET)
-        positions = np.broadcast_to(np.arange(self.seq_len), inputs.shape).copy()
+        positions = np.zeros_like(inputs)
         for place in np.ndindex(chosen.shape):
             if chosen[place] >= 0:
                 fill = self._fill_from_stream if self.packing == "stream" else self._fill
                 fill(int(chosen[place]), inputs[place], targets[place], positions[place])
-        return Batch(*(torch.from_numpy(each).to(device) for each in (inputs, targets, positions)), tokens)
+        inputs, targets, positions = (torch.from_numpy(each).to(device) for each in (inputs, targets, positions))
+        return Batch(inputs, targets, positions if self.packing == "documents" else None, tokens)
 
     def _fill(self, sequence: int, inputs: np.ndarray, targets: np.ndarray, positions: np.ndarray):
         """Write the inputs, targets, and positions of a sequence, (seq_len,) each. Padding follows the last document."""
