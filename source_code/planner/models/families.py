@@ -275,9 +275,7 @@ def mixtral(c):
 
 def qwen3_moe(c):
     count = c["num_experts"] if c.get("num_experts") is not None else c["num_local_experts"]
-    experts = Experts(
-        count, c["num_experts_per_tok"], c["moe_intermediate_size"], normalizes=bool(c["norm_topk_prob"])
-    )
+    experts = Experts(count, c["num_experts_per_tok"], c["moe_intermediate_size"], normalizes=bool(c["norm_topk_prob"]))
     window = c.get("sliding_window") if c.get("use_sliding_window") else None
     fields = {"biases": biases(c), "qk_norm": "head", "experts": experts, "sliding_window": window}
     return _sparse(c, fields)

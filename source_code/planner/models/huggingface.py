@@ -208,7 +208,12 @@ def shape_of(config: dict) -> GPTShape:
     }
     try:
         return GPTShape(**sizes | common | fields_of(config))
-    except (TypeError, ValueError, KeyError, AttributeError) as error:  # a value of a kind that the family does not have
+    except (
+        TypeError,
+        ValueError,
+        KeyError,
+        AttributeError,
+    ) as error:  # a value of a kind that the family does not have
         raise UserError(f"its values do not describe a {family} model ({type(error).__name__}: {error})") from None
 
 

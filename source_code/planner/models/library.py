@@ -11,7 +11,13 @@ from planner.models.gpt import GPT
 from planner.ops import attention, norms, tensor_parallel
 from planner.ops.autograd import FP32
 
-ONE_STEP = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu")  # activations that are one operator, and save its input
+ONE_STEP = (
+    "silu",
+    "swish",
+    "gelu",
+    "gelu_pytorch_tanh",
+    "relu",
+)  # activations that are one operator, and save its input
 
 
 class LibraryGPT(GPT):
