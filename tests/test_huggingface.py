@@ -53,7 +53,7 @@ def test_each_can_be_planned_under_fsdp(name):
 @pytest.mark.parametrize("family", huggingface.FAMILIES)
 def test_dropout_is_seen_by_whatever_name_the_family_has_for_it(family):
     """Each probability of the library's configuration alone, except those of heads for other tasks."""
-    theirs = transformers.AutoConfig.for_model(family).to_dict()
+    theirs = {"head_dim": 128} | transformers.AutoConfig.for_model(family).to_dict()
     names = [name for name in theirs if "drop" in name and not name.startswith(("summary_", "classifier_"))]
     assert names
     without = theirs | dict.fromkeys(names, 0.0)

@@ -8,7 +8,7 @@ from functools import partial
 
 from planner import UserError
 from planner.models.gpt import GPT
-from planner.ops import attention, norms, tensor_parallel
+from planner.ops import attention, norms
 from planner.ops.autograd import FP32
 
 ONE_STEP = (
@@ -22,6 +22,15 @@ ONE_STEP = (
 
 class LibraryGPT(GPT):
     """A third-party transformer, trained in a given way."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.tp_degree > 1:
+            raise UserError("tensor parallelism is planned for the course's models alone: give --preset instead")
+        if self.loss_chunks > 1 and "logits" in self.shape.scales:
+            raise UserError("the loss in chunks is not planned for a model that scales its logits: leave it out")
+        if self.lora and (self.shape.latent or self.shape.unmodeled):
+            raise UserError("adapters are not planned for this family's attention: leave --lora out")
 
     @property
     def unmodeled(self) -> str:
