@@ -19,11 +19,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from labkit import UserError
 from labkit.measuring import records
 from labkit.measuring.trace import local
 from labkit.running import options, preflight, ranks
 from labkit.running.lab_options import HuggingFaceTraining
-from labkit.training import checkpoints, hf_export, hf_initial, hf_lora, hf_models, models, saving, text
+from labkit.training import checkpoints, corpus, hf_export, hf_initial, hf_lora, hf_models, models, saving, sequences
 from labkit.training.loop import Loop, keep_norm
 from labkit.training.shards import count_units, whole
 from labkit.training.weight_decay import by_mesh, parameter_groups
@@ -184,43 +185,80 @@ def clip(model, max_norm):
     return norm
 
 
-def training_batches(tokens, config, me, steps):
-    """Yield this rank's micro-batches of each step: (inputs, targets), each of shape (accumulate, batch_size, seq_len)."""
+def load_data(config, me):
+    """Return the sequences to train on, and those for validation or None. Each file is tokenized once. Collective."""
+    vocabulary, positions = hf_models.vocabulary_and_positions(config.architecture)
+    if positions and positions < config.seq_len:
+        raise UserError(f"--seq-len {config.seq_len} is more than the {positions} positions that the model supports")
+    tokenizer = config.model if (config.tokens or ("model" if config.model else "bytes")) == "model" else None
+
+    def cut(data, documents=None):
+        return sequences.Sequences(data, documents, config.seq_len, config.packing, config.seed)
+
+    data = corpus.load(config.data, tokenizer, vocabulary, me)
+    if config.validation is None:
+        return cut(data), None
+    if config.validation_share is None:
+        return cut(data), cut(corpus.load(config.validation, tokenizer, vocabulary, me, "--validation"))
+    return tuple(cut(data, part) for part in sequences.hold_out(data, config.validation_share, config.seed))
+
+
+@torch.no_grad()
+def evaluate(model, data, config, me):
+    """Return the mean loss per target of all validation sequences, without dropout. Collective."""
     mesh = config.arranged(me.world_size)
-    shape = config.accumulate, mesh.data, config.batch_size
-    for step in steps:
-        starts = text.starts(tokens, config.seq_len, math.prod(shape), config.seed, step)
-        yield text.sequences(tokens, starts.view(shape)[:, mesh.data_part(me.rank)], config.seq_len)
+    loss = torch.zeros((), dtype=torch.float64, device=me.device)
+    model.eval()
+    for batch in data.validation_batches(config.batch_size, mesh.data_part(me.rank), mesh.data, me.device):
+        positions = None if batch.positions is None else batch.positions[0]
+        loss += compute_loss(model, batch.inputs[0], batch.targets[0], config, positions) / batch.tokens
+    model.train()
+    dist.all_reduce(loss)
+    return loss.item() * mesh.data / me.world_size  # tensor-parallel ranks have the same sequences
 
 
 def train(config, me):
     """Train in the current process group, and return the measurements for a record."""
-    name, tokens = hf_models.load_tokens(config, config.architecture, me.device)
+    data, validation = load_data(config, me)
+    mesh = config.arranged(me.world_size)
+    part, global_batch = mesh.data_part(me.rank), config.batch_size * config.accumulate * mesh.data
+    config = config.with_steps(data.steps(config.epochs, global_batch))
     model = build(config, me)
+    hf_models.check_masks(model, me.device, packed=data.packing == "documents")
     optimizer = make_optimizer(model, config)
-    global_batch = config.batch_size * config.accumulate * config.arranged(me.world_size).data
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    me.say(f"{sum(p.numel() for p in model.parameters()):,} parameters, {trained:,} trained; {len(tokens):,} tokens")
-    saver = saving.Saver(config, model, optimizer, checkpoints.identity(config, global_batch, name))
+    me.say(f"{sum(p.numel() for p in model.parameters()):,} parameters, {trained:,} trained; {data}")
+    saver = saving.Saver(config, model, optimizer, checkpoints.identity(config, global_batch, data.corpus.identity))
     loop = Loop(config, me, saver, config.max_steps, global_batch, flops_per_token=hf_models.flops_per_token(config))
+    validated = {}  # {step: loss}
     while loop.step < loop.last_step:
         local_losses = []
-        for inputs, targets in loop.watch(training_batches(tokens, config, me, loop.next_steps())):
-            # Dropout depends on step and rank only, so that a run resumed on as many ranks continues exactly.
-            torch.manual_seed(config.seed + 1000 * loop.step + config.arranged(me.world_size).data_part(me.rank))
-            local_losses += train_step(model, optimizer, inputs, targets, config)
+        batches = data.training_batches(
+            loop.next_steps(), config.accumulate, config.batch_size, part, mesh.data, me.device
+        )
+        for batch in loop.watch(batches):
+            # Dropout depends on step and data only, so that a run resumed on as many ranks continues exactly.
+            torch.manual_seed(config.seed + 1000 * loop.step + part)
+            weight = mesh.data / batch.tokens
+            local_losses += train_step(model, optimizer, *batch[:2], config, batch.positions, weight)
 
         finite = loop.log(local_losses)
         me.say(f"step {loop.step}: loss {loop.losses[-1]:.4f}")
         if not finite:  # records.report raises Diverged, and nothing more is saved
             break
+        if validation and (loop.step == loop.last_step or loop.step % (config.validate_every or loop.last_step) == 0):
+            validated[loop.step] = evaluate(model, validation, config, me)
+            me.say(f"step {loop.step}: validation loss {validated[loop.step]:.4f}")
+            loop.log_scalars(validation_loss=validated[loop.step])
         loop.save_if_due()
     measured = loop.finish()
     if config.save and all(map(math.isfinite, loop.losses)):
         hf_export.save(getattr(model, "module", model), config.architecture, config, config.save)
         me.say(f"saved to {config.save}")
-    data = {"name": name, "train": len(tokens), "test": 0}
-    return {"data": data, "batch_size": config.batch_size, "units": count_units(model), **measured}
+    tokens = [int(each.targets.sum()) if each else 0 for each in (data, validation)]
+    about = {"name": data.corpus.name, "train": tokens[0], "test": tokens[1]}
+    results = {"batch_size": config.batch_size, "units": count_units(model), "validation_losses": validated}
+    return {"data": about, **results, **measured}
 
 
 def main(config, me):

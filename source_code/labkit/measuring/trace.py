@@ -140,7 +140,7 @@ class StepTrace(TorchDispatchMode):
 
     def __enter__(self):
         self._see_persistent()
-        for tensor in self.batch:
+        for tensor in filter(torch.is_tensor, self.batch):  # a batch may have counts, too
             self._see(tensor, "activations")
         self._baseline = {number: self._size[number] for number in self._number.values()}
         self._events.clear()

@@ -401,7 +401,9 @@ class TransformerTraining(Training):
     @property
     def decay_fits(self) -> bool:
         """Whether the decay starts after the warm-up and before the end, or there is no decay."""
-        return self.lr_schedule == "constant" or self.warmup_steps <= self.decay_begin < self.max_steps
+        if self.lr_schedule == "constant" or self.max_steps is None:  # of --epochs, whose steps the data decide
+            return True
+        return self.warmup_steps <= self.decay_begin < self.max_steps
 
     @property
     def decays_upwards(self) -> bool:
@@ -567,11 +569,41 @@ class HuggingFaceTraining(
             {"model": None},
             "--tokens model needs --model: the tokenizer is in the folder of the weights",
         ),
+        Conflict(
+            {"max_steps": GIVEN},
+            {"epochs": GIVEN},
+            "--epochs and --max-steps both set when training ends: give one of them",
+        ),
+        Conflict(
+            {"validation_share": lambda share: share is not None and not 0 < share < 1},
+            {},
+            "--validation {c.validation} is no share between 0 and 1: give 0.05, or name a file",
+        ),
     )
 
     model: str | None = option(None, "a model's folder: config.json, safetensors, tokenizer.json", resumed=True)
     config: str | None = option(None, "a config.json, or its folder: train from random weights", resumed=True)
-    data: str | None = option(None, "a text file to train on (default: the text of Python's help())", resumed=True)
+    data: str | None = option(
+        None,
+        "files to train on, separated by commas: text, or JSON lines with text, prompt and completion, or messages; "
+        "or any of these as .gz (default: the text of Python's help())",
+    )
+    packing: Literal["stream", "documents", "padding"] | None = option(
+        None,
+        "a sequence is: stream, the next tokens of all documents (default for text); documents, as many as fit, none of "
+        "which sees another (default for conversations); padding, one document",
+        resumed=True,
+    )
+    epochs: float = option(1.0, "passes over --data; without --data, --max-steps is 20", above=0, resumed="print")
+    max_steps: int | None = option(None, "stop after this many steps instead, including those before a resume", least=1)
+    validation: str | None = option(
+        None,
+        "held-out data: files as --data, or the share of --data that is never trained on, such as 0.05",
+        resumed=True,
+    )
+    validate_every: int | None = option(
+        None, "also compute the loss on --validation every N steps, not only at the end", least=1, needs="validation"
+    )
     tokens: Literal["bytes", "model"] | None = option(
         None, "tokenizer: one token per byte, or the model's own (default with --model)", resumed=True
     )
@@ -621,6 +653,18 @@ class HuggingFaceTraining(
     @property
     def wraps_embeddings(self) -> bool:
         return not self.shape.tie_word_embeddings
+
+    @property
+    def validation_share(self) -> float | None:
+        """The share of --data that is held out; None if --validation names files."""
+        try:
+            return float(self.validation)
+        except (TypeError, ValueError):
+            return None
+
+    def with_steps(self, epochs: int):
+        """Return these options with the number of steps in which the run ends, ``epochs`` if that decides."""
+        return dataclasses.replace(self, epochs=1.0, max_steps=self.max_steps or (epochs if self.data else 20))
 
     def arranged(self, world_size: int) -> Mesh:
         """Return the device mesh of ``world_size`` ranks; the library checks whether it fits the model."""

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from labkit import UserError
 from labkit.measuring.replaced import replaced
 from labkit.measuring.trace import local
-from labkit.training import hf_files, hf_initial, hf_lora, text
+from labkit.training import hf_files, hf_initial, hf_lora
 from labkit.training.chunked_loss import chunked_loss as by_chunks
 from labkit.training.units import units_of
 
@@ -412,49 +412,43 @@ def flops_per_token(config) -> float | None:
         return None
 
 
-def load_tokens(config, architecture, device) -> tuple[str, torch.Tensor]:
-    """Read and tokenize the text of ``--data``, as ``--tokens`` specifies.
+@torch.no_grad()
+def check_masks(model, device: torch.device, packed: bool):
+    """Check that no token sees a later one, and none of another document if several are packed. Collective.
+
+    The model says so itself: changed tokens must leave the logits of others as they were.
 
     Args:
-        config: hf_fsdp.py's options.
-        architecture: as ``configuration`` returns it.
-        device: where the tokens go.
-
-    Returns:
-        (name of the text, its tokens: int32, (tokens,)).
+        model: ready to train.
+        device: of its inputs.
+        packed: whether sequences will have several documents.
 
     Raises:
-        UserError: the text or the tokenizer cannot be read, or does not fit the model or --seq-len.
+        UserError: the model is not causal, or mixes packed documents.
     """
-    name, raw = text.read(config.data)
-    if (config.tokens or ("model" if config.model else "bytes")) == "bytes":
-        tokens = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(torch.int32)
-    else:
-        tokens = _encoded(raw, Path(config.model) / "tokenizer.json")
-    if len(tokens) <= config.seq_len:
-        raise UserError(f"{name} has {len(tokens)} tokens, and --seq-len is {config.seq_len}: it must have more")
-    vocabulary, longest = vocabulary_and_positions(architecture)
-    if (most := int(tokens.max())) >= vocabulary:
-        raise UserError(
-            f"{name} has a token {most}, and the model's vocabulary ends at {vocabulary - 1}: "
-            "take the tokenizer that belongs to it"
-        )
-    if longest and longest < config.seq_len:
-        raise UserError(f"--seq-len {config.seq_len} is more than the {longest} positions that the model supports")
-    return name, tokens.to(device)
+    family = getattr(model, "module", model).config
+    model.eval()
 
+    def logits(tokens, positions):
+        batch = {"input_ids": tokens, "position_ids": positions} if packed else {"input_ids": tokens}
+        return model(**batch, **text_inputs(model, tokens), use_cache=False).logits[0].float()
 
-def _encoded(raw: bytes, file: Path) -> torch.Tensor:
-    """Tokenize a text with a tokenizer.json: int32, (tokens,)."""
-    from tokenizers import Tokenizer
-
-    if not file.is_file():
-        raise UserError(f"there is no {file}: give --tokens bytes, or put the model's tokenizer.json there")
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library has no exception class of its own
-        raise UserError(f"{file} is not a tokenizer ({error}): fetch it again, or give --tokens bytes") from None
-    return torch.tensor(tokenizer.encode(raw.decode(errors="replace")).ids, dtype=torch.int32)
+    tokens = torch.arange(16, device=device)[None] % family.get_text_config().vocab_size
+    positions = torch.arange(16, device=device)[None] % 8
+    before = logits(tokens, positions)
+    # Experts are multiplied in groups, whose sizes a changed token changes: the last bits may differ.
+    limit = (1e-5 if next(model.parameters()).dtype != torch.bfloat16 else 2e-2) * before.abs().max()
+    for what, changed, others in (("sees later tokens", slice(12, 16), slice(12)), ("mixes", slice(8), slice(8, 16))):
+        if what == "mixes" and not packed:
+            continue
+        other = tokens.clone()
+        other[:, changed] = other[:, changed].flip(-1)
+        if (logits(other, positions)[others] - before[others]).abs().max() > limit:
+            why = {"sees later tokens": "sees the tokens that it shall predict: its config.json lacks is_decoder"}
+            raise UserError(
+                f"{family.model_type} {why.get(what, 'mixes the documents of a sequence: give --packing padding')}"
+            )
+    model.train()
 
 
 @contextlib.contextmanager
