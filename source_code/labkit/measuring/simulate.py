@@ -16,6 +16,7 @@ import contextlib
 import os
 import traceback
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -78,9 +79,14 @@ def step(setup, gpu: GpuOperators | None = None, workspaces: bool = True, ddp_re
             with trace:
                 train(*batch)
         buckets = bucket_sizes([parameter.nbytes for parameter in dict.fromkeys(ready)])
+        buffers = Counter()  # by dtype: DDP broadcasts those of a dtype together
+        for buffer in model.buffers() if ddp_reductions else ():
+            buffers[buffer.dtype] += buffer.nbytes
     timeline = trace.timeline()
     for size in buckets:
         trace.collectives["all-reduce", size, None] += ddp_reductions
+    for size in buffers.values():
+        trace.collectives["broadcast", size, None] += ddp_reductions
     for snapshot in timeline:
         snapshot["all-reduce buckets"] += sum(buckets)
     highest, _ = peak(timeline)
@@ -125,7 +131,9 @@ def _fake_tensors():
     cached = replaced(_dispatch, _are_we_tracing=lambda: False)
     with FakeTensorMode(allow_non_fake_inputs=True), _Counters() as counters, cached, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # FSDP1 checks it
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # some modules of transformers
+        warnings.filterwarnings(
+            "ignore", "FSDP2-wrapped module .* returned a view tensor"
+        )  # some modules of transformers
         try:
             yield counters
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
