@@ -8,7 +8,7 @@ from functools import partial
 
 from planner import UserError
 from planner.models.gpt import GPT
-from planner.ops import attention, norms
+from planner.ops import attention, experts, norms
 from planner.ops.autograd import FP32
 
 ONE_STEP = (
@@ -37,8 +37,10 @@ class LibraryGPT(GPT):
         shape = self.shape
         if shape.activation not in (*ONE_STEP, "gelu_new"):
             return f"the activation {shape.activation}"
-        if shape.experts or shape.latent:
-            return "a mixture of experts"
+        if shape.latent:
+            return "multi-head latent attention"
+        if shape.experts and (shape.experts.router != "softmax" or shape.experts.biased):
+            return "experts that this router chooses"
         return shape.unmodeled
 
     def embedding(self, tape, x, p):
@@ -99,7 +101,8 @@ class LibraryGPT(GPT):
         if self.unmodeled:
             raise UserError(f"no peak is planned by arithmetic for {self.unmodeled}: simulate it with --simulate")
         norm, attend, feed = partial(self.norm, tape, p), partial(self.attention, tape, p=p, number=number), None
-        feed = partial(self.feed_forward, tape, p=p)
+        routed = self.shape.layer(number).routed
+        feed = partial(self.experts if routed else self.feed_forward, tape, p=p)
         placed = self.shape.norms
         if placed == "shared":
             normal = norm("attention_norm", x)
@@ -214,6 +217,30 @@ class LibraryGPT(GPT):
         if self.shape.gated:
             return linear("down", tape.multiply(tape.silu(linear("gate", x)), linear("up", x)))
         return linear("down", self.activation(tape, linear("up", x)))
+
+    def experts(self, tape, x, p):
+        """Compute the experts that the router chooses for each token, and the shared one."""
+        settings, hidden_size = self.shape.experts, self.shape.hidden_size
+        shared = self.shared_expert(tape, x, p) if settings.shared_size else None
+        logits = self.linear(tape, p, "router", x)
+        weights, indices = experts.choose(tape, logits, settings.count, settings.top_k, settings.normalizes)
+        gate_up, down = p["experts.gate_up.weight"], p["experts.down.weight"]
+        out = experts.compute(tape, x, weights, indices, gate_up, down, hidden_size)
+        return out if shared is None else tape.add(out, self.gated(tape, x, p, shared), "experts and shared expert")
+
+    def shared_expert(self, tape, x, p):
+        """Compute the expert that every token uses."""
+        linear = partial(self.linear, tape, p)
+        product = tape.multiply(tape.silu(linear("shared.gate", x)), linear("shared.up", x))
+        return linear("shared.down", product)
+
+    def gated(self, tape, x, p, shared):
+        """Weigh the shared expert's output by a number for each token, if the model does."""
+        if not self.shape.experts.gates_shared:
+            return shared
+        gate = self.linear(tape, p, "shared_gate", x)
+        gate = tape.tanh(gate, "shared gate: sigmoid")  # which saves its output, too
+        return experts.weighed(tape, shared, gate)
 
     def activation(self, tape, x):
         """Apply the activation elementwise."""

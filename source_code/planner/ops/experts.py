@@ -1,0 +1,126 @@
+"""A mixture of experts as transformers' grouped matmuls compute it: what it allocates, saves, and does in backward. No torch.
+
+Source: transformers/integrations/moe.py, grouped_mm_experts_forward. Every size follows from tokens × experts per token,
+whichever experts the router chooses.
+"""
+
+from planner.ops.autograd import FP32, INT64, AbstractTensor
+
+INT32 = 4
+
+
+def choose(tape, logits: AbstractTensor, count: int, top_k: int, normalizes: bool) -> AbstractTensor:
+    """Choose experts by the softmax of the router's logits.
+
+    Args:
+        tape: the ``Tape`` to record on.
+        logits: (tokens, experts).
+        count: experts.
+        top_k: that are chosen for a token.
+        normalizes: whether the weights of a token are divided by their sum.
+
+    Returns:
+        The weights of the chosen, (tokens, top_k), in the format of the logits.
+    """
+    tokens, itemsize = logits.numel // count, logits.itemsize
+    scores = tape.to(logits, max(FP32, itemsize), "router: logits in fp32")
+    probabilities = tape.like(scores, "router: probabilities")
+    probabilities = tape.record_unary(scores, probabilities, "gradient of logits", tape.save(probabilities))
+    del scores
+    weights = tape.make("router: weights", tokens * top_k, probabilities.itemsize)
+    indices = tape.make("router: chosen experts", tokens * top_k, INT64)
+    weights = tape.record_unary(probabilities, weights, "gradient of probabilities", tape.save(indices))
+    del probabilities
+    if normalizes:
+        sums = tape.make("router: sums of weights", tokens, weights.itemsize)
+        original = tape.like(weights, "router: weights before normalization")
+        weights = tape.record_unary(weights, tape.view(weights), "gradient of weights", tape.save(original, sums))
+    return tape.to(weights, itemsize, "router: weights"), indices
+
+
+def compute(tape, x: AbstractTensor, weights: AbstractTensor, indices, gate_up, down, hidden_size: int):
+    """Compute the chosen experts of each token, weigh, and sum them.
+
+    Args:
+        tape: the ``Tape`` to record on.
+        x: (tokens, hidden size).
+        weights: (tokens, top_k).
+        indices: as weights, the chosen experts.
+        gate_up: the experts' first weight, (experts, 2 × intermediate size, hidden size).
+        down: the second, (experts, hidden size, intermediate size).
+        hidden_size: elements of a token.
+
+    Returns:
+        As x.
+    """
+    chosen, count, itemsize = weights.numel, gate_up.shape[0], x.itemsize
+    inner = down.numel // (count * hidden_size)
+    ids = tape.make("experts: sorted", chosen, INT64)
+    order = tape.make("experts: order", chosen, INT64)
+    of_token = tape.make("experts: token of each row", chosen, INT64)
+    rows = gathered(tape, x, chosen * hidden_size, of_token, "experts: rows")
+    sorted_weights = gathered(tape, weights, chosen, order, "experts: weights of rows")
+    held = tape.make("experts: sorted, as numbers", chosen, FP32)
+    ends = tape.make("experts: last row of each", count, INT32)
+    both = grouped(tape, rows, gate_up, chosen * 2 * inner, ends, "experts: gate and up")
+    del rows
+    gate, up = tape.split(both, [chosen * inner] * 2, "gate, up")
+    product = tape.multiply(tape.silu(gate, "experts: silu"), up, "experts: product")
+    del gate, up
+    both = grouped(tape, product, down, chosen * hidden_size, ends, "experts: outputs")
+    del product
+    both = weighed(tape, both, sorted_weights)
+    inverse = tape.make("experts: inverse order", chosen, INT64)
+    both = gathered(tape, both, chosen * hidden_size, inverse, "experts: outputs in order")
+    del ids, held
+    out = tape.make("experts: sum", x.numel, itemsize)
+    return tape.record_unary(both, out, "gradient of outputs")
+
+
+def gathered(tape, x, numel: int, indices, name: str):
+    """Index rows of x; backward adds the gradients of rows to zeros, out of place."""
+    node, size, itemsize = x.node, x.numel, x.itemsize
+    saved = tape.save(indices) if node else []
+    out = tape.make(name, numel, itemsize)
+    if node is None:
+        return out
+
+    def run(_):
+        zeros = tape.make(f"gradient of {name}: zeros", size, itemsize)
+        added = tape.make(f"gradient of {name}", size, itemsize)
+        del zeros
+        return [(node, added)]
+
+    return tape.record(out, run, saved)
+
+
+def grouped(tape, x, weight, numel: int, ends, name: str):
+    """Multiply each expert's rows by its weight. Saves the rows, and where they end."""
+    x, weight = tape.to(x, weight.itemsize), tape.cast(weight)
+    node, size, itemsize = x.node, x.numel, x.itemsize
+    saved = tape.save(*([x] if weight.trained else []), ends)
+    out = tape.make(name, numel, itemsize)
+    receiver, gradient_of = tape.gradient_target(weight)
+
+    def run(_):
+        made = [(receiver, gradient_of())]
+        return [*made, (node, tape.make(f"gradient of {name}'s rows", size, itemsize))]
+
+    return tape.record(out, run, saved)
+
+
+def weighed(tape, x, weights):
+    """Multiply rows by their weights. Saves both."""
+    nodes, numel, itemsize = (x.node, weights.node), x.numel, x.itemsize
+    rows, rows_itemsize = weights.numel, weights.itemsize
+    saved = tape.save(x, weights)
+    out = tape.like(x, "experts: outputs, weighed")
+
+    def run(_):
+        of_x = tape.make("gradient of outputs, unweighed", numel, itemsize)
+        of_rows = tape.make("gradient of weights, unreduced", numel, itemsize)
+        of_weights = tape.make("gradient of weights of rows", rows, rows_itemsize)
+        del of_rows
+        return [(nodes[0], of_x), (nodes[1], of_weights)]
+
+    return tape.record(out, run, saved)
