@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from commands import refused
 from labkit.training import corpus, data_files
-from labkit.training.sequences import NO_TARGET, Sequences, best_fit, hold_out
+from labkit.training.sequences import NO_TARGET, Sequences, best_fit, hold_out, load
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 ME = SimpleNamespace(rank=0, local_rank=0, world_size=1, say=lambda *_: None)
@@ -137,6 +137,28 @@ def test_validation_batches_are_all_sequences_once(ranks):
     assert {batch.tokens for batch in found} == {len(LEARNT)} and {batch.inputs.shape for batch in found} == {
         (1, 2, 16)
     }
+
+
+def test_validation_data_are_a_file_or_a_share(tmp_path, monkeypatch):
+    """What --data and --validation name, without a row in both."""
+    monkeypatch.setenv("FSDP_LABS_DATA", str(tmp_path / "data"))
+    for name, letters in {"train": "abcdefghij", "other": "xyz"}.items():
+        rows = [json.dumps({"text": letter * 9}) for letter in letters]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    chosen = {"model": None, "tokens": None, "seq_len": 8, "packing": "padding", "seed": 3}
+    chosen |= {"data": str(tmp_path / "train.jsonl"), "validation": None, "validation_share": None}
+
+    def letters(**changes) -> list[str | None]:
+        found = load(SimpleNamespace(**chosen | changes), 256, ME)
+        return [
+            each and "".join(sorted({chr(n) for b in each.validation_batches(1, 0, 1, "cpu") for n in targets(b)}))
+            for each in found
+        ]
+
+    assert letters() == ["abcdefghij", None]
+    assert letters(validation=str(tmp_path / "other.jsonl")) == ["abcdefghij", "xyz"]
+    train, held_out = letters(validation="0.2", validation_share=0.2)
+    assert len(held_out) == 2 and sorted(train + held_out) == list("abcdefghij")
 
 
 # Losses

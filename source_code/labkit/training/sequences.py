@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from labkit import UserError
+from labkit.training import corpus
 from labkit.training.corpus import Corpus
 from labkit.training.data_files import CHAT, COMPLETION, PLAIN, TEXT
 
@@ -49,13 +50,39 @@ class Batch(NamedTuple):
     tokens: int
 
 
-def hold_out(corpus: Corpus, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def load(config, vocab_size: int, me) -> tuple["Sequences", "Sequences | None"]:
+    """Return the sequences to train on, and those for validation (None without --validation). Collective.
+
+    Args:
+        config: hf_fsdp.py's options.
+        vocab_size: of the model.
+        me: this rank.
+
+    Raises:
+        UserError: the data cannot be used.
+    """
+    tokenizer = config.model if (config.tokens or "model") == "model" else None  # without --model: bytes
+    settings = config.seq_len, config.packing, config.seed
+    data = corpus.load(config.data, tokenizer, vocab_size, me)
+    if config.validation is None:
+        train, held_out = Sequences(data, None, *settings), None
+    elif config.validation_share:
+        documents, held_out = hold_out(data, config.validation_share, config.seed)
+        train, held_out = Sequences(data, documents, *settings), Sequences(data, held_out, *settings)
+    else:
+        other = corpus.load(config.validation, tokenizer, vocab_size, me, "--validation")
+        train, held_out = Sequences(data, None, *settings), Sequences(other, None, *settings)
+    me.say(f"training: {train}" + (f"\nvalidation: {held_out}" if held_out else ""))
+    return train, held_out
+
+
+def hold_out(data: Corpus, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Divide a corpus into documents to train on and documents for validation.
 
     Of a plain text it is the end, otherwise documents drawn at random.
 
     Args:
-        corpus: the corpus.
+        data: the corpus.
         share: of the documents, or of a plain text's tokens, that are for validation.
         seed: of the draw.
 
@@ -65,8 +92,8 @@ def hold_out(corpus: Corpus, share: float, seed: int) -> tuple[np.ndarray, np.nd
     Raises:
         UserError: there are too few documents.
     """
-    documents = corpus.documents
-    if corpus.kind == PLAIN:
+    documents = data.documents
+    if data.kind == PLAIN:
         begins, ends = documents.T
         cuts = ends - np.round((ends - begins) * share).astype(np.int64)
         return np.stack([begins, cuts], 1), np.stack([cuts, ends], 1)
@@ -84,7 +111,7 @@ class Sequences:
     """The sequences of some documents.
 
     Args:
-        corpus: the corpus.
+        data: the corpus.
         documents: (begin, end) of each document, int64, (documents, 2); None: all of them.
         seq_len: number of inputs of a sequence.
         packing: "stream", "documents", or "padding"; None: ``DEFAULT``.
@@ -99,16 +126,16 @@ class Sequences:
         UserError: there is nothing to learn, or the kind of data excludes the packing.
     """
 
-    def __init__(self, corpus: Corpus, documents: np.ndarray | None, seq_len: int, packing: str | None, seed: int):
-        self.corpus, self.seq_len, self.seed = corpus, seq_len, seed
-        self.packing = packing or DEFAULT[corpus.kind]
+    def __init__(self, data: Corpus, documents: np.ndarray | None, seq_len: int, packing: str | None, seed: int):
+        self.corpus, self.seq_len, self.seed = data, seq_len, seed
+        self.packing = packing or DEFAULT[data.kind]
         self.truncated = self.skipped = 0
         self._orders = {}
-        documents = corpus.documents if documents is None else documents
+        documents = data.documents if documents is None else documents
         (self._stream if self.packing == "stream" else self._pack)(documents)
         if not len(self.targets):
             raise UserError(
-                f"{corpus.name} has nothing to learn in sequences of --seq-len {seq_len} tokens: "
+                f"{data.name} has nothing to learn in sequences of --seq-len {seq_len} tokens: "
                 + ("no answer begins so early" if self.skipped else "it has too few tokens")
             )
 
