@@ -35,7 +35,10 @@ SMALL = {
     "qwen3": ({"head_dim": 32}, [{"attention_bias": True}]),
     "gemma": ({"head_dim": 32}, [{"attention_bias": True}, {"tie_word_embeddings": False}]),
     "gemma2": ({"head_dim": 32}, [{"attention_bias": True}, {"attn_logit_softcapping": None}]),
-    "gemma3_text": ({"head_dim": 32, "sliding_window": 32, "num_hidden_layers": 6}, [{"attention_bias": True}]),
+    "gemma3_text": (
+        {"head_dim": 32, "sliding_window": 32, "num_hidden_layers": 6, "num_key_value_heads": 1},
+        [{"attention_bias": True, "num_key_value_heads": 2}],
+    ),
     "gemma4_text": (
         GEMMA_4 | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True},
         [

@@ -200,7 +200,12 @@ class LibraryGPT(GPT):
             return attention.in_steps(tape, query, key, value, heads, shape.attention == "softcapped")
         if not shape.windowed(number, self.seq_len):
             return tape.attention(query, key, value, heads)
-        if heads.grouped:
+        if heads.kv_heads == 1 < heads.query_heads:  # a single head is expanded, not copied
+            key, value = (
+                tape.record_unary(x, tape.view(x, query.numel), f"gradient of {of}")
+                for x, of in ((key, "key"), (value, "value"))
+            )
+        elif heads.grouped:
             key = attention.repeat_kv(tape, key, query.numel, "key")
             value = attention.repeat_kv(tape, value, query.numel, "value")
         each = replace(heads, kv_heads=heads.query_heads)
