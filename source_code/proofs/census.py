@@ -13,9 +13,12 @@ all ``WAYS`` for which the library has a plan, and compared with one process of 
   losses      of some steps, dropout included
 """
 
+import logging
 import re
 import tempfile
 import time
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +29,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from labkit import UserError
-from labkit.measuring import meters, records
+from labkit.measuring import records
 from labkit.measuring.differences import largest_difference
 from labkit.running import gpus, launch, notebook_ranks, ranks
 from labkit.running.options import Options, option, parse
@@ -38,13 +41,10 @@ from transformers.distributed import DistributedConfig
 
 from proofs import families
 
-STEPS, LR, WEIGHT_DECAY = 3, 1e-3, 0.01
-SEQUENCES, LENGTH = 4, 16  # in a step, of all ranks together; tokens of each
 # Largest relative differences. Norms, softmax, and routers compute in fp32 in every precision: where rounding flips one of
 # their bits, gradients differ by 1e-7.
 LOSS = {"fp64": 1e-9, "fp32": 1e-4}
 GRADIENT = {"fp64": 1e-5, "fp32": 1e-3}
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 PATIENCE = timedelta(seconds=30)  # of a rank that waits in a collective for one that has failed
 TOGETHER = 40  # families for which ranks are started once
 
@@ -80,17 +80,16 @@ WAYS = [Way("shard=2"), Way("tensor=2"), Way("shard=2,expert=2")]
 WAYS += [Way("shard=4"), Way("shard=2,tensor=2"), Way("shard=4,expert=2")]
 
 
-def ways_of(row: dict, ways: list[Way] = WAYS) -> list[Way]:
+def ways_of(row: dict) -> list[Way]:
     """Return the ways to train a family. FSDP2 needs no plan of the library: the lab finds the blocks itself.
 
     Args:
         row: As ``families.inspect`` returns it.
-        ways: To choose from.
     """
     planned = {"tensor": row["tensor"], "expert": row["expert"]}
     if row["error"]:
         return []
-    return [way for way in ways if all(planned[name] or getattr(way.sizes, name) == 1 for name in planned)]
+    return [way for way in WAYS if all(planned[name] or getattr(way.sizes, name) == 1 for name in planned)]
 
 
 # In one process
@@ -110,68 +109,23 @@ def prepare(row: dict, ways: list[Way], folder: Path) -> list[str]:
     model = families.build(row["family"])
     model.save_pretrained(folder)
     for way in {way.reference(row): way for way in ways}.values():
-        again = load(folder, way.precision(row))
-        tensors = {name: tensor.clone() for name, tensor in tensors_of(again).items()}
-        gradients, losses = train(again, way.sizes.shard, way.dropout(row))
+        again = families.load(folder, way.precision(row))
+        tensors = {name: tensor.clone() for name, tensor in families.tensors_of(again).items()}
+        gradients, losses = families.train(again, way.sizes.shard, way.dropout(row))
         reference = {"tensors": tensors, "gradients": gradients, "losses": losses}
         torch.save(reference, folder / way.reference(row))
-    return unequal(tensors_of(load(folder, "fp32")), tensors_of(model))
-
-
-def load(folder: str | Path, precision: str, parallel: DistributedConfig | None = None):
-    """Load a model by the library alone.
-
-    Args:
-        folder: Of the model's files.
-        precision: A key of ``DTYPES``.
-        parallel: How the ranks of the process group share it; None: unsharded.
-    """
-    about = {"dtype": DTYPES[precision], "experts_implementation": families.EXPERTS[DTYPES[precision]]}
-    about["distributed_config"] = parallel
-    return AutoModelForCausalLM.from_pretrained(folder, **{key: value for key, value in about.items() if value})
-
-
-def tensors_of(model) -> dict[str, torch.Tensor]:
-    """Return all parameters and buffers, {name: tensor}: a buffer that is in no file must have its value, too."""
-    return dict(model.named_parameters()) | dict(model.named_buffers())
-
-
-def draw(step: int, parts: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return a step's (inputs, targets) for each part of the global batch, each of shape (sequences, LENGTH)."""
-    tokens = families.draw(SEQUENCES, LENGTH + 1, seed=step)
-    return [(part[:, :-1], part[:, 1:]) for part in tokens.chunk(parts)]
-
-
-def train(model, parts: int, dropout: bool) -> tuple[dict, list[float]]:
-    """Train some steps in one process.
-
-    Args:
-        model: Unsharded.
-        parts: Number of parts of the global batch. They are computed one after another, each with its own dropout.
-        dropout: Whether dropout is on.
-
-    Returns:
-        ({name: gradient} of the first step, loss of each step).
-    """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
-    model.train(dropout)
-    gradients, losses = {}, []
-    for step in range(STEPS):
-        losses.append(0.0)
-        for part, (inputs, targets) in enumerate(draw(step, parts)):
-            torch.manual_seed(1000 * step + part)
-            logits = families.logits_of(model, inputs)
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) / parts
-            loss.backward()
-            losses[step] += loss.item()
-        named = model.named_parameters() if not gradients else ()
-        gradients |= {name: each.grad.clone() for name, each in named if each.grad is not None}
-        optimizer.step()
-        optimizer.zero_grad()
-    return gradients, losses
+    return unequal(families.tensors_of(families.load(folder, "fp32")), families.tensors_of(model))
 
 
 # On several ranks
+
+
+def quiet():
+    """Turn off progress bars, and warnings about models that are this small or about gloo."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")
 
 
 def try_ways(me, tasks: list[tuple[dict, Way, str]], store: str, by_library: bool) -> list[dict]:
@@ -186,9 +140,7 @@ def try_ways(me, tasks: list[tuple[dict, Way, str]], store: str, by_library: boo
     Returns:
         For each task, see ``try_way``; with "error", a reason or None, and "seconds".
     """
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    meters.TRACED_STEPS = range(0)
+    quiet()
     dist.destroy_process_group()
     shared, found = dist.FileStore(store, me.world_size), []
     for number, task in enumerate([*tasks, None]):
@@ -221,25 +173,25 @@ def try_way(me, row: dict, way: Way, folder: str, by_library: bool, result: dict
         model=folder,
         device="cpu",
         tokens="bytes",
-        seq_len=LENGTH,
+        seq_len=families.LENGTH,
         mesh=way.mesh,
         precision=way.precision(row),
-        batch_size=SEQUENCES // way.sizes.shard,
-        lr=LR,
-        weight_decay=WEIGHT_DECAY,
+        batch_size=families.SEQUENCES // way.sizes.shard,
+        lr=families.LR,
+        weight_decay=families.WEIGHT_DECAY,
     )
     model = load_in_parallel(folder, config, way, row) if by_library else hf_fsdp.build(config, me)
     model.train(way.dropout(row))
-    result["unequal"] = unequal(tensors_of(model), reference["tensors"])
+    result["unequal"] = unequal(families.tensors_of(model), reference["tensors"])
     part = way.sizes.data_part(me.rank)
-    inputs, targets = draw(0, way.sizes.shard)[part]
+    inputs, targets = families.batches(0, way.sizes.shard)[part]
     torch.manual_seed(part)
     (hf_fsdp.compute_loss(model, inputs, targets, config) / targets.numel()).backward()
     result["gradient"], result["of"] = gradient_difference(model, reference["gradients"])
     model.zero_grad()
     optimizer, result["losses"] = hf_fsdp.make_optimizer(model, config), []
-    for step in range(STEPS):
-        batch = [each.unsqueeze(0) for each in draw(step, way.sizes.shard)[part]]
+    for step in range(families.STEPS):
+        batch = [each.unsqueeze(0) for each in families.batches(step, way.sizes.shard)[part]]
         torch.manual_seed(1000 * step + part)
         result["losses"].append(sum(hf_fsdp.train_step(model, optimizer, *batch, config)).item())
 
@@ -253,7 +205,7 @@ def load_in_parallel(folder: str, config, way: Way, row: dict):
         names = (name for name, module in model.named_modules() if module in blocks)
         plan = {re.sub(r"\.\d+$", ".*", name): "free_full_weight" for name in names}
     parallel = {"fsdp_size": sizes.shard, "tp_size": sizes.tensor, "ep_size": sizes.expert, "fsdp_plan": plan}
-    return load(folder, config.precision, DistributedConfig(**parallel))
+    return families.load(folder, config.precision, DistributedConfig(**parallel))
 
 
 def unequal(tensors: dict, expected: dict) -> list[str]:
@@ -290,39 +242,32 @@ def gradient_difference(model, expected: dict) -> tuple[float, str]:
 # All together
 
 
-def run(rows: list[dict], ways: list[Way], by_library: bool = False) -> list[dict]:
-    """Load and train families in some ways.
+def run(chosen: list[tuple[dict, list[Way]]], by_library: bool = False) -> Iterator[dict]:
+    """Load and train families, each in some ways.
 
     Args:
-        rows: As ``families.inspect`` returns them.
-        ways: In which to train those that have a plan for it.
+        chosen: (row, ways), as ``prepare`` takes them.
         by_library: See ``try_ways``.
 
-    Returns:
-        The rows, with "reread", see ``prepare``, and "ways": {mesh: {"precision", "error", "unequal", "gradient", "of",
+    Yields:
+        Each row, with "reread", see ``prepare``, and "ways": {mesh: {"precision", "error", "unequal", "gradient", "of",
         "loss": the largest relative difference of a loss, "seconds"}}.
     """
-    here, done = launch.Cluster(launcher="local"), []
-    for first in range(0, len(rows), TOGETHER):
-        with tempfile.TemporaryDirectory() as folder:
-            some = []
-            for row in rows[first : first + TOGETHER]:
-                mine = Path(folder) / row["family"]
-                reread = prepare(row, ways_of(row, ways), mine) if ways_of(row, ways) else []
-                some.append(row | {"reread": reread, "ways": {}})
-            for count in sorted({way.sizes.ranks for way in ways}):
-                tasks = [
-                    (row, way, f"{folder}/{row['family']}")
-                    for row in some
-                    for way in ways_of(row, ways)
-                    if way.sizes.ranks == count
-                ]
-                arguments = tasks, f"{folder}/store-{count}", by_library
+    here = launch.Cluster(launcher="local")
+    for first in range(0, len(chosen), TOGETHER):
+        with tempfile.TemporaryDirectory() as parent:
+            some, tasks = [], []
+            for row, ways in chosen[first : first + TOGETHER]:
+                folder = Path(parent) / row["family"]
+                some.append(row | {"reread": prepare(row, ways, folder) if ways else [], "ways": {}})
+                tasks += [(some[-1], way, str(folder)) for way in ways]
+            for count in sorted({way.sizes.ranks for _, way, _ in tasks}):
+                mine = [task for task in tasks if task[1].sizes.ranks == count]
+                arguments = mine, f"{parent}/store-{count}", by_library
                 found = notebook_ranks.on_ranks(try_ways, *arguments, ranks=count, cluster=here, timeout=1800)
-                for (row, way, mine), *results in zip(tasks, *found, strict=True):
-                    row["ways"][way.mesh] = summary(row, way, results, torch.load(f"{mine}/{way.reference(row)}"))
-            done += some
-    return done
+                for (row, way, folder), *results in zip(mine, *found, strict=True):
+                    row["ways"][way.mesh] = summary(row, way, results, torch.load(f"{folder}/{way.reference(row)}"))
+            yield from some
 
 
 def summary(row: dict, way: Way, results: list[dict], reference: dict) -> dict:
@@ -350,20 +295,23 @@ def verdict(found: dict) -> str:
         )
     if found["unequal"]:
         return f"loaded otherwise: {found['unequal'][0]}"
-    if not found["gradient"] <= GRADIENT[found["precision"]]:
+    # In a record, NaN and infinity are null.
+    gradient, loss = (float("inf") if found[key] is None else found[key] for key in ("gradient", "loss"))
+    if not gradient <= GRADIENT[found["precision"]]:
         return f"gradient differs: {found['of']}"
-    return "equal" if found["loss"] <= LOSS[found["precision"]] else "losses differ"
+    return "equal" if loss <= LOSS[found["precision"]] else "losses differ"
+
+
+def failures(row: dict) -> dict[str, str]:
+    """Return {mesh: what is wrong} of the ways in which a family differs from one process."""
+    words = {mesh: verdict(found) for mesh, found in row.get("ways", {}).items()}
+    return {mesh: word for mesh, word in words.items() if word != "equal"}
 
 
 def tables(rows: list[dict]) -> str:
     """Return the census as Markdown: a table, and a sentence for all that is not equal."""
     shown = [{**_one_process(row), **{way.mesh: _cell(row, way) for way in WAYS}} for row in rows]
-    failed = [
-        f"- {row['family']}, {mesh}: {found['error'] or verdict(found)}"
-        for row in rows
-        for mesh, found in row.get("ways", {}).items()
-        if verdict(found) != "equal"
-    ]
+    failed = [f"- {row['family']}, {mesh}: {why}" for row in rows for mesh, why in failures(row).items()]
     failed += [f"- {row['family']}: does not train in one process: {row['error']}" for row in rows if row["error"]]
     table = pandas.DataFrame(shown).to_markdown(index=False, disable_numparse=True)
     return "\n".join([table, "", *failed]) + "\n"
@@ -416,16 +364,15 @@ def chosen(config: Config) -> list[str]:
 def main():
     config = parse(Config, __doc__)
     gpus.hide()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    quiet()
     try:
         path = records.new_path("census", config.record)
-        rows = [families.inspect(name) for name in chosen(config)]
-        if not config.inspect:
-            rows = run(rows, WAYS, config.library)
+        inspected, rows = (families.inspect(name) for name in chosen(config)), []
+        for row in inspected if config.inspect else run([(row, ways_of(row)) for row in inspected], config.library):
+            rows.append(row)
+            records.write_rows(path, rows, transformers=transformers.__version__)
     except UserError as error:
         ranks.exit_with_error(str(error))
-    records.write_rows(path, rows, transformers=transformers.__version__)
     path.with_suffix(".md").write_text(page := tables(rows))
     print(page)
     ways = [found for row in rows for found in row.get("ways", {}).values()]

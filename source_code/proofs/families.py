@@ -1,21 +1,26 @@
-"""Build a tiny model of every family of samples/families.json, and inspect what training it has to know about.
+"""Build a tiny model of every family of samples/families.json, train it in one process, and inspect it.
 
-``census`` trains these models on several ranks; this file needs one process. It uses transformers alone, so that its
-findings do not depend on the lab's own code.
+``census`` trains these models on several ranks, and compares. This file uses transformers alone, so that what it finds
+does not depend on the lab's own code.
 """
 
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from labkit.running import launch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 FILE = launch.SOURCE / "samples" / "families.json"
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+STEPS, LR, WEIGHT_DECAY = 3, 1e-3, 0.01
+SEQUENCES, LENGTH = 4, 16  # in a training step, of all ranks together; tokens of each
 TOKENS = (3, 240)  # tokens to draw: without the special ones at both ends of the vocabulary
 DOCUMENTS = (8, 12)  # lengths of two packed documents, multiples of the chunks of every family
 ROUNDING = 1e-5  # absolute difference of logits, which are about 1, in fp32
@@ -72,19 +77,75 @@ def stored(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in named if name in persistent}
 
 
-def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy of the next tokens, in the logits' format: the library's own loss is in fp32.
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy, in the logits' format: the library's own loss is in fp32.
 
     Args:
         logits: (sequences, length, vocabulary).
-        tokens: (sequences, length).
+        targets: The next tokens, (sequences, length).
     """
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def draw(sequences: int, length: int, seed: int = 0) -> torch.Tensor:
     """Return random tokens, (sequences, length)."""
     return torch.randint(*TOKENS, (sequences, length), generator=torch.Generator().manual_seed(seed))
+
+
+def load(folder: str | Path, precision: str, parallel: DistributedConfig | None = None):
+    """Load a model by the library alone.
+
+    Args:
+        folder: Of the model's files.
+        precision: A key of ``DTYPES``.
+        parallel: How the ranks of the process group share it; None: unsharded.
+    """
+    about = {"dtype": DTYPES[precision], "experts_implementation": EXPERTS[DTYPES[precision]]}
+    about["distributed_config"] = parallel
+    return AutoModelForCausalLM.from_pretrained(folder, **{key: value for key, value in about.items() if value})
+
+
+def tensors_of(model) -> dict[str, torch.Tensor]:
+    """Return all parameters and buffers, {name: tensor}: a buffer that is in no file must have its value, too."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def batches(step: int, parts: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return a step's (inputs, targets) for each part of the global batch, each of shape (sequences, LENGTH)."""
+    tokens = draw(SEQUENCES, LENGTH + 1, seed=step)
+    return [(part[:, :-1], part[:, 1:]) for part in tokens.chunk(parts)]
+
+
+def train(model, parts: int, dropout: bool) -> tuple[dict, list[float]]:
+    """Train some steps in one process.
+
+    Args:
+        model: Unsharded.
+        parts: Number of parts of the global batch. They are computed one after another, each with its own dropout.
+        dropout: Whether dropout is on.
+
+    Returns:
+        ({name: gradient} of the first step, loss of each step).
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
+    model.train(dropout)
+    gradients, losses = {}, []
+    for step in range(STEPS):
+        losses.append(0.0)
+        for part, (inputs, targets) in enumerate(batches(step, parts)):
+            torch.manual_seed(1000 * step + part)
+            logits = logits_of(model, inputs)
+            loss = loss_of(logits, targets) / parts
+            loss.backward()
+            losses[step] += loss.item()
+        named = model.named_parameters() if not gradients else ()
+        gradients |= {name: each.grad.clone() for name, each in named if each.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+    return gradients, losses
+
+
+# What training has to know
 
 
 def inspect(name: str) -> dict:
@@ -131,8 +192,8 @@ def sentence(error: Exception) -> str:
 
 
 def _train(model):
-    tokens = draw(2, sum(DOCUMENTS))
-    loss = loss_of(logits_of(model.train(), tokens), tokens)
+    tokens = draw(2, sum(DOCUMENTS) + 1)
+    loss = loss_of(logits_of(model.train(), tokens[:, :-1]), tokens[:, 1:])
     loss.backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     if not (loss.isfinite() and all(gradient.isfinite().all() for gradient in gradients)):

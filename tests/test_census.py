@@ -1,0 +1,98 @@
+"""The census of transformers' families: a third of it is taken again, and its record is complete."""
+
+import copy
+import json
+
+import pytest
+import torch
+import transformers
+from commands import refused
+from labkit.measuring.records import RESULTS
+from proofs import census, families
+
+pytestmark = pytest.mark.long
+NAMES = families.names()
+MESHES = ("shard=2", "tensor=2", "shard=2,expert=2")  # four ranks are for the record
+
+
+@pytest.fixture(scope="module")
+def record():
+    (path,) = (RESULTS / "reference").glob("census-*.json")
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def rows(record):
+    """{family: its row of the record}."""
+    return {row["family"]: row for row in record["rows"]}
+
+
+@pytest.fixture(scope="module")
+def again(rows):
+    """{family: its row, taken again}, of every third family, each in the next of its ways."""
+    chosen = []
+    for number, name in enumerate(NAMES[::3]):
+        ways = [way for way in census.ways_of(rows[name]) if way.mesh in MESHES]
+        chosen.append((rows[name], ways[number % len(ways) :][:1] if ways else []))
+    return {row["family"]: row for row in census.run(chosen)}
+
+
+@pytest.mark.parametrize("name", NAMES[::3])
+def test_a_family_trains_on_several_ranks_as_the_record_says(name, rows, again):
+    for mesh, found in again[name]["ways"].items():
+        assert census.verdict(found) == census.verdict(rows[name]["ways"][mesh])
+
+
+@pytest.mark.parametrize("name", NAMES[1::3])
+def test_a_family_is_in_one_process_what_the_record_says(name, rows):
+    assert families.inspect(name) == {key: value for key, value in rows[name].items() if key not in ("ways", "reread")}
+
+
+def test_the_record_is_of_all_families_and_of_the_installed_library(record, rows):
+    assert list(rows) == NAMES
+    assert record["transformers"] == transformers.__version__
+    for row in rows.values():
+        assert list(row["ways"]) == [way.mesh for way in census.ways_of(row)]
+
+
+def test_most_families_train_in_every_way_as_one_process(rows):
+    equal = [row["family"] for row in rows.values() if row["ways"] and not census.failures(row)]
+    assert len(equal) >= 100
+
+
+def test_all_six_ways_are_seen(rows):
+    for way in census.WAYS:
+        assert sum(way.mesh in row["ways"].keys() - census.failures(row) for row in rows.values()) >= 40
+
+
+def test_one_changed_element_is_found():
+    model = families.build("gemma4_text")
+    expected = {name: tensor.clone() for name, tensor in families.tensors_of(model).items()}
+    assert census.unequal(families.tensors_of(model), expected) == []
+    expected["model.layers.1.layer_scalar"] += 1e-6
+    assert census.unequal(families.tensors_of(model), expected) == ["model.layers.1.layer_scalar"]
+    del expected["model.norm.weight"]
+    assert "model.norm.weight" in census.unequal(families.tensors_of(model), expected)
+
+
+def test_a_gradient_that_is_halved_or_missing_is_found():
+    model = families.build("qwen3_moe", torch.float64)
+    gradients, _ = families.train(copy.deepcopy(model), 2, False)
+    for name, parameter in model.named_parameters():
+        parameter.grad = gradients[name].clone()
+    assert census.gradient_difference(model, gradients)[0] == 0
+    halved = dict(model.named_parameters())["model.layers.0.mlp.experts.down_proj"]
+    halved.grad /= 2
+    assert census.gradient_difference(model, gradients) == (0.5, "model.layers.0.mlp.experts.down_proj")
+    halved.grad = None
+    assert census.gradient_difference(model, gradients)[0] == float("inf")
+
+
+def test_a_model_that_sees_the_future_is_found():
+    assert families.inspect("bert")["causal"] is False
+    assert families.inspect("bert_decoder")["causal"] is True
+
+
+def test_a_family_that_is_not_listed_is_refused():
+    with refused("--families", "nobody"):
+        census.chosen(census.Config(families="llama,nobody"))
