@@ -71,7 +71,7 @@ def parallelize(model, config, me):
 def change(model, config):
     """Freeze what is not trained, add adapters, and change each block's forward, inside FSDP's hooks."""
     hf_models.freeze_towers(model)
-    if config.lora:
+    if config.adapts:
         hf_lora.add(model, config)
     for block in hf_models.blocks(model):
         if config.recompute != "none":
@@ -212,6 +212,7 @@ def evaluate(model, data, config, me):
     for batch in data.validation_batches(config.batch_size, mesh.data_part(me.rank), mesh.data, me.device):
         positions = None if batch.positions is None else batch.positions[0]
         loss += compute_loss(model, batch.inputs[0], batch.targets[0], config, positions) / batch.tokens
+    hf_models.reshard(model)
     model.train()
     dist.all_reduce(loss)
     return loss.item() * mesh.data / me.world_size  # tensor-parallel ranks have the same sequences
@@ -279,7 +280,7 @@ class Config(HuggingFaceTraining):
     @property
     def dtype(self) -> torch.dtype:
         """Data type of the weights; that of a frozen base model is bf16 if it computes in bf16."""
-        if self.weights == "bf16" or (self.lora and self.precision == "bf16"):
+        if self.weights == "bf16" or (self.adapts and self.precision == "bf16"):
             return torch.bfloat16
         return torch.float64 if self.precision == "fp64" else torch.float32
 

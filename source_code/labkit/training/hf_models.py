@@ -19,7 +19,7 @@ import torch.distributed as dist
 from planner.models import flops, huggingface
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from labkit import UserError
 from labkit.measuring.replaced import replaced
@@ -279,7 +279,7 @@ def load(config, architecture, device: torch.device, parallelize):
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(architecture)]
     how = {"experts_implementation": config.experts} if config.experts else {}
     _agree(lambda: hf_files.check(config.model))
-    if config.lora:
+    if config.adapts:
         how["key_mapping"] = hf_lora.renamed_weights(on_meta(architecture, config.dtype), config)
 
     trained = {}  # {name: whether it is trained}, which the library forgets when it reads a parameter
@@ -316,7 +316,11 @@ def load(config, architecture, device: torch.device, parallelize):
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained[name])
     _detach_from_files(model)
-    return without_cache(model), set(report["missing_keys"])
+    initialized = set(report["missing_keys"])
+    if config.adapters:
+        _agree(lambda: hf_lora.read(model, config.adapters))
+        initialized = {name for name in initialized if "lora_" not in name}
+    return without_cache(model), initialized
 
 
 @contextlib.contextmanager
@@ -407,7 +411,9 @@ def flops_per_token(config) -> float | None:
         FLOPs; None for a family that the planner does not know, and for peft's adapters, which are not planned.
     """
     try:
-        return None if config.lora else flops.per_token(huggingface.load(config.model or config.config), config.seq_len)
+        return (
+            None if config.adapts else flops.per_token(huggingface.load(config.model or config.config), config.seq_len)
+        )
     except UserError:
         return None
 
@@ -448,7 +454,15 @@ def check_masks(model, device: torch.device, packed: bool):
             raise UserError(
                 f"{family.model_type} {why.get(what, 'mixes the documents of a sequence: give --packing padding')}"
             )
+    reshard(model)
     model.train()
+
+
+def reshard(model):
+    """Free the gathered parameters of all units: after a forward without backward, FSDP2 keeps those of the root."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @contextlib.contextmanager
