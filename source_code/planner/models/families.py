@@ -269,7 +269,7 @@ def _routed(fields: dict, count: int, routed) -> dict:
 
 
 def mixtral(c):
-    experts = Experts(c["num_local_experts"], c["num_experts_per_tok"], c["intermediate_size"])
+    experts = Experts(c["num_local_experts"], c["num_experts_per_tok"], c["intermediate_size"], weighs_in_fp32=True)
     return _routed(mistral(c) | {"experts": experts}, c["num_hidden_layers"], lambda _: True)
 
 
@@ -335,6 +335,7 @@ def _with_shared(c):
         size,
         shared_size=size * c["n_shared_experts"],
         router="sigmoid",
+        weighs_in_fp32=True,
         normalizes=bool(c["norm_topk_prob"]),
     )
 

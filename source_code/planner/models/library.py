@@ -39,7 +39,7 @@ class LibraryGPT(GPT):
             return f"the activation {shape.activation}"
         if shape.latent:
             return "multi-head latent attention"
-        if shape.experts and (shape.experts.router != "softmax" or shape.experts.biased):
+        if shape.experts and shape.experts.router not in ("softmax", "sigmoid"):
             return "experts that this router chooses"
         return shape.unmodeled
 
@@ -225,13 +225,24 @@ class LibraryGPT(GPT):
 
     def experts(self, tape, x, p):
         """Compute the experts that the router chooses for each token, and the shared one."""
-        settings, hidden_size = self.shape.experts, self.shape.hidden_size
-        shared = self.shared_expert(tape, x, p) if settings.shared_size else None
-        logits = self.linear(tape, p, "router", x)
-        weights, indices = experts.choose(tape, logits, settings.count, settings.top_k, settings.normalizes)
+        settings = self.shape.experts
+        shares_first = settings.gates_shared  # Qwen2-MoE computes the shared expert first, the others last
+        shared = self.shared_expert(tape, x, p) if shares_first else None
+        if settings.router == "sigmoid":  # in fp32
+            rows = tape.to(x, max(FP32, x.itemsize), "router: input in fp32")
+            weight = p["router.weight"]
+            logits = tape.linear(rows, weight if weight.itemsize >= FP32 else tape.cast_to(weight, FP32))
+            del rows, weight
+        else:
+            logits = self.linear(tape, p, "router", x)
+        weights, indices = experts.choose(tape, logits, settings)
         gate_up, down = p["experts.gate_up.weight"], p["experts.down.weight"]
-        out = experts.compute(tape, x, weights, indices, gate_up, down, hidden_size)
-        return out if shared is None else tape.add(out, self.gated(tape, x, p, shared), "experts and shared expert")
+        out = experts.compute(tape, x, weights, indices, gate_up, down, self.shape.hidden_size)
+        if shares_first:
+            shared = self.gated(tape, x, p, shared)
+        elif settings.shared_size:
+            shared = self.shared_expert(tape, x, p)
+        return tape.add(out, shared, "experts and shared expert") if shared else out
 
     def shared_expert(self, tape, x, p):
         """Compute the expert that every token uses."""
@@ -240,9 +251,7 @@ class LibraryGPT(GPT):
         return linear("shared.down", product)
 
     def gated(self, tape, x, p, shared):
-        """Weigh the shared expert's output by a number for each token, if the model does."""
-        if not self.shape.experts.gates_shared:
-            return shared
+        """Weigh the shared expert's output by a number for each token."""
         gate = self.linear(tape, p, "shared_gate", x)
         gate = tape.tanh(gate, "shared gate: sigmoid")  # which saves its output, too
         return experts.weighed(tape, shared, gate)

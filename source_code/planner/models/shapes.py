@@ -41,6 +41,7 @@ class Experts:
         router: "softmax" over all experts, then the choice; "chosen", softmax over the chosen; "sigmoid", with
             normalization; "dense", which computes every expert on all tokens.
         normalizes: whether the weights of the chosen are divided by their sum.
+        weighs_in_fp32: whether the weights of the chosen, and what they multiply, are in fp32 though the model is in bf16.
         output_first: whether an expert's weight is (out, in), else (in, out).
     """
 
@@ -52,6 +53,7 @@ class Experts:
     biased: bool = False
     router: str = "softmax"
     normalizes: bool = True
+    weighs_in_fp32: bool = False
     output_first: bool = True
 
     @property

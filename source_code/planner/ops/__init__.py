@@ -7,6 +7,7 @@ Each module may import those above it:
   attention         what each attention kernel saves for backward, and allocates
   norms             what a norm saves and allocates, on each device
   operators         what every other operator saves and allocates
+  experts           what a mixture of experts saves and allocates
   chunked_loss      the head and the loss, computed in chunks of tokens
   tensor_parallel   what tensor parallelism gathers, scatters, and allocates
 """

@@ -9,33 +9,34 @@ from planner.ops.autograd import FP32, INT64, AbstractTensor
 INT32 = 4
 
 
-def choose(tape, logits: AbstractTensor, count: int, top_k: int, normalizes: bool) -> AbstractTensor:
-    """Choose experts by the softmax of the router's logits.
+def choose(tape, logits: AbstractTensor, settings) -> tuple[AbstractTensor, AbstractTensor]:
+    """Choose experts by the router's logits, through a softmax or a sigmoid.
 
     Args:
         tape: the ``Tape`` to record on.
         logits: (tokens, experts).
-        count: experts.
-        top_k: that are chosen for a token.
-        normalizes: whether the weights of a token are divided by their sum.
+        settings: ``shapes.Experts``.
 
     Returns:
-        The weights of the chosen, (tokens, top_k), in the format of the logits.
+        (the weights of the chosen, (tokens, top_k); their indices).
     """
-    tokens, itemsize = logits.numel // count, logits.itemsize
+    chosen, itemsize = logits.numel // settings.count * settings.top_k, logits.itemsize
     scores = tape.to(logits, max(FP32, itemsize), "router: logits in fp32")
     probabilities = tape.like(scores, "router: probabilities")
     probabilities = tape.record_unary(scores, probabilities, "gradient of logits", tape.save(probabilities))
     del scores
-    weights = tape.make("router: weights", tokens * top_k, probabilities.itemsize)
-    indices = tape.make("router: chosen experts", tokens * top_k, INT64)
+    weights = tape.make("router: weights", chosen, probabilities.itemsize)
+    indices = tape.make("router: chosen experts", chosen, INT64)
     weights = tape.record_unary(probabilities, weights, "gradient of probabilities", tape.save(indices))
     del probabilities
-    if normalizes:
-        sums = tape.make("router: sums of weights", tokens, weights.itemsize)
+    if settings.normalizes:
+        sums = tape.make("router: sums of weights", chosen // settings.top_k, weights.itemsize)
         original = tape.like(weights, "router: weights before normalization")
         weights = tape.record_unary(weights, tape.view(weights), "gradient of weights", tape.save(original, sums))
-    return tape.to(weights, itemsize, "router: weights"), indices
+        del sums, original
+    if settings.router == "sigmoid":
+        weights = tape.divide(weights, "router: weights, scaled")
+    return (weights if settings.weighs_in_fp32 else tape.to(weights, itemsize, "router: weights")), indices
 
 
 def compute(tape, x: AbstractTensor, weights: AbstractTensor, indices, gate_up, down, hidden_size: int):
@@ -73,8 +74,9 @@ def compute(tape, x: AbstractTensor, weights: AbstractTensor, indices, gate_up, 
     inverse = tape.make("experts: inverse order", chosen, INT64)
     both = gathered(tape, both, chosen * hidden_size, inverse, "experts: outputs in order")
     del ids, held
-    out = tape.make("experts: sum", x.numel, itemsize)
-    return tape.record_unary(both, out, "gradient of outputs")
+    out = tape.record_unary(both, tape.make("experts: sum", x.numel, both.itemsize), "gradient of outputs")
+    del both
+    return tape.to(out, itemsize, "experts: sum")
 
 
 def gathered(tape, x, numel: int, indices, name: str):
@@ -110,15 +112,18 @@ def grouped(tape, x, weight, numel: int, ends, name: str):
 
 
 def weighed(tape, x, weights):
-    """Multiply rows by their weights. Saves both."""
+    """Multiply rows by their weights, in the larger of their formats. Saves both."""
     nodes, numel, itemsize = (x.node, weights.node), x.numel, x.itemsize
     rows, rows_itemsize = weights.numel, weights.itemsize
+    out_itemsize = max(itemsize, rows_itemsize)
     saved = tape.save(x, weights)
-    out = tape.like(x, "experts: outputs, weighed")
+    out = tape.make("experts: outputs, weighed", numel, out_itemsize)
 
     def run(_):
-        of_x = tape.make("gradient of outputs, unweighed", numel, itemsize)
-        of_rows = tape.make("gradient of weights, unreduced", numel, itemsize)
+        of_x = tape.make("gradient of outputs, unweighed", numel, out_itemsize)
+        of_rows = tape.make("gradient of weights, unreduced", numel, out_itemsize)
+        if out_itemsize > itemsize:
+            of_x = tape.make("gradient of outputs, unweighed, cast", numel, itemsize)
         of_weights = tape.make("gradient of weights of rows", rows, rows_itemsize)
         del of_rows
         return [(nodes[0], of_x), (nodes[1], of_weights)]

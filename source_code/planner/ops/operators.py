@@ -26,6 +26,7 @@ class CastParameter(AbstractTensor):
     """A parameter in autocast's number format. Its backward casts the gradient back, for the parameter."""
 
     __slots__ = ("name", "shape", "trained")
+    quantized = False
 
     def __init__(self, parameter: AbstractParameter, storage: Storage, itemsize: int):
         super().__init__(storage, parameter.numel, itemsize)
@@ -107,14 +108,21 @@ class Tape(Autograd):
         if parameter is None or not self.autocast:
             return parameter
         if parameter not in self.casts:
-            name = f"{parameter.name} in bf16"
-            storage = self.make(name, parameter.numel, self.autocast, per_sample=False).storage
-            out = CastParameter(parameter, storage, self.autocast)
+            out = self.cast_to(parameter, self.autocast)
             if not parameter.trained:
                 return out
-            self.count_use(parameter)
-            self.casts[parameter] = self.record(out, lambda _: [(parameter, self.gradient_of(parameter))])
+            self.casts[parameter] = out
         return self.casts[parameter]
+
+    def cast_to(self, parameter: AbstractParameter, itemsize: int) -> CastParameter:
+        """Return a parameter cast to a number format of ``itemsize`` bytes per element."""
+        name = f"{parameter.name} in {'bf16' if itemsize == 2 else 'fp32'}"
+        storage = self.make(name, parameter.numel, itemsize, per_sample=False).storage
+        out = CastParameter(parameter, storage, itemsize)
+        if not parameter.trained:
+            return out
+        self.count_use(parameter)
+        return self.record(out, lambda _: [(parameter, self.gradient_of(parameter))])
 
     def _in_one_format(self, x: AbstractTensor, weight: AbstractParameter, bias: AbstractParameter | None):
         """Return a layer's operands in one format: autocast casts all three, the last first; FSDP has cast parameters."""
