@@ -160,8 +160,11 @@ def test_a_language_model_in_a_larger_configuration_has_the_defaults_of_its_clas
 MODELED = [family for family in SMALL if not planned(small(family)).unmodeled]
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("family", MODELED)
+RECOMPUTED = ("llama", "mistral", "gemma2", "gemma3_text", "phi3", "qwen2_moe", "glm4_moe")  # each walks differently
+CASES = [(family, "none") for family in MODELED] + [(family, "full") for family in RECOMPUTED]
+
+
+@pytest.mark.parametrize(("family", "recompute"), CASES)
 def test_the_peak_is_that_of_the_library_s_own_step(family, recompute):
     config = small(family)
     torch.manual_seed(0)

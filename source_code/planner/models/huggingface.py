@@ -1,9 +1,9 @@
 """Shapes of third-party models, from the config.json that Hugging Face stores with the weights. Imports no torch.
 
 planner/models/families.py states what each family differs in. Parameter counts are those of the ``transformers`` library's
-modules, and operators are those modules' own (planner/models/library.py); without recomputation too, the peak is that of
-the library's simulated step. Of a family whose ``GPTShape.unmodeled`` is set, only what persists and the traffic can be
-planned. Of a model with an image or audio tower, the shape is that of its language model.
+modules, and operators are those modules' own (planner/models/library.py): with and without recomputation, the peak is
+that of the library's own step. Of a family whose operators are not modeled (``Blueprint.unmodeled``), only what persists
+and the traffic can be planned. Of a model with an image or audio tower, the shape is that of its language model.
 
 Not modeled: dropout.
 """

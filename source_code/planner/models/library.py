@@ -1,6 +1,6 @@
 """Third-party models as blueprints: what the modules of Hugging Face's transformers compute, operator by operator.
 
-Compared with the library's own code on fake tensors (tests/test_families.py), with the CPU's kernels. Imports no torch.
+Compared with steps of the library's own code, with the CPU's kernels (tests/test_families.py). Imports no torch.
 """
 
 from dataclasses import replace

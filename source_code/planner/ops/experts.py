@@ -121,9 +121,9 @@ def weighed(tape, x, weights):
 
     def run(_):
         of_x = tape.make("gradient of outputs, unweighed", numel, out_itemsize)
-        of_rows = tape.make("gradient of weights, unreduced", numel, out_itemsize)
         if out_itemsize > itemsize:
             of_x = tape.make("gradient of outputs, unweighed, cast", numel, itemsize)
+        of_rows = tape.make("gradient of weights, unreduced", numel, out_itemsize)
         of_weights = tape.make("gradient of weights of rows", rows, rows_itemsize)
         del of_rows
         return [(nodes[0], of_x), (nodes[1], of_weights)]
