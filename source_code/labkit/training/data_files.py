@@ -22,7 +22,7 @@ KEYS = {CHAT: ("messages",), COMPLETION: ("prompt", "completion"), TEXT: ("text"
 LF = b"\n"
 GZIP = b"\x1f\x8b"
 HEAD = 4096  # bytes that determine the format
-BLOCK = 2**20  # bytes that are read at a time
+BLOCK = 2**18  # bytes that are read at a time
 CONVERT = "convert it with iconv -f {} -t utf-8"
 # {first bytes of a file: what it is and what to do}
 REFUSED = {
@@ -238,7 +238,7 @@ def _lines(file: DataFile, progress: Callable = lambda opened: None) -> Iterator
 
 
 def blocks(file: DataFile, progress: Callable) -> Iterator[str]:
-    """Yield a plain text in blocks of about a MiB that end anywhere between two characters.
+    """Yield a plain text in blocks of ``BLOCK`` bytes that end anywhere between two characters.
 
     Args:
         file: the file.
