@@ -361,7 +361,7 @@ GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positi
 CONFIGS = {
     "llama": {},
     "gpt2": GPT2,
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 8},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 8, "num_key_value_heads": 2},
     "mamba": {"model_type": "mamba"},
     "t5": {"model_type": "t5"},
     "stablelm": {"model_type": "stablelm", "max_position_embeddings": 64},

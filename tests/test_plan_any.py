@@ -200,7 +200,8 @@ def test_simulated_steps_of_any_family_are_the_measured_ones(folder, measured):
     simulated = forked(answers, folder, RUNS, timeout=240)
     for (family, options), found, *ranks in zip(RUNS, simulated, *(rank[0] for rank in measured), strict=True):
         peaks, collectives, persistent = zip(*ranks, strict=True)
-        assert found["simulated"] == pytest.approx(max(peaks), rel=2e-3), (family, options)
+        limit = 0.025 if "mesh" in options else 2e-3  # the page says so
+        assert found["simulated"] == pytest.approx(max(peaks), rel=limit), (family, options)
         assert sent(found["collectives"]) == sent(collectives[0]), (family, options)
         if type(found["persistent"]) is int:
             assert found["persistent"] == persistent[0], (family, options)
