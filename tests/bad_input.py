@@ -164,6 +164,7 @@ BEFORE_ANYTHING_STARTS = {
         "--no-such-option": "--no-such-option",
     },
     "gpt_fsdp.py": {
+        "--ranks 4 --mesh shard=4,expert=2": "--mesh shard=4,expert=2 expert",
         "--strategy zero": "--strategy 'zero'",
         "--preset huge": "--preset 'huge'",
         "--strategy ddp --mesh 1x2": "--mesh --strategy fsdp1 fsdp2 ddp",
@@ -247,7 +248,13 @@ BEFORE_ANYTHING_STARTS = {
         "--model FOLDER --config FOLDER/llama.json": "--model --config",
         "--config FOLDER/llama.json --tokens model": "--tokens --model",
         "--config FOLDER/llama.json --strategy fsdp1": "--strategy 'fsdp1'",
-        "--config FOLDER/llama.json --recompute selective": "--recompute 'selective'",
+        "--config FOLDER/llama.json --recompute alternate": "--recompute 'alternate'",
+        "--config FOLDER/llama.json --max-steps 5 --epochs 2": "--max-steps --epochs",
+        "--config FOLDER/llama.json --validation 1.5": "--validation 0.05 1.5",
+        "--config FOLDER/llama.json --validate-every 5": "--validate-every --validation",
+        "--config FOLDER/llama.json --lora-alpha 8": "--lora-alpha --lora",
+        "--config FOLDER/llama.json --save-dtype bf16": "--save-dtype --save",
+        "--config FOLDER/llama.json --ranks 4 --mesh shard=4,expert=3": "expert --mesh shard=4,expert=3",
     },
     "gpt_jax.py": {
         "--strategy ddp": "--strategy 'ddp'",

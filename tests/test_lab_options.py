@@ -76,11 +76,11 @@ def test_an_option_is_added_in_one_place(monkeypatch):
 
 def test_of_a_base_a_class_takes_some_options_and_the_others_are_constants():
     taken = {field.name for field in dataclasses.fields(hf_fsdp.Config)}
-    assert "accumulate" in taken and "ranks" in taken and not taken & {"preset", "mesh", "sync", "weights"}
+    assert "accumulate" in taken and "ranks" in taken and not taken & {"preset", "tied", "wrap", "optimizer"}
     config = hf_fsdp.Config(config="x", accumulate=2)
-    assert (config.sync, config.weights, config.mesh) == ("every", "fp32", None)
+    assert (config.preset, config.wrap, config.optimizer) == ("tiny", "blocks", "adamw")
     with pytest.raises(TypeError):
-        hf_fsdp.Config(config="x", sync="last")
+        hf_fsdp.Config(config="x", wrap="blocks")
 
 
 @pytest.mark.parametrize(("lab", "first"), [(mnist_fsdp, "--strategy"), (gpt_zero, "--stage"), (plan, "--preset")])
@@ -328,7 +328,8 @@ def test_a_plans_command_measures_what_was_planned(seed, tmp_path):
         ("--ranks 16", "srun --nodes=2 --ntasks=16 --gres=gpu:8 python gpt_fsdp.py --ranks 16"),
         ("--optimizer adamw-8bit", None),
         ("--strategy zero1 --ranks 4 --sync last", None),
-        ("--config samples/llama_small.json --sync last", None),
+        ("--config samples/llama_small.json --sync last", "python hf_fsdp.py --ranks 8 --batch-size 8 --sync last --config samples/llama_small.json"),
+        ("--config samples/llama_small.json --optimizer sgd", None),
         ("--strategy zero1 --checkpoint ckpt", None),
     ],
 )  # fmt: skip
