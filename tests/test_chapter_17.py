@@ -129,8 +129,8 @@ def failed(lines):
 def test_a_model_cut_elsewhere_and_weights_that_were_not_read_are_noticed():
     """The cut changes no weight, and the weights no peak."""
     breaks = {'shard = yours_or_ours("17.0", shard)': "def shard(model, mesh):\n    fully_shard(model, mesh=mesh)"}
-    breaks |= {"hf_fsdp.fill(model, pattern, hf_fsdp.Config(model=folder), me)  # 4 and 5": (
-        "hf_fsdp.fill(model, pattern, hf_fsdp.Config(config=folder), me)"
+    breaks |= {"load_checkpoint(model.state_dict(), storage_reader=HuggingFaceStorageReader(folder))  # 4": (
+        "torch.manual_seed(2); [torch.nn.init.normal_(p, std=0.02) for p in model.parameters()]"
     )}  # fmt: skip
     lines = run_broken("17", breaks, until="that are not those of from_pretrained", ranks=4)
     assert sorted(failed(lines)) == sorted(
