@@ -3,6 +3,7 @@
   python export.py ckpt model.safetensors              the newest checkpoint in ckpt
   python export.py ckpt/step-000040 model.safetensors  this one
 
+Weights that were frozen, such as those of --lora's base model, are in no checkpoint, and so not in the file.
 The file is independent of this course and of the number of ranks: ``safetensors.torch.load_file`` reads it as
 {name: tensor}, for ``model.load_state_dict``. It contains no code.
 """

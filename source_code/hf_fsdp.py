@@ -231,6 +231,7 @@ def train(config, me):
     me.say(f"{sum(p.numel() for p in model.parameters()):,} parameters, {trained:,} trained; {data}")
     saver = saving.Saver(config, model, optimizer, checkpoints.identity(config, global_batch, data.corpus.identity))
     loop = Loop(config, me, saver, config.max_steps, global_batch, flops_per_token=hf_models.flops_per_token(config))
+    plain = getattr(model, "module", model)  # inside of DDP
     validated = {}  # {step: loss}
     while loop.step < loop.last_step:
         local_losses = []
@@ -252,9 +253,11 @@ def train(config, me):
             me.say(f"step {loop.step}: validation loss {validated[loop.step]:.4f}")
             loop.log_scalars(validation_loss=validated[loop.step])
         loop.save_if_due()
+        if config.save_every and loop.step % config.save_every == 0 and loop.step < loop.last_step:
+            hf_export.save(plain, config.architecture, config, hf_export.folder_of(config, loop.step))
     measured = loop.finish()
     if config.save and all(map(math.isfinite, loop.losses)):
-        hf_export.save(getattr(model, "module", model), config.architecture, config, config.save)
+        hf_export.save(plain, config.architecture, config, config.save)
         me.say(f"saved to {config.save}")
     tokens = [int(each.targets.sum()) if each else 0 for each in (data, validation)]
     about = {"name": data.corpus.name, "train": tokens[0], "test": tokens[1]}
@@ -267,7 +270,7 @@ def main(config, me):
     begin = time.perf_counter()
     preflight.check(config, me)
     if config.save and me.rank == 0:
-        hf_export.check_new(config.save)
+        hf_export.check_new(config)
     dist.init_process_group(me.backend, device_id=me.device if me.device.type == "cuda" else None)
     result = train(config, me)
     records.report(config.script, config, me, result, elapsed=time.perf_counter() - begin)

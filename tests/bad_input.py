@@ -254,6 +254,11 @@ BEFORE_ANYTHING_STARTS = {
         "--config FOLDER/llama.json --validate-every 5": "--validate-every --validation",
         "--config FOLDER/llama.json --lora-alpha 8": "--lora-alpha --lora",
         "--config FOLDER/llama.json --save-dtype bf16": "--save-dtype --save",
+        "--config FOLDER/llama.json --save-every 5": "--save-every --save",
+        "--config FOLDER/llama.json --save FOLDER/tuned --merge": "--merge --lora --adapters",
+        "--config FOLDER/llama.json --adapters FOLDER": "--adapters --model",
+        "--model FOLDER --adapters FOLDER --lora 8": "--adapters --lora",
+        "--model FOLDER --adapters FOLDER --mesh tensor=2": "--mesh tensor=2 --adapters",
         "--config FOLDER/llama.json --ranks 4 --mesh shard=4,expert=3": "expert --mesh shard=4,expert=3",
     },
     "gpt_jax.py": {

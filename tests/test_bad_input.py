@@ -134,7 +134,7 @@ def test_an_error_without_words_is_told_by_its_name(tmp_path, monkeypatch):
     def broken(*_, **__):
         raise KeyError
 
-    monkeypatch.setattr(checkpoints, "get_state_dict", lambda *_: ({}, {"param_groups": []}))
+    monkeypatch.setattr(checkpoints, "get_state_dict", lambda *_, **__: ({}, {"param_groups": []}))
     monkeypatch.setattr(checkpoints, "checked", lambda *_: {"shapes": {}})
     monkeypatch.setattr(checkpoints.dcp_reading.Reader, "read_metadata", broken)
     with refused("(KeyError)"):

@@ -579,6 +579,21 @@ class HuggingFaceTraining(
             {},
             "--validation {c.validation} is no share between 0 and 1: give 0.05, or name a file",
         ),
+        Conflict(
+            {"adapters": GIVEN},
+            {"lora": GIVEN},
+            "--adapters continues with its own rank, alpha, dropout and targets: leave --lora out",
+        ),
+        Conflict(
+            {"merge": True},
+            {"adapts": False},
+            "--merge adds adapters to the weights of their model: give --lora or --adapters, too",
+        ),
+        Conflict(
+            {"tp_degree": several},
+            {"adapters": GIVEN},
+            "--mesh {c.mesh} uses tensor parallelism, which does not support --adapters: leave it out",
+        ),
     )
 
     model: str | None = option(None, "a model's folder: config.json, safetensors, tokenizer.json", resumed=True)
@@ -608,6 +623,10 @@ class HuggingFaceTraining(
         None, "tokenizer: one token per byte, or the model's own (default with --model)", resumed=True
     )
     save: str | None = option(None, "folder for the trained model (with --lora: the adapters), in the library's format")
+    save_every: int | None = option(
+        None, "also save every N steps, as FOLDER-step-N next to --save FOLDER", least=1, needs="save"
+    )
+    merge: bool = option(False, "save the whole model with the adapters added to its weights", needs="save")
     strategy: Literal["single", "ddp", "fsdp2"] = redeclared(TransformerTraining, "strategy")
     batch_size: int = redeclared(TransformerTraining, "batch_size", default=2)
     recompute: Literal["none", "full", "selective"] = redeclared(
@@ -629,9 +648,17 @@ class HuggingFaceTraining(
     lora_alpha: float | None = option(
         None, "scale of the adapters (default: 2 x --lora)", above=0, needs="lora", resumed=True
     )
-    lora_dropout: float = option(0.0, "dropout before the adapters", least=0, needs="lora", resumed="print")
+    lora_dropout: float = option(
+        0.0, "dropout before the adapters", least=0, at_most=0.9, needs="lora", resumed="print"
+    )
     lora_targets: str = option(
         "all-linear", "adapted modules: all-linear (except the head), or NAME,NAME", needs="lora", resumed=True
+    )
+    adapters: str | None = option(
+        None,
+        "instead of --lora: continue training the adapters in this folder, which peft or --save has written",
+        needs="model",
+        resumed=True,
     )
     save_dtype: Literal["fp32", "bf16"] | None = option(
         None, "dtype of the saved model (default: that of --model's files)", needs="save"
@@ -655,6 +682,11 @@ class HuggingFaceTraining(
         return not self.shape.tie_word_embeddings
 
     @property
+    def adapts(self) -> bool:
+        """Whether adapters are trained instead of the model."""
+        return bool(self.lora or self.adapters)
+
+    @property
     def validation_share(self) -> float | None:
         """The share of --data that is held out; None if --validation names files."""
         try:
@@ -672,11 +704,13 @@ class HuggingFaceTraining(
 
     def plan(self, ranks: int, *, at_least: bool = False, **how) -> Plan:
         """Plan a run. at_least: plan the course's LoRA adapters instead of peft's, which cover more layers."""
-        if self.lora and not at_least:
+        if self.adapts and not at_least:
             raise UserError("peft's adapters, on every linear layer, are not planned: train a few steps with --record")
         if self.mesh:
             raise UserError("hf_fsdp.py's --mesh is not planned: leave it out")
         changes = {"strategy": "single"} if ranks == 1 and self.strategy == "fsdp2" else {}
-        if self.lora and self.precision == "bf16":  # the frozen base is in bf16, and adapters are few
+        if self.adapters:  # at least of rank 1
+            changes |= {"adapters": None, "merge": False, "lora": 1}
+        if self.adapts and self.precision == "bf16":  # the frozen base is in bf16, and adapters are few
             changes["weights"] = "bf16"
         return super(HuggingFaceTraining, dataclasses.replace(self, **changes)).plan(ranks, **how)

@@ -8,7 +8,7 @@ import dataclasses
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from labkit import UserError
 from labkit.running.options import flag
@@ -23,6 +23,10 @@ from labkit.training.checkpoint_folder import (
     stored,
 )
 from labkit.training.manifest import Damaged, Unreadable
+
+# Frozen weights are in no checkpoint: the run that resumes has them from its model's files, or its seed. So not all
+# names of the model are there (not strict); ``check_shapes`` checks those that must be.
+TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 __all__ = ["CheckpointFolder", "Damaged", "Unreadable", "latest", "name_of", "rank0_then_broadcast", "stored"]
 
@@ -136,7 +140,7 @@ def load(path: Path, model, optimizer, run: dict | None = None, narrow: bool = T
         UserError: it belongs to a run with other values than ``run``, or to another model.
     """
     saved = checked(path, run or {})
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=TRAINED)
     tensors = {f"model.{name}": tensor for name, tensor in model_state.items()}
     check_shapes(path, saved, tensors)
     if not narrow:
@@ -154,7 +158,9 @@ def load(path: Path, model, optimizer, run: dict | None = None, narrow: bool = T
     except (Exception, dcp.CheckpointException) as error:  # DCP's own is no Exception; it wraps the cause
         raise unreadable(path, error) from None
     optimizer_state = state["optimizer"] | {"param_groups": groups}
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state, options=TRAINED
+    )
     return state["step"]
 
 

@@ -2,8 +2,12 @@
 
 The library's own ``save_pretrained`` gathers the whole model on rank 0 first. Here rank 0 has at most the tensors of one
 file and of one block.
+
+Used here without being documented: ``revert_weight_conversion``, which ``save_pretrained`` calls, and the names of the
+modules that a model needs in fp32, ``_keep_in_fp32_modules_strict`` (transformers 5.23).
 """
 
+import copy
 import functools
 import json
 import re
@@ -30,18 +34,31 @@ SAVED = {"fp32": "float32", "bf16": "bfloat16"}  # {--save-dtype: PyTorch's name
 LARGEST_FILE = 5 * 10**9  # bytes, which the writing rank has in memory at a time; the library's own limit
 # What else is in a model's folder: everything but weights, their index, and what is written anew
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf", "*.h5")
-WEIGHTS += ("*.msgpack", "*.onnx", "config.json", "adapter_config.json", ".*")
+WEIGHTS += ("*.msgpack", "*.onnx", "*.ckpt")
+WRITTEN = ("config.json", "adapter_config.json", ".*")
+# The part of it that goes with adapters
+TOKENIZER = ("*token*", "vocab*", "merges.txt", "spiece*", "sentencepiece*", "*chat_template*")
 
 
-def check_new(folder: str):
-    """Check before training that a model can be saved to a new folder.
+def folder_of(config, step: int) -> str:
+    """Return the folder to which --save-every saves the model of a step: FOLDER-step-N.
+
+    It lies next to the last model's, so that each of these folders contains one whole model and nothing else.
+    """
+    return f"{config.save}-step-{step}"
+
+
+def check_new(config):
+    """Check before training that --save names a new folder. A resumed run may save a step's model again.
 
     Raises:
         UserError: the folder exists, or cannot be written.
     """
-    path = Path(folder)
-    if path.exists():
-        raise UserError(f"--save {folder} is there already: name another folder")
+    folder, path = config.save, Path(config.save)
+    of_steps = path.parent.glob(f"{path.name}-step-*") if config.save_every and not config.resume else ()
+    for existing in (path, *of_steps):
+        if existing.exists():
+            raise UserError(f"--save {existing} is there already: name another folder")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path.parent).close()
@@ -50,27 +67,33 @@ def check_new(folder: str):
 
 
 def save(model, architecture, config, folder: str):
-    """Save the model, or with --lora the adapters, to a new folder, which appears when it is complete. Collective.
+    """Save the model, or its adapters without --merge, to a folder that appears when it is complete. Collective.
 
     Args:
         model: the trained model, sharded or not.
         architecture: as ``hf_models.configuration`` returns it.
         config: hf_fsdp.py's options.
-        folder: the new folder.
+        folder: where to; --save must be new, and one of ``folder_of`` is replaced.
 
     Raises:
         UserError: it could not be written.
     """
-    partial = Path(f"{folder}.partial")
-    checkpoints.rank0_then_broadcast(lambda: _recreate(partial))
-    metadata = _adapters_metadata(config) if config.lora else _model_metadata(architecture, config)
-    dtypes = hf_files.dtypes(config.model) if config.model and not (config.lora or config.save_dtype) else {}
+    adapters, partial = config.adapts and not config.merge, Path(f"{folder}.partial")
     dtype = getattr(torch, SAVED[config.save_dtype]) if config.save_dtype else None
-    writer = _Writer(partial, "adapter_model" if config.lora else "model", dtypes, dtype, reverts=not config.lora)
-    for group in _groups(_stored(model, config.lora)):
+    model.state_dict()  # FSDP shards what a forward, such as that of a validation, has left gathered and cast
+    if adapters:
+        writer, stored = _Writer(partial, "adapter_model", {}), hf_lora.stored(model)
+        metadata, converted = _adapters_metadata(model, config), functools.partial(_cast, dtype=dtype)
+    else:
+        dtypes = hf_files.dtypes(config.model) if config.model and not dtype else {}
+        writer, stored = _Writer(partial, "model", dtypes), _stored(model)
+        metadata, dtype = _model_metadata(architecture, config), dtype or (None if config.model else config.dtype)
+        converted = functools.partial(_as_in_files, model, dtype=dtype, names=_cast_names(model))
+    _on_rank0(partial, lambda: _recreate(partial))
+    for group in _groups(stored):
         gathered = _gathered(group, keep=dist.get_rank() == 0)
-        _on_rank0(partial, functools.partial(writer.add, model, gathered))
-    _on_rank0(partial, functools.partial(_finish, partial, folder, metadata, config.model, writer))
+        _on_rank0(partial, lambda gathered=gathered: writer.add(converted(gathered)))
+    _on_rank0(partial, lambda: _finish(partial, Path(folder), metadata, config, writer))
 
 
 def _model_metadata(architecture, config):
@@ -81,20 +104,44 @@ def _model_metadata(architecture, config):
     return architecture
 
 
-def _adapters_metadata(config):
-    metadata = hf_lora.settings(config)
+def _adapters_metadata(model, config):
+    metadata = copy.copy(model.peft_config[hf_lora.ADAPTER])
     metadata.base_model_name_or_path, metadata.inference_mode = config.model, True
+    if not isinstance(metadata.target_modules, str):
+        metadata.target_modules = sorted(metadata.target_modules)
     return metadata
 
 
-def _stored(model, lora) -> dict[str, torch.Tensor]:
-    """Return the tensors that the files contain, {name: tensor}: parameters and persistent buffers, each shared one once."""
-    if lora:
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        return {f"base_model.model.{name.replace(f'.{hf_lora.ADAPTER}.', '.')}": p for name, p in named.items()}
+def _stored(model) -> dict[str, torch.Tensor]:
+    """Return {name: tensor} of the parameters and persistent buffers, each shared one once."""
     persistent = model.state_dict().keys()
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: tensor for name, tensor in named if name in persistent}
+
+
+def _cast_names(model) -> set[str]:
+    """Return the names of the tensors that have the model's dtype: parameters except those that it needs in fp32."""
+    fp32 = model._keep_in_fp32_modules_strict or ()
+    names = {name for name, _ in model.named_parameters() if not any(module in name for module in fp32)}
+    return {hf_lora.original_name(name) for name in names}
+
+
+def _as_in_files(model, group: dict, dtype, names: set[str]) -> dict:
+    """Convert gathered tensors to those in files: merge adapters, cast, and split what the library joins on loading.
+
+    Args:
+        model: which the tensors are of.
+        group: {name in the model: tensor}.
+        dtype: to cast to; None: each tensor's own.
+        names: of the tensors to cast.
+    """
+    group = hf_lora.merged(model, group)
+    group |= _cast({name: tensor for name, tensor in group.items() if name in names}, dtype)
+    return revert_weight_conversion(model, group)
+
+
+def _cast(group: dict, dtype) -> dict:
+    return {name: tensor.to(dtype or tensor.dtype) for name, tensor in group.items()}
 
 
 def _groups(named: dict) -> list[dict]:
@@ -125,29 +172,22 @@ class _Writer:
     Args:
         folder: where the files go.
         stem: of their names.
-        dtypes: {name in files: dtype}.
-        dtype: of the other tensors; None: their own.
-        reverts: whether to convert names and tensors to those in files, which the library converts on loading.
+        dtypes: {name in files: dtype}; other tensors are written in their own.
     """
 
-    def __init__(self, folder: Path, stem: str, dtypes: dict, dtype, reverts: bool):
-        self.folder, self.stem, self.dtypes, self.dtype, self.reverts = folder, stem, dtypes, dtype, reverts
+    def __init__(self, folder: Path, stem: str, dtypes: dict):
+        self.folder, self.stem, self.dtypes = folder, stem, dtypes
         self.waiting, self.files = {}, []  # tensors of the file being filled; names of the tensors of each written file
         self.size = 0
 
-    def add(self, model, group: dict):
-        """Add a group of tensors under the names that they have in files."""
-        group = revert_weight_conversion(model, group) if self.reverts else group
-        group = {name: self._converted(name, tensor) for name, tensor in group.items()}
+    def add(self, group: dict):
+        """Add a group of tensors, {name in files: tensor}."""
+        group = {name: tensor.to(self.dtypes.get(name) or tensor.dtype).contiguous() for name, tensor in group.items()}
         size = sum(tensor.nbytes for tensor in group.values())
         if self.waiting and size + sum(tensor.nbytes for tensor in self.waiting.values()) > LARGEST_FILE:
             self.flush()
         self.size += size
         self.waiting |= group
-
-    def _converted(self, name: str, tensor):
-        dtype = self.dtypes.get(name, self.dtype) if tensor.is_floating_point() else None
-        return tensor.to(dtype or tensor.dtype).contiguous()
 
     def flush(self):
         """Write the file being filled."""
@@ -183,18 +223,33 @@ def _on_rank0(partial: Path, write):
             write()
         except (OSError, SafetensorError) as error:
             shutil.rmtree(partial, ignore_errors=True)
-            raise UserError(f"{partial.stem} could not be saved ({error}): make room, or name another --save") from None
+            why = getattr(error, "strerror", None) or error
+            raise UserError(f"{partial.stem} could not be saved ({why}): make room, or name another --save") from None
 
     checkpoints.rank0_then_broadcast(attempt)
 
 
-def _finish(partial: Path, folder: str, metadata, source: str | None, writer: _Writer):
+def _finish(partial: Path, folder: Path, metadata, config, writer: _Writer):
     """Write the last weights and all other files, and rename the folder."""
     writer.finish()
     metadata.save_pretrained(partial)
-    for file in Path(source).iterdir() if source else ():
-        if any(file.match(pattern) for pattern in WEIGHTS):
-            continue
-        copy = shutil.copytree if file.is_dir() else shutil.copy
-        copy(file, partial / file.name)
+    _copy_others(
+        Path(config.model) if config.model else None, partial, only_tokenizer=config.adapts and not config.merge
+    )
+    if folder.exists():
+        if folder == Path(config.save):
+            raise UserError(f"--save {folder} has appeared during training: the trained model is in {partial}")
+        shutil.rmtree(folder)
     partial.rename(folder)
+
+
+def _copy_others(source: Path | None, folder: Path, only_tokenizer: bool):
+    """Copy what else a model's folder contains: tokenizer, chat template, generation settings, license, and so on."""
+    for file in source.iterdir() if source else ():
+        wanted = not only_tokenizer or any(map(file.match, TOKENIZER))
+        if not wanted or any(map(file.match, (*WEIGHTS, *WRITTEN))):
+            continue
+        if file.is_dir():
+            shutil.copytree(file, folder / file.name, ignore=shutil.ignore_patterns(*WEIGHTS))
+        else:
+            shutil.copy(file, folder / file.name)

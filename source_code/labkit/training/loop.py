@@ -98,8 +98,9 @@ class Loop:
         self.norms, self.timed, self.peaks = [], 0, None  # since the last log; steps whose time has been logged
 
     def next_steps(self) -> range:
-        """Return the indices of the steps up to the next reduction of the losses, validation, or checkpoint."""
-        pauses = self._save_every, LOG_EVERY, getattr(self.config, "validate_every", None) or LOG_EVERY
+        """Return the indices of the steps up to the next reduction of the losses, validation, checkpoint, or saved model."""
+        others = (getattr(self.config, name, None) for name in ("validate_every", "save_every"))
+        pauses = self._save_every, LOG_EVERY, *filter(None, others)
         end = min(self.last_step, *(self.step - self.step % every + every for every in pauses))
         return range(self.step, end)
 

@@ -1,9 +1,9 @@
 """Save sharded checkpoints atomically, synchronously or asynchronously. Reading them: checkpoints.py.
 
 A checkpoint is written by torch.distributed.checkpoint (DCP), with a manifest: its files and their checksums, and the
-values that a resumed run must share. It is written under another name and renamed when every rank has finished and the
-manifest is on the disk, so that a run that ends while it saves, or runs out of space, never damages the previous
-checkpoint. A state with values that are not finite is not saved.
+values that a resumed run must share. Frozen weights are not in it. It is written under another name and renamed when
+every rank has finished and the manifest is on the disk, so that a run that ends while it saves, or runs out of space,
+never damages the previous checkpoint. A state with values that are not finite is not saved.
 """
 
 import errno
@@ -243,8 +243,8 @@ def _stager() -> DefaultStager:
 
 
 def state_of(model, optimizer, step: int) -> dict:
-    """Return the state to save, {"model", "optimizer", "step"}, without copying tensors. Collective."""
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    """Return the state to save, {"model", "optimizer", "step"}: what is trained, without copying tensors. Collective."""
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=checkpoints.TRAINED)
     return {"model": model_state, "optimizer": optimizer_state, "step": step}
 
 
