@@ -128,7 +128,6 @@ BEFORE_ANYTHING_STARTS = {
         "--config FOLDER/llama.json --simulate --device cpu --strategy fsdp1": "hf_fsdp.py --strategy fsdp1",
         "--config FOLDER/llama.json --mesh pipeline=8 --accumulate 8": "--mesh pipeline=8 --config",
         "--config FOLDER/gpt2.json": "--seq-len 128 64",
-        "--config FOLDER/mixtral.json --find ranks": "experts --find",
         "--config FOLDER/mixtral.json --mesh shard=8,expert=8": "expert shard hf_fsdp.py --record",
         "--config FOLDER/mamba.json --sweep": "'mamba' --sweep",
         "--config FOLDER/mamba.json --tokens 1e9": "'mamba' --tokens",

@@ -203,9 +203,8 @@ def test_simulated_steps_of_any_family_are_the_measured_ones(folder, measured):
         limit = 0.025 if "mesh" in options else 2e-3  # the page says so
         assert found["simulated"] == pytest.approx(max(peaks), rel=limit), (family, options)
         assert sent(found["collectives"]) == sent(collectives[0]), (family, options)
-        if type(found["persistent"]) is int:
+        if type(found["persistent"]) is int:  # by_library: arithmetic does not know its operators
             assert found["persistent"] == persistent[0], (family, options)
-    assert simulated[0]["experts"] == "grouped_mm" and simulated[3]["experts"] is None
 
 
 @pytest.mark.long
@@ -228,7 +227,7 @@ def test_simulated_steps_of_ones_own_model_are_the_measured_ones(folder, measure
 
 def pages(folder):
     found = []
-    for options in ({"config": f"{folder}/mixtral"}, {"module": f"{folder}/own.py:build"}):
+    for options in ({"config": f"{folder}/stablelm"}, {"module": f"{folder}/own.py:build"}):
         found.append(plan.answer(plan.Config(**({"seq_len": 48} if "config" in options else {}), **options)))
     try:
         plan.answer(plan.Config(module=f"{folder}/own.py:frozen"))
@@ -238,12 +237,11 @@ def pages(folder):
 
 
 def test_a_page_says_what_was_simulated_and_with_whose_kernels(folder):
-    mixture, own, refusal = forked(pages, folder)
-    for page in (mixture, own):
+    unknown, own, refusal = forked(pages, folder)
+    for page in (unknown, own):
         assert "simulated with a GPU's kernels" in page and "not yet compared with a GPU" in page
-    assert "the library's own code, as arithmetic does not cover a mixture of experts" in mixture
-    assert "which takes as much memory whichever experts are chosen" in mixture
-    assert "to train it:\n  python hf_fsdp.py" in mixture and "tokens per second" in mixture
+    assert "the library's own code, as its family 'stablelm' is not one that the planner knows" in unknown
+    assert "to train it:\n  python hf_fsdp.py" in unknown
     assert "no parameter of it is trained" in refusal
 
 
