@@ -266,14 +266,15 @@ def run(chosen: list[tuple[dict, list[Way]]], by_library: bool = False) -> Itera
                 arguments = mine, f"{parent}/store-{count}", by_library
                 found = notebook_ranks.on_ranks(try_ways, *arguments, ranks=count, cluster=here, timeout=1800)
                 for (row, way, folder), *results in zip(mine, *found, strict=True):
-                    row["ways"][way.mesh] = summary(row, way, results, torch.load(f"{folder}/{way.reference(row)}"))
+                    row["ways"][way.mesh] = summary(row, way, folder, results)
             yield from some
 
 
-def summary(row: dict, way: Way, results: list[dict], reference: dict) -> dict:
+def summary(row: dict, way: Way, folder: str, results: list[dict]) -> dict:
     """Return what all ranks have found of one way, see ``run``."""
-    about = {"precision": way.precision(row), "error": next((r["error"] for r in results if r["error"]), None)}
-    first = results[0]
+    reference = torch.load(f"{folder}/{way.reference(row)}")
+    first, error = results[0], next((each["error"] for each in results if each["error"]), None)
+    about = {"precision": way.precision(row), "error": error and error.replace(folder, "FOLDER")}
     about |= {key: first.get(key) for key in ("unequal", "gradient", "of", "seconds")}
     if about["error"] is None:
         losses = [sum(step) / len(results) for step in zip(*(each["losses"] for each in results), strict=True)]

@@ -188,7 +188,7 @@ def reason(function) -> str | None:
 
 def sentence(error: Exception) -> str:
     """Return an exception as one line."""
-    return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"[:200]
+    return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"[:400]
 
 
 def _train(model):
