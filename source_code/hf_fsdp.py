@@ -24,7 +24,7 @@ from labkit.measuring import records
 from labkit.measuring.trace import local
 from labkit.running import options, preflight, ranks
 from labkit.running.lab_options import HuggingFaceTraining
-from labkit.training import checkpoints, corpus, hf_export, hf_initial, hf_lora, hf_models, models, saving, sequences
+from labkit.training import checkpoints, hf_export, hf_initial, hf_lora, hf_models, models, saving, sequences
 from labkit.training.loop import Loop, keep_norm
 from labkit.training.shards import count_units, whole
 from labkit.training.weight_decay import by_mesh, parameter_groups
@@ -185,24 +185,6 @@ def clip(model, max_norm):
     return norm
 
 
-def load_data(config, me):
-    """Return the sequences to train on, and those for validation or None. Each file is tokenized once. Collective."""
-    vocabulary, positions = hf_models.vocabulary_and_positions(config.architecture)
-    if positions and positions < config.seq_len:
-        raise UserError(f"--seq-len {config.seq_len} is more than the {positions} positions that the model supports")
-    tokenizer = config.model if (config.tokens or ("model" if config.model else "bytes")) == "model" else None
-
-    def cut(data, documents=None):
-        return sequences.Sequences(data, documents, config.seq_len, config.packing, config.seed)
-
-    data = corpus.load(config.data, tokenizer, vocabulary, me)
-    if config.validation is None:
-        return cut(data), None
-    if config.validation_share is None:
-        return cut(data), cut(corpus.load(config.validation, tokenizer, vocabulary, me, "--validation"))
-    return tuple(cut(data, part) for part in sequences.hold_out(data, config.validation_share, config.seed))
-
-
 @torch.no_grad()
 def evaluate(model, data, config, me):
     """Return the mean loss per target of all validation sequences, without dropout. Collective."""
@@ -220,7 +202,10 @@ def evaluate(model, data, config, me):
 
 def train(config, me):
     """Train in the current process group, and return the measurements for a record."""
-    data, validation = load_data(config, me)
+    vocabulary, positions = hf_models.vocabulary_and_positions(config.architecture)
+    if positions and positions < config.seq_len:
+        raise UserError(f"--seq-len {config.seq_len} is more than the {positions} positions that the model supports")
+    data, validation = sequences.load(config, vocabulary, me)
     mesh = config.arranged(me.world_size)
     part, global_batch = mesh.data_part(me.rank), config.batch_size * config.accumulate * mesh.data
     config = config.with_steps(data.steps(config.epochs, global_batch))
@@ -228,7 +213,7 @@ def train(config, me):
     hf_models.check_masks(model, me.device, packed=data.packing == "documents")
     optimizer = make_optimizer(model, config)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    me.say(f"{sum(p.numel() for p in model.parameters()):,} parameters, {trained:,} trained; {data}")
+    me.say(f"{sum(p.numel() for p in model.parameters()):,} parameters, {trained:,} trained")
     saver = saving.Saver(config, model, optimizer, checkpoints.identity(config, global_batch, data.corpus.identity))
     loop = Loop(config, me, saver, config.max_steps, global_batch, flops_per_token=hf_models.flops_per_token(config))
     plain = getattr(model, "module", model)  # inside of DDP

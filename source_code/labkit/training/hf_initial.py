@@ -86,23 +86,24 @@ def initial_weights(pattern, seed: int, but: frozenset = frozenset()):
             continue
         else:
             part = copy.copy(module)
-            part._parameters, part._buffers, part._modules = dict(module._parameters), dict(module._buffers), {}
+            part._parameters, part._buffers = dict(module._parameters), dict(module._buffers)
         prefix = f"{name}." if name else ""
-        wanted = _with_memory(part, prefix, but)
+        members = dict(part.named_modules()) if id(module) in whole else {"": part}
+        wanted = _with_memory(members, prefix, but)
         if not wanted:
             continue
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             # The innermost PreTrainedModel that contains a module initializes it.
             enclosing = (owner for owner in owners if not owner or f"{name}.".startswith(f"{owner}."))
-            _initialize(owners[max(enclosing, key=len)], part)
+            _initialize(owners[max(enclosing, key=len)], list(members.values()))
         yield from wanted.items()
 
 
-def _with_memory(part, prefix: str, but) -> dict:
-    """Allocate the tensors of a part, except those in ``but``, and return {name: tensor}."""
+def _with_memory(members: dict, prefix: str, but) -> dict:
+    """Allocate the tensors of some modules, except those in ``but``, and return {name: tensor}."""
     wanted = {}
-    for path, module in part.named_modules():
+    for path, module in members.items():
         for of_module in (module._parameters, module._buffers):
             for own, tensor in of_module.items():
                 name = prefix + (f"{path}.{own}" if path else own)
@@ -114,9 +115,9 @@ def _with_memory(part, prefix: str, but) -> dict:
     return wanted
 
 
-def _initialize(owner, part):
-    for module in reversed(list(part.modules())):  # children before their parents, as the library does
+def _initialize(owner, modules: list):
+    for module in reversed(modules):  # children before their parents, as the library does
         owner._init_weights(module)
-    for module in part.modules():
+    for module in modules:
         if hasattr(module, "reset_lora_parameters"):
             module.reset_lora_parameters(hf_lora.ADAPTER, init_lora_weights=True)
