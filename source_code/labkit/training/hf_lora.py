@@ -1,5 +1,7 @@
 """Adapters of a frozen model (LoRA, https://arxiv.org/abs/2106.09685), as the peft library defines and stores them."""
 
+import hashlib
+import os
 import re
 from pathlib import Path
 
@@ -22,6 +24,7 @@ FILE, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 SUPPORTED = {"r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out"}
 SUPPORTED |= {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights"}
 SUPPORTED |= {"task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"}
+SAMPLE = 2**20  # bytes that are read of a large file for its checksum, at its beginning and at its end
 INITIAL = (True, False, "gaussian", "orthogonal")  # init_lora_weights that leave the base model as it is
 
 
@@ -78,6 +81,23 @@ def _settings_of(folder: str):
             raise UserError(f"--adapters {folder} set {name} to {value!r}, which this lab does not train")
     found.inference_mode = False
     return found
+
+
+def identity(config) -> dict:
+    """Return the base model that a resumed run must share, as ``checkpoints.identity``: it is in no checkpoint.
+
+    Returns:
+        {name in messages: a checksum of the beginning and the end of each file of --model}; {} without adapters.
+    """
+    if not (config.adapts and config.model):
+        return {}
+    checksum = hashlib.sha256()
+    for path in sorted(set(hf_files.weight_map(Path(config.model)).values())):
+        with open(path, "rb") as file:
+            checksum.update(file.read(SAMPLE))
+            file.seek(-min(SAMPLE, path.stat().st_size), os.SEEK_END)
+            checksum.update(file.read())
+    return {"a base model with the checksum": checksum.hexdigest()[:16]}
 
 
 def add(model, config):
