@@ -214,7 +214,8 @@ def train(config, me):
     optimizer = make_optimizer(model, config)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     me.say(f"{sum(p.numel() for p in model.parameters()):,} parameters, {trained:,} trained")
-    saver = saving.Saver(config, model, optimizer, checkpoints.identity(config, global_batch, data.corpus.identity))
+    identity = checkpoints.identity(config, global_batch, data.corpus.identity) | hf_lora.identity(config)
+    saver = saving.Saver(config, model, optimizer, identity)
     loop = Loop(config, me, saver, config.max_steps, global_batch, flops_per_token=hf_models.flops_per_token(config))
     plain = getattr(model, "module", model)  # inside of DDP
     validated = {}  # {step: loss}
