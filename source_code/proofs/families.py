@@ -208,8 +208,8 @@ def _train_in_fp64(name):
 
 
 def logits_of(model, tokens: torch.Tensor, **inputs) -> torch.Tensor:
-    """Return a model's logits, computed without a cache: (sequences, length, vocabulary)."""
-    return model(input_ids=tokens, use_cache=False, **inputs).logits
+    """Return a model's logits in the format of its weights, without a cache: (sequences, length, vocabulary)."""
+    return model(input_ids=tokens, use_cache=False, **inputs).logits.to(model.dtype)  # some return fp32 always
 
 
 def _random(model) -> bool:
