@@ -177,7 +177,13 @@ def _on_two(me, folder):
     with torch.no_grad():
         model(IDS[0], use_cache=False)
     hf_export.save(model, config.architecture, config, config.save)
-    return trained
+    config = config_of(folder / "qwen3_moe", folder / "merged", lora=2, merge=True, mesh="shard=2,expert=2")
+    (folder / "merged").mkdir(exist_ok=True)
+    model = hf_fsdp.build(config, me)
+    hf_fsdp.train_step(model, hf_fsdp.make_optimizer(model, config), IDS, IDS, config)
+    hf_export.save(model, config.architecture, config, config.save)
+    with torch.no_grad():
+        return trained, model(IDS[0], use_cache=False).logits
 
 
 @pytest.fixture(scope="module")
@@ -193,8 +199,21 @@ def test_experts_are_saved_one_by_one_as_they_were(trained, folder):
     assert all(torch.equal(found[name], tensor) for name, tensor in given.items())
 
 
+def test_a_mixture_with_merged_adapters_is_saved(trained, folder):
+    """Not its experts, but its attention was adapted; and the source is in bf16, so is what is saved."""
+    again, about = AutoModelForCausalLM.from_pretrained(
+        folder / "merged" / "tuned", dtype=torch.float32, output_loading_info=True
+    )
+    assert not about["missing_keys"] and not about["unexpected_keys"]
+    given = load_file(folder / "qwen3_moe" / "model.safetensors")
+    found = load_file(folder / "merged" / "tuned" / "model.safetensors")
+    assert {n.split(".")[-2] for n in found if not torch.equal(found[n], given[n])} == {f"{x}_proj" for x in "qkvo"}
+    with torch.no_grad():
+        assert torch.allclose(again(IDS[0], use_cache=False).logits, trained[1], atol=0.02)
+
+
 def test_adapters_are_saved_as_trained_not_as_gathered_in_bf16(trained, folder):
     found = load_file(folder / "adapters" / "tuned" / hf_lora.FILE)
-    assert found.keys() == trained.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in trained.items())
-    assert any(not torch.equal(t, t.bfloat16().float()) for t in trained.values())
+    assert found.keys() == trained[0].keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in trained[0].items())
+    assert any(not torch.equal(t, t.bfloat16().float()) for t in trained[0].values())

@@ -652,7 +652,10 @@ class HuggingFaceTraining(
         0.0, "dropout before the adapters", least=0, at_most=0.9, needs="lora", resumed="print"
     )
     lora_targets: str = option(
-        "all-linear", "adapted modules: all-linear (except the head), or NAME,NAME", needs="lora", resumed=True
+        "all-linear",
+        "adapted modules: all-linear (except the head and experts), or NAME,NAME",
+        needs="lora",
+        resumed=True,
     )
     adapters: str | None = option(
         None,

@@ -106,10 +106,16 @@ def add(model, config):
     Raises:
         UserError: no module has the name of --lora-targets, or one cannot be adapted, or peft does not support the family.
     """
+    found = settings(config)
     from peft import inject_adapter_in_model
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     try:
-        inject_adapter_in_model(settings(config), model, ADAPTER)
+        convert_peft_config_for_transformers(found, model, None)  # which injecting does, too
+        if found.target_modules and config.lora_targets == "all-linear" and not config.adapters:
+            # For some mixtures, peft counts experts among the linear layers; their adapters have a form of their own.
+            found.target_parameters, found.rank_pattern, found.alpha_pattern = None, {}, {}
+        inject_adapter_in_model(found, model, ADAPTER)
     except ValueError as error:
         raise UserError(f"{source(config)}: {str(error).strip().splitlines()[0]}") from None
     _check_adapted(model, config)
