@@ -24,7 +24,17 @@ from labkit.measuring import records
 from labkit.measuring.trace import local
 from labkit.running import options, preflight, ranks
 from labkit.running.lab_options import HuggingFaceTraining
-from labkit.training import checkpoints, hf_export, hf_initial, hf_lora, hf_models, models, saving, sequences
+from labkit.training import (
+    checkpoints,
+    hf_export,
+    hf_initial,
+    hf_lora,
+    hf_models,
+    hf_parallel,
+    models,
+    saving,
+    sequences,
+)
 from labkit.training.loop import Loop, keep_norm
 from labkit.training.shards import count_units, whole
 from labkit.training.weight_decay import by_mesh, parameter_groups
@@ -51,7 +61,8 @@ def build(config, me):
         model.to_empty(device="cpu" if config.cpu_offload else me.device)
         model.tie_weights()  # to_empty has given each name its own tensor
         missing = set(hf_initial.tensors(model))
-    hf_initial.initialize(model, pattern, missing, config.seed, f"--config {config.config}")
+    source = f"--model {config.model}" if config.model else f"--config {config.config}"
+    hf_initial.initialize(model, pattern, missing, config.seed, source)
     model.train()
     return DistributedDataParallel(model) if config.strategy == "ddp" else model
 
@@ -91,7 +102,7 @@ def fsdp2(model, config, me):
     Its units are the blocks, the embedding, and the last norm with the head.
     """
     mesh = config.arranged(me.world_size)
-    distribution = hf_models.DistributedConfig(
+    distribution = hf_parallel.DistributedConfig(
         fsdp_size=mesh.shard,
         dp_replicate_size=mesh.replicate,
         tp_size=mesh.tensor,
@@ -99,7 +110,7 @@ def fsdp2(model, config, me):
         fsdp_mixed_precision=config.mixed,
         fsdp_cpu_offload=config.cpu_offload,
     )
-    model = hf_models.distribute(model, distribution, me.device.type, pin_memory=me.device.type == "cuda")
+    model = hf_parallel.distribute(model, distribution, me.device.type, pin_memory=me.device.type == "cuda")
     if config.reshard_after_forward == "false" and isinstance(model, fsdp.FSDPModule):
         model.set_reshard_after_forward(False)
     if config.prefetch:

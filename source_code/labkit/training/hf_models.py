@@ -5,7 +5,7 @@ rank reads only its shards. Here it also calls the lab's own function between bu
 and activation checkpointing must be there before a model is sharded.
 
 Used here without being documented: ``prepare_distribute_model`` and ``maybe_distribute_model``, which ``from_pretrained``
-calls, and the device meshes that they use (transformers 5.23).
+calls (transformers 5.23).
 """
 
 import contextlib
@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from planner.models import flops, huggingface
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import FSDPModule
 
 from labkit import UserError
 from labkit.measuring.replaced import replaced
@@ -31,19 +30,15 @@ from labkit.training.units import units_of
 try:
     with contextlib.redirect_stdout(io.StringIO()):  # it imports DeepSpeed if it is installed, which prints
         import transformers.modeling_utils
-    import transformers.distributed.fsdp
     import transformers.masking_utils
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
     from transformers.distributed.mixin import DistributedMixin
-    from transformers.distributed.utils import TransformersDeviceMesh
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 except ImportError:  # reported by ``configuration``
     transformers = None
-
-else:
-    DISTRIBUTE = DistributedMixin.maybe_distribute_model.__func__  # ``load`` replaces the method
+REDRAWN = ("youtu",)  # families whose embedding transformers 5.23 draws anew when it reads a model: proofs/census.py
 # Inputs that models with an image tower need to train on text: zero marks a token as text
 TEXT_MARKS = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}
 
@@ -78,6 +73,8 @@ def configuration(path: str, option: str):
     if kind not in CONFIG_MAPPING:
         why = "brings code of its own, which is never run here" if settings.get("auto_map") else "is not one it knows"
         raise UserError(f"{option} {path}: model_type {kind!r} {why} (transformers {transformers.__version__})")
+    if kind in REDRAWN:
+        raise UserError(f"{option} {path}: transformers draws a part of {kind} at random each time it reads it")
     if CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"{option} {path}: {kind} is no causal language model, which is what this lab trains")
     if quantized := settings.get("quantization_config") or settings.get("compression_config"):
@@ -154,7 +151,7 @@ def freeze_towers(model):
     """Freeze what text does not pass: image and audio towers and their projections, which are saved as they were."""
     text = [decoder(model), model.get_input_embeddings(), model.get_output_embeddings()]
     trained = {id(p) for module in text if module is not None for p in module.parameters()}
-    if decoder(model) is not model.base_model:
+    if model.config.get_text_config() is not model.config:
         for parameter in model.parameters():
             parameter.requires_grad_(parameter.requires_grad and id(parameter) in trained)
 
@@ -196,66 +193,6 @@ def chunked_loss(model, batch: dict, targets: torch.Tensor, chunks: int) -> torc
             f"--loss-chunks {chunks}: {inner.config.model_type} changes its logits after the head: leave it out"
         )
     return loss
-
-
-# Sharding
-
-
-def fsdp_plan(model) -> dict[str, str]:
-    """Return the FSDP units of a model in the form of the library's plans: its own plan where it has one.
-
-    A weight that embedding and head share must be in the unit of both, which is the root's: with the library's plan, the
-    root would gather it a second time (transformers 5.23).
-    """
-    names = {module: name for name, module in model.named_modules()}
-    ends = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
-    if model.fsdp_plan:
-        at_the_ends = {names[module] for module in ends} if tied(model) else ()
-        kept = ("keep_full_weight",) if tied(model) else ()
-        return {rule: how for rule, how in model.fsdp_plan.items() if rule not in at_the_ends and how not in kept}
-    plan = {names[block]: "free_full_weight" for block in blocks(model)}
-    if not tied(model) and len(ends) == 2:
-        plan |= {names[ends[0]]: "free_full_weight", names[ends[1]]: "keep_full_weight"}
-    return plan
-
-
-def distribute(model, distribution, device_type: str, pin_memory: bool):
-    """Apply the parallelism of a ``DistributedConfig`` to a model on the meta device, by the library's plans.
-
-    Args:
-        model: unsharded.
-        distribution: sizes and policies.
-        device_type: "cpu" or "cuda".
-        pin_memory: whether --cpu-offload page-locks memory, which needs a GPU.
-
-    Raises:
-        UserError: the library has no plan for this model, or the sizes do not fit it.
-    """
-    for what, size, plan in (
-        ("tensor", distribution.tp_size, model.tp_plan),
-        ("expert", distribution.ep_size, model.ep_plan),
-    ):
-        if size > 1 and not plan:
-            raise UserError(f"transformers has no {what}-parallel plan for {model.config.model_type}: leave {what} out")
-    model.tie_weights()
-    model.fsdp_plan = fsdp_plan(model)
-    first = distribution.pp_size, distribution.dp_replicate_size
-    dense = init_device_mesh(
-        device_type,
-        (*first, distribution.fsdp_size, distribution.tp_size),
-        mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"),
-    )
-    expert = init_device_mesh(
-        device_type,
-        (*first, distribution.efsdp_size, distribution.ep_size),
-        mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"),
-    )
-    offload = lambda: CPUOffloadPolicy(pin_memory=pin_memory)  # noqa: E731
-    with replaced(transformers.distributed.fsdp, CPUOffloadPolicy=offload):
-        try:
-            return DISTRIBUTE(type(model), model, distribution, TransformersDeviceMesh(dense, expert))
-        except (ValueError, RuntimeError, AttributeError) as error:
-            raise UserError(f"{model.config.model_type} cannot be sharded like this: {_first_line(error)}") from None
 
 
 # Loading
@@ -311,12 +248,16 @@ def load(config, architecture, device: torch.device, parallelize):
         except UserError:
             raise
         except Exception as error:  # of the library: it checks much, with classes of all kinds
-            raise UserError(f"--model {config.model}: {_first_line(error)}") from None
+            raise UserError(f"--model {config.model}: {first_line(error)}") from None
     _agree(lambda: _check_report(report, model, config))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained[name])
     _detach_from_files(model)
-    initialized = set(report["missing_keys"])
+    # Buffers that are in no file: the library leaves some of a sharded model as they lie in memory.
+    computed = {
+        name for name, buffer in model.named_buffers() if buffer.is_floating_point()
+    } - model.state_dict().keys()
+    initialized = set(report["missing_keys"]) | computed
     if config.adapters:
         _agree(lambda: hf_lora.read(model, config.adapters))
         initialized = {name for name in initialized if "lora_" not in name}
@@ -377,9 +318,8 @@ def _check_report(report: dict, model, config):
             f"{config.model} has two values of one weight: its head and its embedding differ, and its config.json ties "
             "them: set tie_word_embeddings to false there"
         )
-    read = {
-        name: local(tensor) for name, tensor in hf_initial.tensors(model).items() if name not in report["missing_keys"]
-    }
+    stored = model.state_dict().keys() - set(report["missing_keys"])
+    read = {name: local(tensor) for name, tensor in hf_initial.tensors(model).items() if name in stored}
     if damaged := next((name for name, tensor in read.items() if _has_nan(tensor)), None):
         raise UserError(f"{config.model} has no value for {damaged}: is a file damaged?")
 
@@ -397,7 +337,8 @@ def _detach_from_files(model):
             tensor.data = tensor.clone()
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of an exception's message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -437,7 +378,12 @@ def check_masks(model, device: torch.device, packed: bool):
 
     def logits(tokens, positions):
         batch = {"input_ids": tokens, "position_ids": positions} if packed else {"input_ids": tokens}
-        return model(**batch, **text_inputs(model, tokens), use_cache=False).logits[0].float()
+        try:
+            return model(**batch, **text_inputs(model, tokens), use_cache=False).logits[0].float()
+        except TypeError:
+            raise UserError(f"{family.model_type} takes no positions: give --packing padding or stream") from None
+        except AssertionError as error:  # FSDP2's, of parameters that the library keeps in fp32
+            raise UserError(f"{family.model_type} cannot be sharded in this precision: {first_line(error)}") from None
 
     tokens = torch.arange(16, device=device)[None] % family.get_text_config().vocab_size
     positions = torch.arange(16, device=device)[None] % 8

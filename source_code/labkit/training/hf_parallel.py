@@ -1,0 +1,121 @@
+"""Shard models of Hugging Face's transformers by the library's own plans, where these are right.
+
+Used here without being documented: ``maybe_distribute_model``, the device meshes that it takes, and the models' plans
+(transformers 5.23). proofs/census.py runs every family; what it found wrong is refused or completed here.
+"""
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from labkit import UserError
+from labkit.measuring.replaced import replaced
+from labkit.training.hf_models import blocks, first_line, tied
+
+try:
+    import torch
+    import transformers.distributed.fsdp
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.mixin import DistributedMixin
+    from transformers.distributed.utils import TransformersDeviceMesh
+except ImportError:  # reported by ``hf_models.configuration``
+    transformers = DistributedConfig = None
+else:
+    DISTRIBUTE = DistributedMixin.maybe_distribute_model.__func__  # ``hf_models.load`` replaces the method
+
+# {family: why its tensor-parallel plan is not used}
+NO_TENSOR_PLAN = {
+    "gemma3n_text": "takes mean and deviation of a part of each vector",
+    **dict.fromkeys(("cohere", "doge", "gemma4", "inkling_text", "llama4", "llama4_text"), "does not run"),
+}
+# {family: rules that its tensor-parallel plan lacks}
+TENSOR_RULES = {"apertus": {"model.layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}}
+EXPERT_RULES = ("grouped_gemm", "ep_dispatch_experts")  # the others of Gemma 4's expert-parallel plan do not run
+
+
+def fsdp_plan(model) -> dict[str, str]:
+    """Return the FSDP units of a model in the form of the library's plans: its own plan where it has one.
+
+    A weight that embedding and head share must be in the unit of both, which is the root's: with the library's plan, the
+    root would gather it a second time.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    ends = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
+    if model.fsdp_plan:
+        at_the_ends = {names[module] for module in ends} if tied(model) else ()
+        kept = ("keep_full_weight",) if tied(model) else ()
+        return {rule: how for rule, how in model.fsdp_plan.items() if rule not in at_the_ends and how not in kept}
+    plan = {names[block]: "free_full_weight" for block in blocks(model)}
+    if not tied(model) and len(ends) == 2:
+        plan |= {names[ends[0]]: "free_full_weight", names[ends[1]]: "keep_full_weight"}
+    return plan
+
+
+def distribute(model, distribution, device_type: str, pin_memory: bool):
+    """Apply the parallelism of a ``DistributedConfig`` to a model on the meta device, by the library's plans.
+
+    Args:
+        model: unsharded.
+        distribution: sizes and policies.
+        device_type: "cpu" or "cuda".
+        pin_memory: whether --cpu-offload page-locks memory, which needs a GPU.
+
+    Raises:
+        UserError: the library has no right plan for this model, or the sizes do not fit it.
+    """
+    _check_plans(model, distribution)
+    if distribution.tp_size == 1:  # tensor parallelism ties shared weights itself, and wants them apart
+        model.tie_weights()
+    model.fsdp_plan = fsdp_plan(model)
+    first = distribution.pp_size, distribution.dp_replicate_size
+    dense = init_device_mesh(
+        device_type,
+        (*first, distribution.fsdp_size, distribution.tp_size),
+        mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"),
+    )
+    expert = init_device_mesh(
+        device_type,
+        (*first, distribution.efsdp_size, distribution.ep_size),
+        mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"),
+    )
+    offload = lambda: CPUOffloadPolicy(pin_memory=pin_memory)  # noqa: E731
+    with replaced(transformers.distributed.fsdp, CPUOffloadPolicy=offload):
+        try:
+            return DISTRIBUTE(type(model), model, distribution, TransformersDeviceMesh(dense, expert))
+        except (ValueError, RuntimeError, AttributeError) as error:
+            raise UserError(f"{model.config.model_type} cannot be sharded like this: {first_line(error)}") from None
+
+
+def _check_plans(model, distribution):
+    """Check that the library has plans for these dimensions, and complete those that need it.
+
+    Raises:
+        UserError: it has none, or one that is wrong.
+    """
+    family, splits, spreads = model.config.model_type, distribution.tp_size > 1, distribution.ep_size > 1
+    for what, given, plan in (("tensor", splits, model.tp_plan), ("expert", spreads, model.ep_plan)):
+        if given and not plan:
+            raise UserError(f"transformers has no {what}-parallel plan for {family}: leave {what} out")
+    if splits and family in NO_TENSOR_PLAN:
+        raise UserError(f"transformers' tensor-parallel plan for {family} {NO_TENSOR_PLAN[family]}: leave tensor out")
+    if splits:
+        distribution.tp_plan = TENSOR_RULES.get(family)
+    if spreads and family.startswith("gemma4"):
+        model.ep_plan = {rule: style for rule, style in model.ep_plan.items() if style in EXPERT_RULES}
+    # With each expert on one rank, FSDP2 divides their gradients twice if they are neither fp32 nor bf16 (torch 2.15).
+    if spreads and distribution.efsdp_size == 1 and model.dtype not in (torch.float32, torch.bfloat16):
+        raise UserError(
+            "with each expert on one rank, gradients would be halved in --precision fp64: take fp32 or bf16, or fewer "
+            "expert ranks than shards"
+        )
+    if distribution.dp_size > 1 and (joined := list(filter(_joins_rows, get_model_conversion_mapping(model)))):
+        raise UserError(
+            f"transformers puts {joined[0].target_patterns[0]} of {family} together from several tensors of the files, "
+            "wrongly if they are sharded: take --strategy ddp or single"
+        )
+
+
+def _joins_rows(conversion) -> bool:
+    """Return whether a conversion of stored tensors concatenates or splits them along the dimension that FSDP shards."""
+    operations = getattr(conversion, "operations", ())
+    return any(type(each).__name__ in ("Concatenate", "Chunk") and each.dim == 0 for each in operations)
