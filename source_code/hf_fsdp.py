@@ -53,16 +53,19 @@ def build(config, me):
     with torch.device("meta"):
         pattern = unsharded(config)  # the unsharded model, which initial weights need
     parallelized = partial(parallelize, config=config, me=me)
+    device = torch.device("cpu") if config.cpu_offload else me.device
     if config.model:
-        model, missing = hf_models.load(config, config.architecture, me.device, parallelized)
+        model, missing = hf_models.load(config, config.architecture, device, parallelized)
     else:
         with torch.device("meta"):
             model = parallelized(hf_models.without_weights(config.architecture, config.dtype, config.experts))
-        model.to_empty(device="cpu" if config.cpu_offload else me.device)
+        model.to_empty(device=device)
         model.tie_weights()  # to_empty has given each name its own tensor
         missing = set(hf_initial.tensors(model))
     source = f"--model {config.model}" if config.model else f"--config {config.config}"
     hf_initial.initialize(model, pattern, missing, config.seed, source)
+    for buffer in model.buffers():
+        buffer.data = buffer.to(me.device)  # which FSDP's offload does not move
     model.train()
     return DistributedDataParallel(model) if config.strategy == "ddp" else model
 
@@ -75,7 +78,10 @@ def unsharded(config):
 def parallelize(model, config, me):
     """Prepare a model on the meta device for training, and shard it."""
     model = change(model, config)
-    # On one rank there is nothing to shard.
+    if me.world_size == 1 and config.cpu_offload:
+        raise UserError(
+            "--cpu-offload is FSDP's, and on one rank there is nothing to shard: take more ranks, or leave it out"
+        )
     return fsdp2(model, config, me) if config.strategy == "fsdp2" and me.world_size > 1 else model
 
 
@@ -268,7 +274,9 @@ def main(config, me):
     preflight.check(config, me)
     if config.save and me.rank == 0:
         hf_export.check_new(config)
-    dist.init_process_group(me.backend, device_id=me.device if me.device.type == "cuda" else None)
+    # With offload, --clip reduces the norms of shards in CPU memory, which NCCL does not support.
+    backend = "cpu:gloo,cuda:nccl" if config.cpu_offload and me.backend == "nccl" else me.backend
+    dist.init_process_group(backend, device_id=me.device if me.device.type == "cuda" else None)
     result = train(config, me)
     records.report(config.script, config, me, result, elapsed=time.perf_counter() - begin)
 
