@@ -24,9 +24,9 @@ def your_model():
     columns = (30, 360, 690)
     whole, own = [(0, 4)] * RANKS, [(rank, rank + 1) for rank in range(RANKS)]
     for top, name, states in (
-        (86, "from_pretrained, then fully_shard", ((whole, "the whole model on every rank"), (whole, "fully_shard copies its rows out"),
+        (86, "from_pretrained in another dtype, then fully_shard", ((whole, "the whole model on every rank"), (whole, "fully_shard copies its rows out"),
                                                    (own, "at last a quarter"))),
-        (266, "meta device, fully_shard, then read", (([None] * 4, "shapes only: no memory at all"), ([None] * 4, "cut: still no memory"),
+        (266, "meta device, fully_shard, then read (DistributedConfig does this)", (([None] * 4, "shapes only: no memory at all"), ([None] * 4, "sharded: still no memory"),
                                                       (own, "each rank reads its own rows"))),
     ):  # fmt: skip
         d.text(20, top + 20, name, 17, bold=True)

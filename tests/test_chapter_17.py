@@ -2,14 +2,13 @@
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from forked import by_value
-from labkit.measuring import simulate
 from labkit.teaching.exercises import check
-from labkit.teaching.exercises.chapter_17 import BUDGET, CONFIG, EXERCISES, MIB, TRAPS, _model
+from labkit.teaching.exercises.chapter_17 import BUDGET, EXERCISES, MIB, TRAPS, _model
 from labkit.training import hf_models
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from notebooks import run_broken
 
@@ -94,50 +93,97 @@ def test_a_cut_is_told_what_is_wrong_with_it(shard, said, capsys):
     ],
 )
 def test_a_wrong_trap_is_told_what_it_would_look_like(answer, said, capsys):
-    check("17.2", answer)
+    check("17.3", answer)
     assert said in capsys.readouterr().out
 
 
-@pytest.fixture
-def world():
-    simulate.join(4)
-    yield init_device_mesh("cpu", (4,))
-    torch.distributed.destroy_process_group()
+def never_tied_again(model, folder):
+    """Forget that to_empty separates embedding and head."""
+    model.to_empty(device="cpu")
+    wanted = model.state_dict()
+    if model.config.tie_word_embeddings:
+        del wanted["lm_head.weight"]
+    dcp.load(wanted, storage_reader=dcp.HuggingFaceStorageReader(folder))
+    tables(model)
 
 
-def test_the_scripts_have_their_traps(world, tmp_path):
-    """a: nothing is recomputed in eval mode; b: no module has that name; c: read_into gives buffers no value."""
-    AutoConfig.for_model(**CONFIG).save_pretrained(tmp_path)
-    model = _model(tied=False)
-    assert EXERCISES["17.2"].traps == {"a": "recompute", "b": "units", "c": "buffers"}
-    model.save_pretrained(tmp_path)
-    assert not AutoModelForCausalLM.from_pretrained(tmp_path).training
-    assert not any(type(module).__name__ == "LlamaBlock" for module in model.modules())
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-    assert dict(empty.named_buffers()) and not set(dict(empty.named_buffers())) & set(dict(empty.named_parameters()))
+def no_tables(model, folder):
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    wanted = model.state_dict()
+    if model.config.tie_word_embeddings:
+        del wanted["lm_head.weight"]
+    dcp.load(wanted, storage_reader=dcp.HuggingFaceStorageReader(folder))
 
 
-LEFT = "parameters that are not those of from_pretrained"
+def tables_only(model, folder):
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    tables(model)
 
 
-def failed(lines):
-    return [line.split(":")[0].removeprefix("FAIL  ") for line in lines if line.startswith("FAIL")]
+def tables(model):
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
+
+
+def as_solved(model, folder):
+    no_tables(model, folder)
+    tables(model)
 
 
 @pytest.mark.long
-def test_a_model_cut_elsewhere_and_weights_that_were_not_read_are_noticed():
-    """The cut changes no weight, and the weights no peak."""
+@pytest.mark.parametrize(
+    ("fill", "said"),
+    [
+        (lambda model, folder: None, "not answered yet"),
+        (lambda model, folder: tables(model), "has no memory"),
+        (never_tied_again, "they are two weights now"),
+        (no_tables, "model.rotary_emb.inv_freq does not have the value of from_pretrained; it is a buffer"),
+        (tables_only, "it is a parameter"),
+        (as_solved, ": right"),
+    ],
+    ids=["nothing", "no memory", "not tied", "no tables", "no values", "right"],
+)
+def test_a_filled_model_is_compared_with_the_library(fill, said, capsys):
+    check("17.1", by_value(fill))
+    assert said in capsys.readouterr().out
+
+
+def test_the_scripts_have_their_traps(tmp_path):
+    """a: nothing is recomputed in eval mode; b: no module has that name; c: state_dict() lacks the buffers."""
+    model = _model(tied=False)
+    assert EXERCISES["17.3"].traps == {"a": "recompute", "b": "units", "c": "buffers"}
+    model.save_pretrained(tmp_path)
+    assert not AutoModelForCausalLM.from_pretrained(tmp_path).training
+    assert not any(type(module).__name__ == "LlamaBlock" for module in model.modules())
+    assert dict(model.named_buffers()) and not set(dict(model.named_buffers())) & set(model.state_dict())
+
+
+def failed(lines):
+    return [line.split(": measured")[0].removeprefix("FAIL  ") for line in lines if line.startswith("FAIL")]
+
+
+@pytest.mark.long
+def test_a_model_sharded_elsewhere_and_weights_that_were_not_read_are_noticed():
+    """Other units change no weight, and the weights no peak."""
     breaks = {'shard = yours_or_ours("17.0", shard)': "def shard(model, mesh):\n    fully_shard(model, mesh=mesh)"}
-    breaks |= {"load_checkpoint(model.state_dict(), storage_reader=HuggingFaceStorageReader(folder))  # 4": (
-        "torch.manual_seed(2); [torch.nn.init.normal_(p, std=0.02) for p in model.parameters()]"
+    breaks |= {'fill = yours_or_ours("17.1", fill)': (
+        "def fill(model, folder):\n    model.to_empty(device='cpu')\n"
+        "    [torch.nn.init.normal_(p, std=0.02) for p in model.parameters()]\n"
+        "    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)"
     )}  # fmt: skip
+    breaks |= {'"max_steps": 40': '"max_steps": 2'}
     lines = run_broken("17", breaks, until="that are not those of from_pretrained", ranks=4)
     assert sorted(failed(lines)) == sorted(
         [
-            "peak, cut by blocks",
-            "the same, against the budget",
+            "shard, then cast: peak",
+            "shard, then cast: all-gathered and reduce-scattered",
+            "by hand: peak",
+            "by hand: all-gathered and reduce-scattered",
+            "by hand: tensors that are not those of from_pretrained",
             "largest difference of the losses, from those of the one line",
-            LEFT,
+            "the highest peak, against the budget",
         ]
     )

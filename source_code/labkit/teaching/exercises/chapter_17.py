@@ -1,16 +1,19 @@
 """Exercises of chapter 17, your own model."""
 
+import contextlib
+import io
 import json
+import tempfile
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from planner.models import huggingface
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from labkit.measuring import trace
+from labkit.measuring import records, trace
 from labkit.running import launch
 from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
 from labkit.training import hf_models
@@ -107,6 +110,65 @@ def _too_large(units: list[str]) -> str:
     return "each block is a unit; what else is large? The root stays gathered throughout the step"
 
 
+def _blocks_and_ends(model, mesh):
+    """Shard a model as the solution of 17.0 does."""
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh)
+    if not hf_models.tied(model):
+        fully_shard(model.model.embed_tokens, mesh=mesh)
+        fully_shard(model.lm_head, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+@torch.no_grad()
+def _filled(me, fill, folders: list[str]) -> list[str]:
+    """Fill each folder's sharded model with ``fill``; return what is wrong with it, "" if nothing."""
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    problems = []
+    for folder in folders:
+        architecture = transformers.AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(architecture, dtype=torch.float32)
+        _blocks_and_ends(model, init_device_mesh("cpu", (me.world_size,)))
+        fill(model, folder)
+        whole = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        problems.append(_difference(model, whole))
+    return problems
+
+
+def _difference(model, whole) -> str:
+    """Return the first difference between a sharded model and the library's, "" if there is none."""
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    empty = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if len(empty) == len(tensors):
+        return "not answered yet"
+    if empty:
+        return f"not quite: {empty[0]} has no memory"
+    if hf_models.tied(whole) and not hf_models.tied(model):
+        return "not quite: where embedding and head are tied, they are two weights now: to_empty separates them"
+    for name, expected in {**dict(whole.named_parameters()), **dict(whole.named_buffers())}.items():
+        tensor = tensors.get(name)
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        if tensor is None or not torch.equal(tensor, expected):
+            kind = "buffer, which is in no file" if name in dict(whole.named_buffers()) else "parameter"
+            return f"not quite: {name} does not have the value of from_pretrained; it is a {kind}"
+    return ""
+
+
+def judge_fill(fill) -> str:
+    folders = []
+    with tempfile.TemporaryDirectory(dir=records.ensure_writable_dir(launch.RUNS), prefix="exercise-") as scratch:
+        for tied in (False, True):
+            folders.append(f"{scratch}/{tied}")
+            with contextlib.redirect_stdout(io.StringIO()):  # if DeepSpeed is installed, it is imported, and prints
+                _model(tied).bfloat16().save_pretrained(folders[-1])
+        untied, tied = on_ranks(_filled, fill, folders, ranks=2, timeout=90)[0]
+    return untied or tied or "right"
+
+
 @dataclass(frozen=True)
 class Find:
     """An exercise whose answer names a trap of ``TRAPS`` for each script: {"a": "units", …}."""
@@ -153,7 +215,28 @@ def shard(model, mesh):
     fully_shard(model, mesh=mesh)  # the root: the remaining parameters
 """,
     ),
-    "17.1": Predict(
+    "17.1": Do(
+        title="values for a model that is sharded on the meta device",
+        level=2,
+        minutes=10,
+        judge=judge_fill,
+        hint="Steps 3 to 5, one or two lines each. dcp.load fills the dictionary that it is given, and stops at a name that "
+        "is in no file: which name of a tied model's state_dict() is that? The tables belong to model.model.rotary_emb; "
+        "type(module)(config=model.config) builds it anew.",
+        solution="""
+import torch.distributed.checkpoint as dcp
+
+def fill(model, folder):
+    model.to_empty(device="cpu")
+    model.tie_weights()  # to_empty has given each name its own tensor
+    wanted = model.state_dict()
+    if model.config.tie_word_embeddings:
+        del wanted["lm_head.weight"]  # the file has one tensor for both
+    dcp.load(wanted, storage_reader=dcp.HuggingFaceStorageReader(folder))
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)  # its buffers are in no file
+""",
+    ),
+    "17.2": Predict(
         title="host memory of eight ranks that each load the whole",
         level=1,
         minutes=3,
@@ -168,18 +251,18 @@ def shard(model, mesh):
         hint="Converted weights cannot be mapped from the file: each rank has its own copy. How many bytes is a parameter in fp32?",
         solution=f"answer = 8 * {PARAMETERS:_} * 4 / 2**30  # eight copies in fp32, before anything is sharded",
     ),
-    "17.2": Find(
+    "17.3": Find(
         title="which trap is in which script?",
         level=2,
         minutes=8,
         traps={"a": "recompute", "b": "units", "c": "buffers"},
-        hint="For each script, check what traps 1 to 5 tell you to print: the units, the tied weights, the buffers, the "
+        hint="For each script, check what the traps tell you to print: the units, the tied weights, the buffers, the "
         "host's memory, and the mode in which from_pretrained returns a model.",
         solution="""
 answer = {
     "a": "recompute",  # from_pretrained returns the model in eval mode, in which the library recomputes nothing
     "b": "units",  # no module of this model is a "LlamaBlock": all parameters go to the root, a single unit
-    "c": "buffers",  # to_empty allocates the rotary tables, but read_into fills only parameters
+    "c": "buffers",  # to_empty allocates the rotary tables, but dcp.load fills only what is in state_dict()
 }
 """,
     ),

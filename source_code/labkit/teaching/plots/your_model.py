@@ -21,9 +21,9 @@ def loading(rows: list[tuple[str, int, int, float]], guess: float | None, where:
         axes.barh(place, stays / MIB, height=0.62, color=DARK, label="afterwards" * first)
         mark = "its tensors, by arithmetic"
         axes.plot([tensors / MIB] * 2, [place - 0.42, place + 0.42], color="#222222", lw=2, ls="--", label=mark * first)
-        axes.text(
-            max(high, tensors) / MIB + 0.01 * most, place, f"{stays / MIB:.0f}, at most {high / MIB:.0f}", va="center"
-        )
+        label = f"{stays / MIB:.0f}, at most {high / MIB:.0f}"
+        ends = max(high, tensors) if tensors < high + 0.3 * MIB * most else high  # the label does not cross the line
+        axes.text(ends / MIB + 0.01 * most, place, label, va="center")
     if guess is not None:
         look = {"color": "#222222", "markeredgecolor": "#ffffff", "markersize": 9}
         axes.plot(guess, len(rows) - 1, "D", label="your guess", **look)
