@@ -216,6 +216,6 @@ def test_options_change_the_losses(other, losses):
 
 @pytest.mark.parametrize("lab", [gpt_fsdp, gpt_zero, gpt_pipeline, hf_fsdp], ids=lambda lab: lab.__name__)
 def test_every_transformer_lab_has_the_options(lab):
-    model = {"config": "a config.json"} if lab is hf_fsdp else {}
+    model = {"config": "a config.json", "max_steps": 20} if lab is hf_fsdp else {}
     options = {"lr_schedule": "wsd", "warmup_steps": 2, "decay_steps": 18, "min_lr": 1e-5, "decay_1d": False}
     assert lab.Config(**model | options).decay_begin == 2

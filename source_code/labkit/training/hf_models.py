@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from labkit import UserError
+from labkit.measuring.differences import largest, largest_difference
 from labkit.measuring.replaced import replaced
 from labkit.measuring.trace import local
 from labkit.training import hf_files, hf_initial, hf_lora
@@ -389,13 +390,13 @@ def check_masks(model, device: torch.device, packed: bool):
     positions = torch.arange(16, device=device)[None] % 8
     before = logits(tokens, positions)
     # Experts are multiplied in groups, whose sizes a changed token changes: the last bits may differ.
-    limit = (1e-5 if next(model.parameters()).dtype != torch.bfloat16 else 2e-2) * before.abs().max()
+    limit = (1e-5 if next(model.parameters()).dtype != torch.bfloat16 else 2e-2) * largest(before.abs())
     for what, changed, others in (("sees later tokens", slice(12, 16), slice(12)), ("mixes", slice(8), slice(8, 16))):
         if what == "mixes" and not packed:
             continue
         other = tokens.clone()
         other[:, changed] = other[:, changed].flip(-1)
-        if (logits(other, positions)[others] - before[others]).abs().max() > limit:
+        if not largest_difference(logits(other, positions)[others], before[others]) <= limit:
             why = {"sees later tokens": "sees the tokens that it shall predict: its config.json lacks is_decoder"}
             raise UserError(
                 f"{family.model_type} {why.get(what, 'mixes the documents of a sequence: give --packing padding')}"
