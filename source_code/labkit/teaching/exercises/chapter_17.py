@@ -147,7 +147,7 @@ def _difference(model, whole) -> str:
     if empty:
         return f"not quite: {empty[0]} has no memory"
     if hf_models.tied(whole) and not hf_models.tied(model):
-        return "not quite: where embedding and head are tied, they are two weights now: to_empty separates them"
+        return "not quite: where embedding and head are tied, they are two weights now: model.tie_weights() makes them one"
     for name, expected in {**dict(whole.named_parameters()), **dict(whole.named_buffers())}.items():
         tensor = tensors.get(name)
         if isinstance(tensor, DTensor):
@@ -228,7 +228,7 @@ import torch.distributed.checkpoint as dcp
 
 def fill(model, folder):
     model.to_empty(device="cpu")
-    model.tie_weights()  # to_empty has given each name its own tensor
+    model.tie_weights()  # to_empty may have given each name its own tensor
     wanted = model.state_dict()
     if model.config.tie_word_embeddings:
         del wanted["lm_head.weight"]  # the file has one tensor for both

@@ -22,8 +22,8 @@ def loading(rows: list[tuple[str, int, int, float]], guess: float | None, where:
         mark = "its tensors, by arithmetic"
         axes.plot([tensors / MIB] * 2, [place - 0.42, place + 0.42], color="#222222", lw=2, ls="--", label=mark * first)
         label = f"{stays / MIB:.0f}, at most {high / MIB:.0f}"
-        ends = max(high, tensors) if tensors < high + 0.3 * MIB * most else high  # the label does not cross the line
-        axes.text(ends / MIB + 0.01 * most, place, label, va="center")
+        on_white = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # it may cross the dashed line
+        axes.text(high / MIB + 0.01 * most, place, label, va="center", bbox=on_white)
     if guess is not None:
         look = {"color": "#222222", "markeredgecolor": "#ffffff", "markersize": 9}
         axes.plot(guess, len(rows) - 1, "D", label="your guess", **look)
