@@ -1,14 +1,18 @@
 """Every notebook has what a chapter has, is committed as it should be, and runs on Slurm too."""
 
+import configparser
 import re
 import sys
+from pathlib import Path
 
 import nbformat
 import pytest
 from commands import call
+from labkit.teaching.verdicts import verdict
 
 from notebooks import FOLDER, PATHS, code_cells, read, text_of, verdicts
 
+SANITIZE = Path(__file__).with_name("sanitize.cfg")
 NAMES = [path.stem for path in PATHS]
 MACHINE_PATH = re.compile(r"(?<![\w.])/(home|root|work|tmp|Users|usr|opt|var)/")
 # Words that talk down, and an expression with which nobody may end a sentence about somebody else's machine
@@ -86,6 +90,22 @@ def test_cells_are_short_and_words_are_kind(notebook):
         assert len(cell.source.splitlines()) <= 25, cell.source
         assert max(map(len, cell.source.splitlines()), default=0) <= 110, cell.source
     assert not BANNED.findall(prose(notebook))
+
+
+HOWS = ["measured", *re.findall('"([a-z ]+)"', verdict.__doc__)]  # words that say how a number was obtained
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_checked_verdict_may_have_other_numbers_on_other_ranks(how, capsys):
+    rules = configparser.ConfigParser(interpolation=None)
+    rules.read(SANITIZE)
+    for bytes_sent in (9_518_632, 9_519_664):
+        verdict("sent", bytes_sent, predicted=bytes_sent, unit="bytes", how=how)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] != lines[1]
+    for rule in map(rules.__getitem__, rules.sections()):
+        lines = [re.sub(rule["regex"], rule["replace"], line) for line in lines]
+    assert lines[0] == lines[1]
 
 
 def test_the_first_runs_on_slurm(slurm):

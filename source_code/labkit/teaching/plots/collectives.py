@@ -12,17 +12,23 @@ COLLECTIVE_COLOURS = {
 }
 
 
-def sent_by_world(measured: dict[int, float], size: float, guess: tuple[int, float | None], title: str, under: str):
+def sent_by_world(counted: dict[int, float], size: float, guess: tuple[int, float | None], title: str, under: str):
     """Draw the MB that a rank sends in an all-reduce of ``size`` MB over the world size.
 
-    measured: {ranks: MB}, as the ring's own code counts them. guess: (ranks, MB or None). The formula, 2 (W−1)/W × size, is drawn for 1 to 8 ranks.
+    The formula, 2 (W−1)/W × size, is drawn for 1 to 8 ranks.
+
+    Args:
+        counted: {ranks: MB}, as the ring's own code counts them.
+        size: of the vector, in MB (1000² bytes).
+        guess: (ranks, MB or None).
+        title, under: the headline and the line below it.
     """
     figure, axes = plt.subplots(figsize=(10, 4.2), layout="constrained")
-    worlds = range(1, max(8, *measured) + 1)
+    worlds = range(1, max(8, *counted) + 1)
     law = [2 * (world - 1) / world * size for world in worlds]
     axes.plot(worlds, law, "o-", color="#888888", markerfacecolor="white", markeredgecolor="black", markersize=12)
-    axes.plot(*zip(*measured.items(), strict=True), "o", color=COLLECTIVE_COLOURS["all-reduce"], markersize=7)
-    for world, sent in measured.items():
+    axes.plot(*zip(*counted.items(), strict=True), "o", color=COLLECTIVE_COLOURS["all-reduce"], markersize=7)
+    for world, sent in counted.items():
         axes.annotate(f"{sent:.1f}", (world, sent), (8, -16), textcoords="offset points")
     if guess[1] is not None:
         axes.plot(*guess, "D", color="black", markersize=7, zorder=5)
@@ -36,7 +42,7 @@ def sent_by_world(measured: dict[int, float], size: float, guess: tuple[int, flo
 
 
 def sent_bars(rows: list[tuple[str, float, float, str]], title: str, under: str, guesses: dict[str, float | None]):
-    """Draw the MB sent per rank: rows of (label, predicted MB, measured MB, color), guesses {label: MB or None}."""
+    """Draw the MB sent per rank: rows of (label, predicted MB, counted MB, color), guesses {label: MB or None}."""
     figure, axes = plt.subplots(figsize=(10, 0.7 * len(rows) + 1.9), layout="constrained")
     guesses = {label: guess for label, guess in guesses.items() if guess is not None}
     longest = max([*guesses.values(), *(size for _, *sizes, _ in rows for size in sizes)])
