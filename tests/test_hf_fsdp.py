@@ -194,6 +194,7 @@ def _tuned(me, runs):
         config = hf_fsdp.Config(device="cpu", strategy="fsdp2", batch_size=2, seq_len=LENGTH, tokens="bytes", **options)
         model = hf_fsdp.build(config, me)
         before = {name: trace.local(p).clone() for name, p in model.named_parameters()}
+        mapped = {n for n, p in model.named_parameters() if _storage(p) > trace.local(p).nbytes}
         optimizer = hf_fsdp.make_optimizer(model, config)
         inputs, targets = torch.arange(2 * 2 * LENGTH).view(2, 1, 2, LENGTH) % 256
         for _ in range(2):
@@ -202,13 +203,17 @@ def _tuned(me, runs):
         with torch.no_grad():
             logits = model(inputs[0], use_cache=False).logits
         hf_export.save(model, config.architecture, config, config.save)
-        found.append((logits, changed))
+        found.append((logits, changed, mapped))
     return found
+
+
+def _storage(parameter):
+    return trace.local(parameter).untyped_storage().nbytes()
 
 
 @pytest.fixture(scope="module")
 def tuned(weights, tmp_path_factory):
-    """{(family, lora): (folder it was saved to, logits before, names of parameters that changed on any rank)}."""
+    """{(family, lora): (folder, logits before, names of parameters that changed, names of views of a mapped file)}."""
     keys = [(family, lora) for family in weights for lora in (None, 4)]
     folders = [tmp_path_factory.mktemp("tuned") / "model" for _ in keys]
     options = [
@@ -217,7 +222,7 @@ def tuned(weights, tmp_path_factory):
     ]
     ranks = notebook_ranks.on_ranks(_tuned, options, ranks=2, cluster=HERE, timeout=120)
     return {
-        key: (folder, each[0][0], each[0][1] | each[1][1])
+        key: (folder, each[0][0], each[0][1] | each[1][1], each[0][2] | each[1][2])
         for key, folder, *each in zip(keys, folders, *ranks, strict=True)
     }
 
@@ -241,9 +246,17 @@ def test_a_run_that_was_ended_after_its_last_step_still_saves_its_model(shapes, 
 INPUTS = torch.arange(2 * LENGTH).view(2, LENGTH) % 256
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("lora", (None, 4))
+@pytest.mark.parametrize("family", ("llama", "qwen2", "gpt2"))
+def test_a_rank_keeps_its_shards_and_not_the_file_that_they_were_mapped_from(family, lora, tuned):
+    *_, mapped = tuned[family, lora]
+    assert mapped == set()
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
 def test_what_is_saved_is_read_without_this_course(tuned, family):
-    folder, logits, changed = tuned[family, None]
+    folder, logits, changed, _ = tuned[family, None]
     model, about = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not about["missing_keys"] and not about["unexpected_keys"]
     with torch.no_grad():
@@ -253,7 +266,7 @@ def test_what_is_saved_is_read_without_this_course(tuned, family):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
 def test_adapters_alone_are_trained_and_saved_as_peft_has_them(tuned, weights, family):
-    folder, logits, changed = tuned[family, 4]
+    folder, logits, changed, _ = tuned[family, 4]
     assert changed and all("lora_" in name for name in changed)
     assert all("lora_" in name for name in load_file(folder / "adapter_model.safetensors"))
     plain = AutoModelForCausalLM.from_pretrained(weights[family])

@@ -332,10 +332,18 @@ def _has_nan(tensor) -> bool:
 @torch.no_grad()
 def _detach_from_files(model):
     """Copy tensors that are views of a larger storage, such as a mapped file, which would count as whole in memory."""
-    for tensor in {id(t): t for t in hf_initial.tensors(model).values()}.values():
-        tensor = local(tensor)
-        if tensor.untyped_storage().nbytes() > tensor.nbytes:
-            tensor.data = tensor.clone()
+    copies = {}  # {id of a tensor: what replaces it}, as modules share tied weights
+    for module in model.modules():
+        for owned in (module._parameters, module._buffers):
+            for name, tensor in owned.items():
+                if tensor is None or local(tensor).untyped_storage().nbytes() <= local(tensor).nbytes:
+                    continue
+                if id(tensor) not in copies:
+                    copy = tensor.clone()
+                    if owned is module._parameters:
+                        copy = nn.Parameter(copy, tensor.requires_grad)
+                    copies[id(tensor)] = tensor, copy  # the tensor too: while it is there, no other has its id
+                owned[name] = copies[id(tensor)][1]
 
 
 def first_line(error: Exception) -> str:
