@@ -6,7 +6,7 @@ from planner.predict import Plan, by_category, total
 
 KERNELS = {True: "a GPU's kernels", False: "the CPU's kernels"}  # by whether it is on a GPU
 # Printed first: whoever plans a run with one of these must know that it is not in the figures.
-NOT_MODELLED = "not modelled: context parallelism, experts, fp8, offloaded activations"
+NOT_MODELLED = "not modelled: context parallelism, fp8, offloaded activations"
 COMPARED = """(a GPU's kernels: compared with PyTorch's own code on tensors without memory, not yet with a GPU. What only a GPU can show
 is in the answer as a factor: workspaces of cuDNN and cuBLAS, streams, what the allocator rounds up and reserves)"""
 SIMULATED = """(simulated with the operators that PyTorch selects on a GPU, and without memory; not yet compared with a GPU. What only a

@@ -142,7 +142,6 @@ NESTED = {
         | {"num_hidden_layers": 32, "num_attention_heads": 16},
     ),
 }
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "moe_intermediate_size")
 # The key of each size: in most configurations, and in GPT-2's.
 KEYS = {
     "num_hidden_layers": ("num_hidden_layers", "n_layer"),

@@ -1,0 +1,428 @@
+"""Declare the options of plan.py: gpt_fsdp.py's, some with more choices, and those of the hardware. Imports no torch."""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Literal
+
+from planner.cli import config_files
+from planner.cli.commands import STRATEGIES
+from planner.gpus import GPU, GPUS
+from planner.models import huggingface, networks
+from planner.models.shapes import GPT_SHAPES, GPTShape
+from planner.parallel import pipeline
+from planner.parallel.mesh import arrange
+from planner.step.plan import STATES
+from planner.timing import cost
+
+from labkit import UserError
+from labkit.running.lab_options import LABS, TransformerTraining
+from labkit.running.options import GIVEN, Conflict, choices_of, declared, flag, option, redeclared, several
+
+DEEPSPEED = tuple(f"deepspeed-{stage}" for stage in range(4))
+TITLED = ("preset", "strategy", "mesh", "batch_size", "seq_len", "precision", "recompute", "optimizer")
+
+
+def leave_out(when: dict, names: tuple, sentence: str) -> tuple[Conflict, ...]:
+    """Return a conflict with ``when`` for each of these options."""
+    return tuple(Conflict(when, {name: GIVEN}, sentence) for name in names)
+
+
+@dataclass(frozen=True)
+class Config(TransformerTraining):
+    """The options of plan.py: gpt_fsdp.py's, some with more choices, and those of the hardware."""
+
+    conflicts = (
+        *(
+            Conflict(
+                {"strategy": DEEPSPEED},
+                {name: GIVEN},
+                f"{flag(name)} is not predicted for DeepSpeed: leave it out, or take another --strategy",
+            )
+            for name in ("weights", "loss_chunks", "lora")
+        ),
+        Conflict(
+            {"strategy": "fsdp1"},
+            {"cpu_offload": True},
+            "--cpu-offload is not predicted for FSDP1: take --strategy fsdp2",
+        ),
+        Conflict(
+            {"wrap": "blocks+embeddings"},
+            {"strategy": ("single", "ddp", "zero1", *DEEPSPEED)},
+            "--wrap blocks+embeddings goes with --strategy fsdp1 or fsdp2; with {c.strategy} leave it out",
+        ),
+        Conflict(
+            {"flops": None},
+            {"peak_known": False},
+            "no peak is known of {c.gpu} in {c.precision}{c.known_in_fp16}: give --flops, or another --precision",
+        ),
+        *leave_out(
+            {"sweep": True},
+            ("simulate", "explain", "module"),
+            "--sweep compares predictions of the course's models: leave --simulate, --explain and --module out",
+        ),
+        Conflict(
+            {"module": GIVEN},
+            {"explain": True},
+            "--explain shows predicted terms, and the peak of --module is simulated: leave it out",
+        ),
+        Conflict(
+            {"simulates": True},
+            {"strategy": DEEPSPEED},
+            "--strategy {c.strategy} cannot be simulated: take fsdp2 (ZeRO-3; with --reshard-after-forward false, ZeRO-2)",
+        ),
+        Conflict(
+            {"simulate": True},
+            {"strategy": "zero1"},
+            "--strategy zero1 is simulated with --module only: take single, ddp, fsdp1 or fsdp2",
+        ),
+        Conflict(
+            {"module": GIVEN},
+            {"decided_by_module": GIVEN},
+            "{c.decided_by_module[0]} is for the course's models; your own function determines it: leave it out",
+        ),
+        Conflict(
+            {"module": GIVEN},
+            {"precision": "fp64"},
+            "--precision fp64 is for the course's models: your own function creates its tensors",
+        ),
+        *(
+            Conflict(
+                {"simulate": True},
+                excluded,
+                "neither --cpu-offload, adamw-8bit nor nf4 is simulated: leave --simulate out",
+            )
+            for excluded in ({"cpu_offload": True}, {"optimizer": "adamw-8bit"}, {"frozen": "nf4"})
+        ),
+        Conflict(
+            {"third_party": True},
+            {"tied": GIVEN},
+            "--tied is for the course's models; a model's configuration determines it: leave it out",
+        ),
+        Conflict(
+            {"third_party": True},
+            {"pipelined": True},
+            "--mesh {c.mesh} is planned for the course's models only: leave --config and --model out, or the pipeline",
+        ),
+        Conflict(
+            {"third_party": True},
+            {"too_long": True},
+            "--seq-len {c.seq_len} is longer than the {c.longest} learned positions of this model",
+        ),
+        Conflict(
+            {"library_simulated": True},
+            {"lacking": GIVEN},
+            "hf_fsdp.py, which is simulated, has no {c.lacking[0]}: leave it out",
+        ),
+        Conflict(
+            {"third_party": True},
+            {"ep_degree": several},
+            "--mesh {c.mesh}: what ranks exchange depends on the experts that tokens choose: plan shard without expert, or "
+            "measure it with hf_fsdp.py --record",
+        ),
+        *leave_out(
+            {"by_library": True},
+            ("sweep", "find", "explain", "plot"),
+            "this plan is simulated, as {c.why_simulated}: leave --sweep, --find, --explain and --plot out",
+        ),
+        Conflict(
+            {"by_library": True, "shape": None},
+            {"tokens": GIVEN},
+            "no time is planned of this model, as {c.why_simulated}: leave --tokens out",
+        ),
+        Conflict(
+            {"pipelined": True},
+            {"lacking": GIVEN},
+            "a pipeline is not planned together with {c.lacking[0]}: leave one of them out",
+        ),
+        *leave_out(
+            {"pipelined": True},
+            ("sweep", "simulate"),
+            "--mesh {c.mesh} is neither swept nor simulated: leave --sweep and --simulate out",
+        ),
+        Conflict(
+            {"pipelined": False},
+            {"schedule": GIVEN},
+            "--schedule is a pipeline's: give --mesh pipeline=STAGES too",
+        ),
+        *leave_out(
+            {"find": GIVEN},
+            ("sweep", "simulate", "explain", "module", "plot", "tokens"),
+            "--find compares predictions: leave --sweep, --simulate, --explain, --module, --plot and --tokens out",
+        ),
+        *(
+            Conflict(
+                {"find": "ranks"},
+                excluded,
+                "--find ranks tries all numbers of ranks: leave out --mesh, --strategy single and a number in "
+                "--reshard-after-forward",
+            )
+            for excluded in ({"mesh": GIVEN}, {"reshard_after_forward": str.isdecimal}, {"strategy": "single"})
+        ),
+        *(
+            Conflict(
+                searching,
+                {"cpu_offload": True},
+                f"{what} compares GPU memory, and --cpu-offload needs CPU memory: leave one of them out",
+            )
+            for what, searching in {"--sweep": {"sweep": True}, "--find ranks": {"find": "ranks"}}.items()
+        ),
+        *leave_out(
+            {"plot": GIVEN},
+            ("sweep", "module", "pipelined", "json"),
+            "--plot draws the plan of one rank: leave --sweep, --json, --module and a pipeline out",
+        ),
+        *leave_out({"tokens": GIVEN}, ("sweep", "module"), "--tokens is for one plan: leave --sweep and --module out"),
+    )
+    launched: ClassVar[bool] = False
+    dry_run: ClassVar[bool] = False  # a plan is not a run
+
+    preset: Literal[tuple(GPT_SHAPES)] | None = redeclared(
+        TransformerTraining, "preset", default=None, help="size of the model (default: tiny)"
+    )
+    config: str | None = option(None, "instead of --preset: a config.json of Hugging Face's, or its folder")
+    model: str | None = option(None, "instead of --preset: a model's folder, with its config.json")
+    module: str | None = option(
+        None, "instead of --preset: your own nn.Module, from FILE.py:function", form=(r".+\.py:\w+", "FILE.py:function")
+    )
+    ranks: int | None = option(
+        None, "number of ranks (default: 8; with --strategy single, 1)", least=1, at_most=1_000_000
+    )
+    strategy: Literal[STRATEGIES] = redeclared(
+        TransformerTraining,
+        "strategy",
+        help="one process, or a data-parallel strategy; zero1 is PyTorch's ZeroRedundancyOptimizer",
+    )
+    mesh: str | None = redeclared(
+        TransformerTraining, "mesh", help="device mesh: 2x4 (HSDP); or named: shard=4,tensor=2, or pipeline=STAGES"
+    )
+    schedule: Literal[tuple(pipeline.SCHEDULES)] = option("1f1b", "pipeline: the order of forwards and backwards")
+    wrap: Literal["blocks", "blocks+embeddings"] | None = redeclared(
+        TransformerTraining,
+        "wrap",
+        default=None,
+        only=(),  # see the table of conflicts instead: an explicit "blocks" is accepted everywhere
+        help="FSDP's wrapping policy: blocks and the root; or embedding and head separately, too (default: the lab's)",
+    )
+    frozen: Literal["fp32", "nf4"] = option(
+        "fp32", "dtype of the blocks' frozen matrices; nf4 is QLoRA's (not validated)", needs="lora"
+    )
+    optimizer: Literal[tuple(STATES)] = redeclared(
+        TransformerTraining,
+        "optimizer",
+        help="optimizer; adamw is PyTorch's foreach implementation; adamw-8bit is bitsandbytes' (not validated)",
+    )
+    device: Literal["auto", "cpu", "cuda"] = redeclared(
+        TransformerTraining,
+        "device",
+        help="kernels to plan for: they save different tensors for backward; auto: a GPU's",
+    )
+    node_size: int = option(8, "ranks on a node", least=1)
+    gpu: Literal[tuple(GPUS)] = option(
+        "h100",
+        "the GPU, with the GiB that PyTorch finds on it: "
+        + ", ".join(f"{name} {gpu.memory:g}" for name, gpu in GPUS.items()),
+    )
+    gpu_memory: float | None = option(None, "GiB that a rank may use (default: the GPU's)", above=0, at_most=1e9)
+    flops: float | None = option(
+        None, "peak FLOP/s of a rank (default: from the GPU's data sheet, for --precision)", least=1
+    )
+    efficiency: float = option(0.4, "fraction of --flops that training reaches", least=1e-6, at_most=1)
+    link: str | None = option(None, f"within a node: {', '.join(cost.LINKS)}, or GB/s per rank (default: the GPU's)")
+    network: str = option(
+        "infiniband",
+        "between nodes: "
+        + ", ".join(f"{name} ({link.bandwidth / 1e9:g} GB/s per node)" for name, link in cost.NETWORKS.items())
+        + ", or GB/s per node, or Gbit/s as 10gbit",
+    )
+    find: Literal["ranks", "batch-size", "seq-len"] | None = option(
+        None, "search for the smallest --ranks, or the largest --batch-size or --seq-len, that fits"
+    )
+    tokens: float | None = option(None, "number of tokens to train on, such as 15e9: prints the hours", least=1)
+    price: float | None = option(None, "price of a GPU-hour, in any currency", above=0, needs="tokens")
+    sweep: bool = option(False, "compare all strategies: those that fit first, the fastest first")
+    explain: bool = option(False, "show the terms of the peak, with their sizes")
+    plot: str | None = option(None, "write a figure of a step's memory and the terms of its peak (.png, .svg, .pdf)")
+    simulate: bool = option(False, "compare with PyTorch's own code, run on fake tensors")
+    json: bool = option(False, "print JSON instead of tables")
+
+    def __post_init__(self):
+        sources = [name for name in ("preset", "config", "model", "module") if getattr(self, name)]
+        if len(sources) > 1:
+            raise UserError(f"{flag(sources[0])} and {flag(sources[1])} both name a model: leave one of them out")
+        # These are not the fields' defaults, so that an explicit value can be distinguished.
+        if not sources:
+            object.__setattr__(self, "preset", TransformerTraining.preset)
+        if self.ranks is None:
+            object.__setattr__(self, "ranks", 1 if self.strategy == "single" else 8)
+        super().__post_init__()
+        arrange(self.ranks, self.mesh, self.reshard_after_forward)
+
+    @cached_property
+    def shape(self) -> GPTShape | None:
+        """The shape of the model; None with --module, and of a family that the planner does not know.
+
+        Raises:
+            UserError: --config or --model cannot be read.
+        """
+        if self.module:
+            return None
+        if not self.third_party:
+            return super().shape
+        option = "--config" if self.config else "--model"
+        config_files.check(self.named, option)
+        return huggingface.load(self.named, option) if config_files.is_planned(self.named) else None
+
+    @property
+    def tied_weights(self) -> bool:
+        return bool(self.shape and self.shape.tie_word_embeddings)
+
+    @property
+    def wraps_embeddings(self) -> bool:
+        """Whether embedding and head are FSDP units; for a third-party model, hf_fsdp.py's policy is the default."""
+        if self.wrap is None and self.third_party:
+            return not self.tied_weights
+        return super().wraps_embeddings
+
+    @property
+    def third_party(self) -> bool:
+        """Whether the model is planned from a Hugging Face configuration."""
+        return bool(self.config or self.model)
+
+    @property
+    def named(self) -> str:
+        """The value of the option that selects the model."""
+        return self.config or self.model or self.module or self.preset
+
+    @property
+    def longest(self) -> int:
+        """Maximum number of tokens in a sequence, by the number of learned positions."""
+        return (self.shape and self.shape.learned_positions) or 10**9
+
+    @property
+    def too_long(self) -> bool:
+        return self.seq_len > self.longest
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether to plan for a GPU's kernels; as in a lab, --backend gloo without --device means the CPU."""
+        return self.device == "cuda" or (self.device == "auto" and self.backend != "gloo")
+
+    @property
+    def booked(self) -> GPU:
+        return GPUS[self.gpu]
+
+    @property
+    def peak_known(self) -> bool:
+        return self.precision in self.booked.flops
+
+    @property
+    def known_in_fp16(self) -> str:
+        """What is known instead of a GPU without bf16: fp16 takes as much memory."""
+        fp16 = self.booked.flops.get("fp16")
+        return f" (in fp16, which takes as much memory, {fp16:g} are published)" if fp16 else ""
+
+    @property
+    def memory(self) -> float:
+        """GiB that a rank may use."""
+        return self.gpu_memory or self.booked.memory
+
+    @property
+    def peak_flops(self) -> float:
+        """Peak FLOP/s of a rank."""
+        return self.flops or self.booked.flops[self.precision]
+
+    @property
+    def pipelined(self) -> bool:
+        return self.stages > 1
+
+    @property
+    def splits_model(self) -> bool:
+        """Whether tensor or expert parallelism splits the model."""
+        return self.tp_degree > 1 or self.ep_degree > 1
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether --mesh may have a dimension for experts: the library checks whether the model has any."""
+        return self.third_party
+
+    @cached_property
+    def why_simulated(self) -> str:
+        """Why the planner's arithmetic does not cover a third-party model; "": it does."""
+        if not self.third_party:
+            return ""
+        if self.shape is None:
+            return f"its family {config_files.settings(self.named)['model_type']!r} is not one that the planner knows"
+        if unmodeled := networks.gpt(self.shape, 1, 1).unmodeled:
+            return f"arithmetic does not cover {unmodeled}"
+        if self.splits_model:
+            return "arithmetic splits only the course's models"
+        return "arithmetic does not cover peft's adapters" if self.lora and self.simulate else ""
+
+    @property
+    def by_library(self) -> bool:
+        """Whether the peak is simulated with the library's own code, because arithmetic does not cover it."""
+        return bool(self.why_simulated)
+
+    @property
+    def library_simulated(self) -> bool:
+        """Whether a step of hf_fsdp.py is simulated."""
+        return self.by_library or (self.third_party and self.simulate)
+
+    @property
+    def simulates(self) -> bool:
+        return bool(self.simulate or self.module or self.by_library)
+
+    @property
+    def lab(self) -> str:
+        """The lab that trains with these options, or with the most similar ones."""
+        if self.third_party:
+            return "hf_fsdp.py"
+        if self.pipelined:
+            return "gpt_pipeline.py"
+        return "gpt_zero.py" if self.strategy in ("zero1", *DEEPSPEED) else "gpt_fsdp.py"
+
+    @property
+    def besides(self) -> dict:
+        """The options that differ from their defaults and are not in ``TITLED``, with their values, for a title."""
+        return {name: value for name, value in self._changed().items() if name not in TITLED}
+
+    @property
+    def decided_by_module(self) -> list[str]:
+        """The explicit options that --module determines itself, or does not support."""
+        free = (
+            "strategy",
+            "precision",
+            "reshard_after_forward",
+            "device",
+            "backend",
+            "max_steps",
+            "lr",
+            "warmup_steps",
+        )
+        free += ("lr_schedule",)
+        free += ("decay_steps", "min_lr", "weight_decay", "decay_1d", "seed", "checkpoint_every")
+        return [flag(name) for name in self._changed() if name not in free]
+
+    @property
+    def lacking(self) -> list[str]:
+        """The explicit options that the lab does not take, or not with this value."""
+        taken = {field.name: field for field in dataclasses.fields(LABS[self.lab])}
+        stands_for_stage = ("strategy",) if self.lab == "gpt_zero.py" else ()
+        lacking = []
+        for name, value in self._changed().items():
+            if name in stands_for_stage or (name == "wrap" and self._wraps_as_the_lab()):
+                continue
+            if name not in taken:
+                lacking.append(flag(name))
+            elif (choices := choices_of(taken[name])) and value not in choices:
+                lacking.append(f"{flag(name)} {value}")
+        return lacking
+
+    def _wraps_as_the_lab(self) -> bool:
+        return self.third_party and bool(self.shape) and self.wraps_embeddings != self.tied_weights
+
+    def _changed(self) -> dict:
+        """Return the training options that differ from their defaults."""
+        names = (*declared(TransformerTraining), "schedule", "frozen")
+        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(type(self), name)}
