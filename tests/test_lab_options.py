@@ -83,6 +83,22 @@ def test_of_a_base_a_class_takes_some_options_and_the_others_are_constants():
         hf_fsdp.Config(config="x", wrap="blocks")
 
 
+@pytest.mark.parametrize(
+    ("given", "lr", "seq_len"),
+    [
+        ({"config": "x"}, 1e-4, 128),
+        ({"model": "x"}, 2e-5, 128),
+        ({"model": "x", "data": "y"}, 2e-5, 1024),
+        ({"model": "x", "lora": 8}, 2e-4, 128),
+        ({"model": "x", "adapters": "z", "data": "y"}, 2e-4, 1024),
+        ({"model": "x", "data": "y", "lr": 1e-6, "seq_len": 7}, 1e-6, 7),
+    ],
+)
+def test_defaults_of_fine_tuning_depend_on_what_is_trained(given, lr, seq_len):
+    config = hf_fsdp.Config(**given).with_steps(3)
+    assert (config.lr, config.seq_len) == (lr, seq_len)
+
+
 @pytest.mark.parametrize(("lab", "first"), [(mnist_fsdp, "--strategy"), (gpt_zero, "--stage"), (plan, "--preset")])
 def test_help_lists_a_commands_own_options_first(lab, first, capsys):
     with pytest.raises(SystemExit):

@@ -666,10 +666,26 @@ class HuggingFaceTraining(
     save_dtype: Literal["fp32", "bf16"] | None = option(
         None, "dtype of the saved model (default: that of --model's files)", needs="save"
     )
-    lr: float = redeclared(TransformerTraining, "lr", default=1e-4)
+    seq_len: int | None = redeclared(
+        TransformerTraining, "seq_len", default=None, help="tokens in a sequence (default: 1024 with --data, else 128)"
+    )
+    lr: float | None = redeclared(
+        TransformerTraining,
+        "lr",
+        default=None,
+        help="learning rate (default: 2e-5, small as the weights of --model are trained already; 2e-4 for adapters, "
+        "which start at zero; 1e-4 from random weights)",
+    )
     seed: int = redeclared(
         TransformerTraining, "seed", help="seed of the initial weights, the order of the text and the dropout"
     )
+
+    def __post_init__(self):
+        usual = {"lr": 2e-4 if self.adapts else 2e-5 if self.model else 1e-4, "seq_len": 1024 if self.data else 128}
+        for name, value in usual.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        super().__post_init__()
 
     @property
     def shape(self) -> GPTShape:
