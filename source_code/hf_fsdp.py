@@ -28,6 +28,7 @@ from labkit.training import (
     checkpoints,
     hf_export,
     hf_initial,
+    hf_loading,
     hf_lora,
     hf_models,
     hf_parallel,
@@ -55,7 +56,7 @@ def build(config, me):
     parallelized = partial(parallelize, config=config, me=me)
     device = torch.device("cpu") if config.cpu_offload else me.device
     if config.model:
-        model, missing = hf_models.load(config, config.architecture, device, parallelized)
+        model, missing = hf_loading.load(config, config.architecture, device, parallelized)
     else:
         with torch.device("meta"):
             model = parallelized(hf_models.without_weights(config.architecture, config.dtype, config.experts))

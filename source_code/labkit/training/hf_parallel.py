@@ -21,7 +21,7 @@ try:
 except ImportError:  # reported by ``hf_models.configuration``
     transformers = DistributedConfig = None
 else:
-    DISTRIBUTE = DistributedMixin.maybe_distribute_model.__func__  # ``hf_models.load`` replaces the method
+    DISTRIBUTE = DistributedMixin.maybe_distribute_model.__func__  # ``hf_loading.load`` replaces the method
 
 # {family: why its tensor-parallel plan is not used}
 NO_TENSOR_PLAN = {
@@ -64,8 +64,12 @@ def distribute(model, distribution, device_type: str, pin_memory: bool):
         UserError: the library has no right plan for this model, or the sizes do not fit it.
     """
     _check_plans(model, distribution)
-    if distribution.tp_size == 1:  # tensor parallelism ties shared weights itself, and wants them apart
+    if distribution.tp_size == 1:
         model.tie_weights()
+    shared = tied(model) and distribution.tp_size > 1  # without files to read; the library reads into separate weights
+    if shared:  # its tensor parallelism splits both
+        head = model.get_output_embeddings()
+        head.weight = torch.nn.Parameter(torch.empty_like(head.weight), head.weight.requires_grad)
     model.fsdp_plan = fsdp_plan(model)
     first = distribution.pp_size, distribution.dp_replicate_size
     dense = init_device_mesh(
@@ -81,9 +85,12 @@ def distribute(model, distribution, device_type: str, pin_memory: bool):
     offload = lambda: CPUOffloadPolicy(pin_memory=pin_memory)  # noqa: E731
     with replaced(transformers.distributed.fsdp, CPUOffloadPolicy=offload):
         try:
-            return DISTRIBUTE(type(model), model, distribution, TransformersDeviceMesh(dense, expert))
+            model = DISTRIBUTE(type(model), model, distribution, TransformersDeviceMesh(dense, expert))
         except (ValueError, RuntimeError, AttributeError) as error:
             raise UserError(f"{model.config.model_type} cannot be sharded like this: {first_line(error)}") from None
+    if shared:
+        model.tie_weights()
+    return model
 
 
 def _check_plans(model, distribution):
