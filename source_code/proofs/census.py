@@ -30,7 +30,7 @@ import torch.distributed as dist
 import transformers
 from labkit import UserError
 from labkit.measuring import records
-from labkit.measuring.differences import largest_difference
+from labkit.measuring.differences import largest, largest_difference
 from labkit.running import gpus, launch, notebook_ranks, ranks
 from labkit.running.options import Options, option, parse
 from labkit.training.shards import whole
@@ -225,15 +225,15 @@ def gradient_difference(model, expected: dict) -> tuple[float, str]:
         (difference, name of the parameter); infinity where only one of both has a gradient.
     """
     found = {name: whole(each.grad) for name, each in model.named_parameters() if each.grad is not None}
-    least = 1e-6 * max(gradient.abs().max().item() for gradient in expected.values())
+    least = 1e-6 * largest([gradient.abs() for gradient in expected.values()])
     worst, of = 0.0, ""
     for name in sorted(found.keys() | expected.keys()):
         pair = [gradients.get(name) for gradients in (found, expected)]
         there = [gradient for gradient in pair if gradient is not None and gradient.any()]
-        if len(there) == 1 and there[0].abs().max() > least:
+        if len(there) == 1 and largest(there[0].abs()) > least:
             return float("inf"), name
         if None not in [gradients.get(name) for gradients in (found, expected)]:
-            size = max(pair[1].abs().max().item(), least)
+            size = largest([least, largest(pair[1].abs())])
             if not (difference := largest_difference(*pair) / size) <= worst:  # NaN is worst
                 worst, of = difference, name
     return worst, of

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from labkit.measuring.differences import largest, largest_difference
 from labkit.running import launch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -240,7 +241,7 @@ def _packed(model) -> bool | str:
 
 
 def _equal(some: torch.Tensor, others: torch.Tensor) -> bool:
-    return bool((some - others).abs().max() <= ROUNDING * max(1, some.abs().max()))
+    return largest_difference(some, others) <= ROUNDING * largest([1, largest(some.abs())])
 
 
 def _buffers(model) -> list[str]:

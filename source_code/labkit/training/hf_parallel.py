@@ -4,8 +4,13 @@ Used here without being documented: ``maybe_distribute_model``, the device meshe
 (transformers 5.23). proofs/census.py runs every family; what it found wrong is refused or completed here.
 """
 
+import math
+import sys
+
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
 
 from labkit import UserError
 from labkit.measuring.replaced import replaced
@@ -90,7 +95,33 @@ def distribute(model, distribution, device_type: str, pin_memory: bool):
             raise UserError(f"{model.config.model_type} cannot be sharded like this: {first_line(error)}") from None
     if shared:
         model.tie_weights()
+    if dist.get_rank() == 0 and (warning := few_experts(model)):
+        print(warning, file=sys.stderr, flush=True)
     return model
+
+
+def few_experts(model) -> str:
+    """Return a warning if some ranks have no part of a layer's experts; "" if all have one.
+
+    FSDP2 shards the first dimension, which for experts is their number. Along another dimension it would copy each
+    gathered weight once more, and the library joins an expert's two matrices along those.
+
+    Args:
+        model: sharded.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 3 or not isinstance(parameter, DTensor):
+            continue
+        ways = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+        shards = math.prod(size for size, how in ways if getattr(how, "dim", None) == 0)
+        experts = parameter.shape[0]
+        each = math.ceil(experts / shards)
+        if (used := math.ceil(experts / each)) < shards:
+            return (
+                f"{name} has {experts} experts, of which {used} of {shards} ranks hold {each} each, and the other ranks "
+                "none: ranks that replicate or split (--mesh replicate=…, tensor=…) would even out their memory"
+            )
+    return ""
 
 
 def _check_plans(model, distribution):
