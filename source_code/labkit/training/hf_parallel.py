@@ -6,6 +6,7 @@ Used here without being documented: ``maybe_distribute_model``, the device meshe
 
 import math
 import sys
+from collections import Counter
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,6 +23,7 @@ try:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.distributed import DistributedConfig
     from transformers.distributed.mixin import DistributedMixin
+    from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
     from transformers.distributed.utils import TransformersDeviceMesh
 except ImportError:  # reported by ``hf_models.configuration``
     transformers = DistributedConfig = None
@@ -39,21 +41,23 @@ EXPERT_RULES = ("grouped_gemm", "ep_dispatch_experts")  # the others of Gemma 4'
 
 
 def fsdp_plan(model) -> dict[str, str]:
-    """Return the FSDP units of a model in the form of the library's plans: its own plan where it has one.
+    """Return the FSDP units of a model in the form of the library's plans, {name of modules, with * for a number: how}.
+
+    They are the library's own, where its rules name something in the model. For some families they name no blocks, or
+    neither embedding nor head: these are added, as all that is in no unit is gathered throughout the step.
 
     A weight that embedding and head share must be in the unit of both, which is the root's: with the library's plan, the
     root would gather it a second time.
     """
-    names = {module: name for name, module in model.named_modules()}
+    names = {module: replace_layer_number_by_wildcard(name) for name, module in model.named_modules()}
+    plan = {rule: how for rule, how in (model.fsdp_plan or {}).items() if rule in names.values()}
     ends = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
-    if model.fsdp_plan:
-        at_the_ends = {names[module] for module in ends} if tied(model) else ()
-        kept = ("keep_full_weight",) if tied(model) else ()
-        return {rule: how for rule, how in model.fsdp_plan.items() if rule not in at_the_ends and how not in kept}
-    plan = {names[block]: "free_full_weight" for block in blocks(model)}
-    if not tied(model) and len(ends) == 2:
-        plan |= {names[ends[0]]: "free_full_weight", names[ends[1]]: "keep_full_weight"}
-    return plan
+    if tied(model):
+        at_the_ends = {names[module] for module in ends}
+        plan = {rule: how for rule, how in plan.items() if rule not in at_the_ends and how == "free_full_weight"}
+    elif len(ends) == 2:
+        plan = {names[ends[0]]: "free_full_weight", names[ends[1]]: "keep_full_weight"} | plan
+    return {names[block]: "free_full_weight" for block in blocks(model)} | plan
 
 
 def distribute(model, distribution, device_type: str, pin_memory: bool):
@@ -71,6 +75,11 @@ def distribute(model, distribution, device_type: str, pin_memory: bool):
     _check_plans(model, distribution)
     if distribution.tp_size == 1:
         model.tie_weights()
+    owners = Counter(parameter for block in blocks(model) for parameter in block.parameters())
+    if distribution.dp_size > 1 and max(owners.values(), default=1) > 1:
+        raise UserError(
+            f"{model.config.model_type} shares weights among its blocks, which FSDP2 cannot: take --strategy ddp or single"
+        )
     shared = tied(model) and distribution.tp_size > 1  # without files to read; the library reads into separate weights
     if shared:  # its tensor parallelism splits both
         head = model.get_output_embeddings()
@@ -110,7 +119,7 @@ def few_experts(model) -> str:
         model: sharded.
     """
     for name, parameter in model.named_parameters():
-        if parameter.ndim < 3 or not isinstance(parameter, DTensor):
+        if "experts" not in name or not isinstance(parameter, DTensor):
             continue
         ways = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
         shards = math.prod(size for size, how in ways if getattr(how, "dim", None) == 0)
