@@ -11,27 +11,33 @@ from proofs import families
 def folder(tmp_path_factory):
     """A folder with the configurations of some families."""
     path = tmp_path_factory.mktemp("families")
-    for name in ("qwen2", "qwen3_moe", "mamba", "gpt2", "gpt_neox", "biogpt"):
+    for name in ("qwen2", "qwen3_moe", "mamba", "gpt2", "gpt_neox", "biogpt", "gpt_oss"):
         families.configuration(name).save_pretrained(path / name)
     return path
 
 
 def sharded(folder, family, ranks, mesh):
-    """(whether the head's weight is the embedding's, warning, units) of rank 0 in a simulated world."""
+    """(whether the head's weight is the embedding's, units, what is printed or refused) of rank 0 in a simulated world."""
+    import contextlib
+    import io
+
     import hf_fsdp
     import torch
     from labkit.measuring import simulate
     from labkit.running.ranks import Rank
-    from labkit.training import hf_models, hf_parallel
+    from labkit.training import hf_models
     from torch.distributed.fsdp import FSDPModule
 
     simulate.join(ranks)
     me = Rank(0, 0, ranks, "simulated", torch.device("cpu"), "fake")
     config = hf_fsdp.Config(config=f"{folder}/{family}", device="cpu", mesh=mesh)
-    with torch.device("meta"):
-        model = hf_fsdp.fsdp2(hf_fsdp.unsharded(config), config, me)
+    with torch.device("meta"), contextlib.redirect_stderr(io.StringIO()) as printed:
+        try:
+            model = hf_fsdp.fsdp2(hf_fsdp.unsharded(config), config, me)
+        except hf_fsdp.UserError as error:
+            return None, None, f"refused: {error}"
     units = [name for name, module in model.named_modules() if name and isinstance(module, FSDPModule)]
-    return hf_models.tied(model), hf_parallel.few_experts(model), units
+    return hf_models.tied(model), units, printed.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -43,27 +49,33 @@ def sharded(folder, family, ranks, mesh):
     ],
 )
 def test_blocks_are_units_whatever_the_library_names(folder, family, units):
-    assert forked(sharded, folder, family, 2, "shard=2")[2] == units
+    assert forked(sharded, folder, family, 2, "shard=2")[1] == units
 
 
 @pytest.mark.parametrize("mesh", ["tensor=4", "shard=2,tensor=2", "shard=4"])
 def test_embedding_and_head_share_their_weight_on_every_mesh(folder, mesh):
     assert json.loads((folder / "qwen2" / "config.json").read_text())["tie_word_embeddings"]
-    assert forked(sharded, folder, "qwen2", 4, mesh)[:2] == (True, "")
+    assert forked(sharded, folder, "qwen2", 4, mesh)[0]
 
 
 @pytest.mark.parametrize(
     ("family", "mesh", "ranks", "holders"),
     [
-        ("qwen3_moe", "shard=8", 8, "4 of 8 ranks hold 1 each"),
-        ("qwen3_moe", "shard=3", 3, "2 of 3 ranks hold 2 each"),
-        ("qwen3_moe", "shard=8,expert=2", 8, "4 of 8 ranks hold 1 each"),
-        ("qwen3_moe", "shard=4", 4, None),
-        ("qwen3_moe", "replicate=2,shard=4", 8, None),
-        ("qwen3_moe", "shard=4,tensor=2", 8, None),
-        ("mamba", "shard=8", 8, None),  # its convolutions have three dimensions, too
+        ("gpt_oss", "shard=8", 8, "so 4 ranks hold 1 each"),
+        ("gpt_oss", "shard=3", 3, "so 2 ranks hold 2 each"),
+        ("gpt_oss", "shard=8,expert=2", 8, "so 4 ranks hold 1 each"),
+        ("gpt_oss", "shard=4", 4, ""),
+        ("gpt_oss", "replicate=2,shard=4", 8, ""),
+        ("gpt_oss", "shard=4,tensor=2", 8, ""),
+        ("mamba", "shard=300", 300, ""),  # its convolutions have three dimensions, too
     ],
 )
 def test_ranks_without_experts_are_a_warning(folder, family, mesh, ranks, holders):
-    _, warning, _ = forked(sharded, folder, family, ranks, mesh)
-    assert (holders in warning) if holders else not warning
+    printed = forked(sharded, folder, family, ranks, mesh)[2]
+    assert holders in printed if holders else not printed
+
+
+def test_ranks_without_experts_are_refused_if_files_have_each_on_its_own(folder):
+    printed = forked(sharded, folder, "qwen3_moe", 8, "shard=8")[2]
+    assert printed.startswith("refused: model.layers.0") and "replicate or tensor of --mesh" in printed
+    assert not forked(sharded, folder, "qwen3_moe", 4, "shard=4")[2]

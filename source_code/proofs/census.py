@@ -13,18 +13,15 @@ all ``WAYS`` for which the library has a plan, and compared with one process of 
   losses      of some steps, dropout included
 """
 
-import logging
 import re
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import hf_fsdp
-import pandas
 import torch
 import torch.distributed as dist
 import transformers
@@ -39,12 +36,8 @@ from planner.parallel.mesh import Mesh
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from proofs import families
+from proofs import families, families_page, peaks
 
-# Largest relative differences. Norms, softmax, and routers compute in fp32 in every precision: where rounding flips one of
-# their bits, gradients differ by 1e-7.
-LOSS = {"fp64": 1e-9, "fp32": 1e-4}
-GRADIENT = {"fp64": 1e-5, "fp32": 1e-3}
 PATIENCE = timedelta(seconds=30)  # of a rank that waits in a collective for one that has failed
 TOGETHER = 40  # families for which ranks are started once
 
@@ -120,14 +113,6 @@ def prepare(row: dict, ways: list[Way], folder: Path) -> list[str]:
 # On several ranks
 
 
-def quiet():
-    """Turn off progress bars, and warnings about models that are this small or about gloo."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    logging.disable(logging.WARNING)
-    warnings.filterwarnings("ignore")
-
-
 def try_ways(me, tasks: list[tuple[dict, Way, str]], store: str, by_library: bool) -> list[dict]:
     """Try each task in a process group of its own, so that a failure on one rank cannot disturb the next task.
 
@@ -140,7 +125,7 @@ def try_ways(me, tasks: list[tuple[dict, Way, str]], store: str, by_library: boo
     Returns:
         For each task, see ``try_way``; with "error", a reason or None, and "seconds".
     """
-    quiet()
+    families.quiet()
     dist.destroy_process_group()
     shared, found = dist.FileStore(store, me.world_size), []
     for number, task in enumerate([*tasks, None]):
@@ -166,7 +151,7 @@ def try_way(me, row: dict, way: Way, folder: str, by_library: bool, result: dict
         row, way, folder: As ``prepare`` takes them.
         by_library: See ``try_ways``.
         result: Where the findings go: {"unequal": names of tensors, "gradient": the largest relative difference of a
-            parameter's gradient, "of": the parameter's name, "losses": of this rank}.
+            parameter's gradient, "of": the parameter's name, "losses": of this rank, "peak": of its memory, in bytes}.
     """
     reference = torch.load(Path(folder) / way.reference(row))
     config = hf_fsdp.Config(
@@ -194,6 +179,8 @@ def try_way(me, row: dict, way: Way, folder: str, by_library: bool, result: dict
         batch = [each.unsqueeze(0) for each in families.batches(step, way.sizes.shard)[part]]
         torch.manual_seed(1000 * step + part)
         result["losses"].append(sum(hf_fsdp.train_step(model, optimizer, *batch, config)).item())
+    if way.mesh in peaks.MESHES and not by_library:
+        result["peak"] = peaks.measured(me, folder, way.mesh)
 
 
 def load_in_parallel(folder: str, config, way: Way, row: dict):
@@ -250,8 +237,9 @@ def run(chosen: list[tuple[dict, list[Way]]], by_library: bool = False) -> Itera
         by_library: See ``try_ways``.
 
     Yields:
-        Each row, with "reread", see ``prepare``, and "ways": {mesh: {"precision", "error", "unequal", "gradient", "of",
-        "loss": the largest relative difference of a loss, "seconds"}}.
+        Each row, with "reread", see ``prepare``; "ways": {mesh: {"precision", "error", "unequal", "gradient", "of",
+        "loss": the largest relative difference of a loss, "peak": of a rank's memory in a step, in bytes, "plan" and
+        "planned": see ``peaks.plan``, "seconds"}}.
     """
     here = launch.Cluster(launcher="local")
     for first in range(0, len(chosen), TOGETHER):
@@ -267,6 +255,10 @@ def run(chosen: list[tuple[dict, list[Way]]], by_library: bool = False) -> Itera
                 found = notebook_ranks.on_ranks(try_ways, *arguments, ranks=count, cluster=here, timeout=1800)
                 for (row, way, folder), *results in zip(mine, *found, strict=True):
                     row["ways"][way.mesh] = summary(row, way, folder, results)
+            measured = [] if by_library else [task for task in tasks if task[1].mesh in peaks.MESHES]
+            plans = peaks.plan([(folder, way.mesh) for _, way, folder in measured], here)
+            for (row, way, _), (how, planned) in zip(measured, plans, strict=True):
+                row["ways"][way.mesh] |= {"plan": how, "planned": planned}
             yield from some
 
 
@@ -279,64 +271,9 @@ def summary(row: dict, way: Way, folder: str, results: list[dict]) -> dict:
     if about["error"] is None:
         losses = [sum(step) / len(results) for step in zip(*(each["losses"] for each in results), strict=True)]
         about["loss"] = largest_difference(losses, reference["losses"], relative=True)
+    if peak := [each["peak"] for each in results if "peak" in each]:
+        about["peak"] = max(peak)
     return about | {"seconds": round(about["seconds"], 2)}
-
-
-def verdict(found: dict) -> str:
-    """Return in a few words how a way went: "equal", or what is wrong.
-
-    Args:
-        found: One of the "ways" of ``run``.
-    """
-    if found["error"]:
-        return (
-            f"refused: {found['error'].partition(': ')[2]}"
-            if found["error"].startswith("UserError")
-            else found["error"]
-        )
-    if found["unequal"]:
-        return f"loaded otherwise: {found['unequal'][0]}"
-    # In a record, NaN and infinity are null.
-    gradient, loss = (float("inf") if found[key] is None else found[key] for key in ("gradient", "loss"))
-    if not gradient <= GRADIENT[found["precision"]]:
-        return f"gradient differs: {found['of']}"
-    return "equal" if loss <= LOSS[found["precision"]] else "losses differ"
-
-
-def failures(row: dict) -> dict[str, str]:
-    """Return {mesh: what is wrong} of the ways in which a family differs from one process."""
-    words = {mesh: verdict(found) for mesh, found in row.get("ways", {}).items()}
-    return {mesh: word for mesh, word in words.items() if word != "equal"}
-
-
-def tables(rows: list[dict]) -> str:
-    """Return the census as Markdown: a table, and a sentence for all that is not equal."""
-    shown = [{**_one_process(row), **{way.mesh: _cell(row, way) for way in WAYS}} for row in rows]
-    failed = [f"- {row['family']}, {mesh}: {why}" for row in rows for mesh, why in failures(row).items()]
-    failed += [f"- {row['family']}: does not train in one process: {row['error']}" for row in rows if row["error"]]
-    table = pandas.DataFrame(shown).to_markdown(index=False, disable_numparse=True)
-    return "\n".join([table, "", *failed]) + "\n"
-
-
-def _one_process(row: dict) -> dict:
-    yes = {True: "yes", False: "**no**"}
-    return {
-        "family": row["family"],
-        "parameters": f"{row['parameters']:,}",
-        "float64": "no" if row["fp64"] else "yes",
-        "causal": yes[row["causal"]] if "causal" in row else "",
-        "packs documents": {True: "yes", False: "no"}.get(row.get("packed"), "refuses"),
-        "random": "yes" if row.get("random") else "",
-        "persistent buffers": ", ".join(row["buffers"]),
-    }
-
-
-def _cell(row: dict, way: Way) -> str:
-    found = row.get("ways", {}).get(way.mesh)
-    if not found:
-        return ""
-    word = verdict(found)
-    return f"{found['loss']:.0e}" if word == "equal" else "refused" if word.startswith("refused") else "**no**"
 
 
 @dataclass(frozen=True)
@@ -346,7 +283,7 @@ class Config(Options):
     families: str | None = option(None, "NAME,NAME of samples/families.json (default: all)")
     inspect: bool = option(False, "only inspect them, in one process")
     library: bool = option(False, "load by the library's own parallelism, without the lab")
-    record: str | None = option(None, "where the record goes (default: results/runs/); the table is put next to it")
+    record: str | None = option(None, "where the record goes (default: results/runs/)")
 
 
 def chosen(config: Config) -> list[str]:
@@ -365,7 +302,7 @@ def chosen(config: Config) -> list[str]:
 def main():
     config = parse(Config, __doc__)
     gpus.hide()
-    quiet()
+    families.quiet()
     try:
         path = records.new_path("census", config.record)
         inspected, rows = (families.inspect(name) for name in chosen(config)), []
@@ -374,11 +311,8 @@ def main():
             records.write_rows(path, rows, transformers=transformers.__version__)
     except UserError as error:
         ranks.exit_with_error(str(error))
-    path.with_suffix(".md").write_text(page := tables(rows))
-    print(page)
-    ways = [found for row in rows for found in row.get("ways", {}).values()]
-    equal = sum(verdict(found) == "equal" for found in ways)
-    print(f"{len(rows)} families; {equal} of {len(ways)} runs on several ranks equal one process; record: {path}")
+    print(families_page.tables(rows))
+    print(f"{families_page.counts(rows)}; record: {path}")
 
 
 if __name__ == "__main__":

@@ -6,11 +6,14 @@ does not depend on the lab's own code.
 
 import dataclasses
 import json
+import logging
 import re
+import warnings
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+import transformers
 from labkit.measuring.differences import largest, largest_difference
 from labkit.running import launch
 from torch import nn
@@ -27,6 +30,14 @@ DOCUMENTS = (8, 12)  # lengths of two packed documents, multiples of the chunks 
 ROUNDING = 1e-5  # absolute difference of logits, which are about 1, in fp32
 # transformers computes experts by a grouped matmul, which has no float64; its loop over the experts has.
 EXPERTS = {torch.float32: None, torch.float64: "eager"}
+
+
+def quiet():
+    """Turn off progress bars, and warnings about models that are this small or about gloo."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")
 
 
 def names() -> list[str]:

@@ -104,33 +104,37 @@ def distribute(model, distribution, device_type: str, pin_memory: bool):
             raise UserError(f"{model.config.model_type} cannot be sharded like this: {first_line(error)}") from None
     if shared:
         model.tie_weights()
-    if dist.get_rank() == 0 and (warning := few_experts(model)):
-        print(warning, file=sys.stderr, flush=True)
+    if distribution.dp_size > 1:
+        _check_experts(model)
     return model
 
 
-def few_experts(model) -> str:
-    """Return a warning if some ranks have no part of a layer's experts; "" if all have one.
+def _check_experts(model):
+    """Print a warning on rank 0 if some ranks have no part of a layer's experts.
 
-    FSDP2 shards the first dimension, which for experts is their number. Along another dimension it would copy each
-    gathered weight once more, and the library joins an expert's two matrices along those.
+    FSDP2 shards the first dimension, which for experts is their number.
 
-    Args:
-        model: sharded.
+    Raises:
+        UserError: the files hold each expert on its own: the library cannot read them on ranks that have none.
     """
     for name, parameter in model.named_parameters():
-        if "experts" not in name or not isinstance(parameter, DTensor):
+        if "experts" not in name or parameter.ndim < 3 or not isinstance(parameter, DTensor):
             continue
         ways = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
         shards = math.prod(size for size, how in ways if getattr(how, "dim", None) == 0)
         experts = parameter.shape[0]
         each = math.ceil(experts / shards)
-        if (used := math.ceil(experts / each)) < shards:
-            return (
-                f"{name} has {experts} experts, of which {used} of {shards} ranks hold {each} each, and the other ranks "
-                "none: ranks that replicate or split (--mesh replicate=…, tensor=…) would even out their memory"
-            )
-    return ""
+        if (used := math.ceil(experts / each)) == shards:
+            continue
+        problem = (
+            f"{name}: {shards} ranks share {experts} experts, so {used} ranks hold {each} each and the others none"
+        )
+        instead = "put a part of the ranks into replicate or tensor of --mesh"
+        if any(_has(each, "MergeModulelist") for each in get_model_conversion_mapping(model)):
+            raise UserError(f"{problem}, which the library cannot load: {instead}")
+        if dist.get_rank() == 0:
+            print(f"{problem}; for even shares, {instead}", file=sys.stderr, flush=True)
+        return
 
 
 def _check_plans(model, distribution):
@@ -166,3 +170,8 @@ def _joins_rows(conversion) -> bool:
     """Return whether a conversion of stored tensors concatenates or splits them along the dimension that FSDP shards."""
     operations = getattr(conversion, "operations", ())
     return any(type(each).__name__ in ("Concatenate", "Chunk") and each.dim == 0 for each in operations)
+
+
+def _has(conversion, operation: str) -> bool:
+    """Return whether a conversion of stored tensors has this operation."""
+    return operation in [type(each).__name__ for each in getattr(conversion, "operations", ())]
