@@ -1,4 +1,4 @@
-"""The census of transformers' families: a third of it is taken again, and its record is complete."""
+"""The census of transformers' families: a third of it is taken again, its record is complete, and the page shows it."""
 
 import copy
 import json
@@ -8,7 +8,7 @@ import torch
 import transformers
 from commands import refused
 from labkit.measuring.records import RESULTS
-from proofs import census, families
+from proofs import census, families, families_page
 
 pytestmark = pytest.mark.long
 NAMES = families.names()
@@ -40,7 +40,11 @@ def again(rows):
 @pytest.mark.parametrize("name", NAMES[::3])
 def test_a_family_trains_on_several_ranks_as_the_record_says(name, rows, again):
     for mesh, found in again[name]["ways"].items():
-        assert census.verdict(found) == census.verdict(rows[name]["ways"][mesh])
+        recorded = rows[name]["ways"][mesh]
+        assert families_page.verdict(found) == families_page.verdict(recorded)
+        assert found.get("plan") == recorded.get("plan")
+    for off in families_page.peaks(again[name]).values():
+        assert abs(off) <= families_page.PEAK
 
 
 @pytest.mark.parametrize("name", NAMES[1::3])
@@ -56,13 +60,33 @@ def test_the_record_is_of_all_families_and_of_the_installed_library(record, rows
 
 
 def test_most_families_train_in_every_way_as_one_process(rows):
-    equal = [row["family"] for row in rows.values() if row["ways"] and not census.failures(row)]
+    equal = [row["family"] for row in rows.values() if row["ways"] and not families_page.failures(row)]
     assert len(equal) >= 100
 
 
 def test_all_six_ways_are_seen(rows):
     for way in census.WAYS:
-        assert sum(way.mesh in row["ways"].keys() - census.failures(row) for row in rows.values()) >= 40
+        assert sum(way.mesh in row["ways"].keys() - families_page.failures(row) for row in rows.values()) >= 40
+
+
+def test_what_differs_is_refused(rows):
+    """No family trains silently otherwise than one process."""
+    wrong = [word for row in rows.values() for word in families_page.failures(row).values()]
+    assert [word for word in wrong if not word.startswith("refused")] == []
+
+
+def test_each_family_is_planned_or_refused_and_peaks_are_as_planned(rows):
+    trained = [row for row in rows.values() if row["ways"]]
+    for row in trained:
+        assert families_page.planned(row).startswith(("arithmetic", "simulated", "refused: "))
+        for mesh, off in families_page.peaks(row).items():
+            assert abs(off) <= families_page.PEAK, (row["family"], mesh)
+    assert sum("shard=2" in families_page.peaks(row) for row in trained) >= 120
+    assert sum("tensor=2" in families_page.peaks(row) for row in trained) >= 60
+
+
+def test_the_page_is_that_of_the_record():
+    assert families_page.PAGE.read_text() == families_page.page()
 
 
 def test_one_changed_element_is_found():

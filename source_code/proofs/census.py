@@ -1,7 +1,7 @@
 """Take a census of transformers' causal-LM families: does hf_fsdp.py load and train each as one process does?
 
   python -m proofs.census                             # all families of samples/families.json; a table and a record
-  python -m proofs.census --families qwen3,gpt_oss    # these families
+  python -m proofs.census --families qwen3,gpt_oss    # these families; with --record, the others of that record are kept
   python -m proofs.census --inspect                   # only what one process can find out
   python -m proofs.census --library                   # by from_pretrained(…, distributed_config=…), without the lab
 
@@ -13,6 +13,7 @@ all ``WAYS`` for which the library has a plan, and compared with one process of 
   losses      of some steps, dropout included
 """
 
+import json
 import re
 import tempfile
 import time
@@ -305,9 +306,12 @@ def main():
     families.quiet()
     try:
         path = records.new_path("census", config.record)
-        inspected, rows = (families.inspect(name) for name in chosen(config)), []
+        inspected, known = (families.inspect(name) for name in chosen(config)), {}
+        if config.families and path.exists():
+            known = {row["family"]: row for row in json.loads(path.read_text())["rows"]}
         for row in inspected if config.inspect else run([(row, ways_of(row)) for row in inspected], config.library):
-            rows.append(row)
+            known[row["family"]] = row
+            rows = [known[name] for name in families.names() if name in known]
             records.write_rows(path, rows, transformers=transformers.__version__)
     except UserError as error:
         ranks.exit_with_error(str(error))
