@@ -17,8 +17,8 @@ needs. A plan ends with the command that runs it. Some options belong to other l
 --mesh pipeline=N to gpt_pipeline.py, --config and --model to hf_fsdp.py.
 
 A model of a family that the planner does not know by arithmetic, or some of whose operators it does not know, is simulated
-with the library's own code: PyTorch and transformers must be installed. So are third-party models whose --mesh splits
-weights, and their --lora with --simulate.
+with the library's own code: PyTorch and transformers must be installed. So are peft's adapters (--config with --lora), and
+the tensor-parallel plans of some families. A page says so, and why.
 
 It needs only Python otherwise, except with --simulate, --plot and --module. The result is "fits", "tight" or "does not fit", and
 includes PyTorch's reserve and the other memory of a process on a GPU (planner/gpus.py has the figures and their sources).

@@ -194,7 +194,8 @@ class _LazyChunks:
 class _Counters(TorchDispatchMode):
     """Return 1 where the optimizer reads one of its step counters, which are fake tensors, too.
 
-    Every other read of a tensor's element reaches ``FakeTensorMode``, which raises unless the element is known.
+    A functional collective's result is the tensor that is waited for, as in a real run: the fake wait would copy it. Every
+    other read of a tensor's element reaches ``FakeTensorMode``, which raises unless the element is known.
     """
 
     optimizer = None  # set by ``setup``'s caller
@@ -203,4 +204,6 @@ class _Counters(TorchDispatchMode):
         if operator._schema.name == "aten::_local_scalar_dense" and self.optimizer:
             if any(state.get("step") is args[0] for state in self.optimizer.state.values()):
                 return 1.0
+        if operator._schema.name == "_c10d_functional::wait_tensor":
+            return args[0]
         return operator(*args, **(kwargs or {}))

@@ -123,7 +123,7 @@ class Config(TransformerTraining):
         *leave_out(
             {"by_library": True},
             ("sweep", "find", "explain", "plot"),
-            "this plan is simulated, as {c.why_simulated}: leave --sweep, --find, --explain and --plot out",
+            "{c.why_simulated}: it can only be simulated, without --sweep, --find, --explain and --plot",
         ),
         Conflict(
             {"by_library": True, "shape": None},
@@ -285,6 +285,12 @@ class Config(TransformerTraining):
         return super().wraps_embeddings
 
     @property
+    def planned_strategy(self) -> str:
+        """The strategy by the planner's name; hf_fsdp.py leaves FSDP out where there is nothing to shard or replicate."""
+        alone = self.third_party and self.strategy == "fsdp2" and arrange(self.ranks, self.mesh).data == 1
+        return "single" if alone else super().planned_strategy
+
+    @property
     def third_party(self) -> bool:
         """Whether the model is planned from a Hugging Face configuration."""
         return bool(self.config or self.model)
@@ -353,11 +359,23 @@ class Config(TransformerTraining):
             return ""
         if self.shape is None:
             return f"its family {config_files.settings(self.named)['model_type']!r} is not one that the planner knows"
-        if unmodeled := networks.gpt(self.shape, 1, 1).unmodeled:
+        if unmodeled := networks.gpt(self.shape, 1, 1, tp_degree=self.tp_degree).unmodeled:
             return f"arithmetic does not cover {unmodeled}"
-        if self.splits_model:
-            return "arithmetic splits only the course's models"
-        return "arithmetic does not cover peft's adapters" if self.lora and self.simulate else ""
+        if self.tp_degree > 1 and (uncovered := self._uncovered_of_split):
+            return f"arithmetic does not cover {uncovered}"
+        return "arithmetic does not cover peft's adapters" if self.lora and self.frozen != "nf4" else ""
+
+    @property
+    def _uncovered_of_split(self) -> str:
+        """What arithmetic does not cover where a tensor group splits the weights of a third-party model; "": nothing."""
+        sharded = self.planned_strategy == "fsdp2"
+        uncovered = {
+            "the norm of split gradients": self.clip or self.log,
+            "a weight that embedding and head share, if it is both split and sharded": sharded and self.tied_weights,
+            f"--recompute {self.recompute} with split weights": self.recompute in ("selective", "alternate"),
+            "split experts under autocast": self.shape.experts and self.precision == "bf16" and not sharded,
+        }
+        return next((what for what, holds in uncovered.items() if holds), "")
 
     @property
     def by_library(self) -> bool:

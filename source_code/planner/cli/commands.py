@@ -43,7 +43,7 @@ def plan_from_options(options, network: networks.Blueprint | None = None) -> pre
 
 def first_rank_plan(options, network: networks.Blueprint | None = None) -> predict.Plan:
     """Return the plan of rank 0, without a pipeline: see ``plan_from_options``."""
-    if options.tp_degree > 1 and options.simulate:
+    if options.tp_degree > 1 and options.simulate and not options.third_party:
         raise UserError("tensor parallelism is not simulated: leave --simulate out, or take one_rank.py")
     fields = {"on_gpu": options.on_gpu, "torch": installed_torch()}
     return predict.transformer_plan(options, options.ranks, network, **fields)
@@ -212,13 +212,20 @@ def recompute_rows(options) -> list[dict]:
     state = predict.total(first_rank_plan(options).persistent())
     if gpus.verdict(state, options.memory, options.gpu, options.ranks)["answer"] == "does not fit":
         return [{"recompute": "any", "options": {}} | row_summary(options, state)]
-    rows = []
+    rows, refusal = [], None
     for kind in RECOMPUTE_BY_MEMORY:
         every = options.recompute_every if kind != "none" else 1
         changes = {"recompute": kind, "recompute_every": every}
-        rows.append({"recompute": kind, "options": changes} | row_summary(dataclasses.replace(options, **changes)))
-        if rows[-1]["answer"] == "does not fit":
+        try:
+            summary = row_summary(dataclasses.replace(options, **changes))
+        except UserError as error:  # of this kind alone, such as what only a simulation covers
+            refusal = error
+            continue
+        rows.append({"recompute": kind, "options": changes} | summary)
+        if summary["answer"] == "does not fit":
             break
+    if not rows:
+        raise refusal
     return rows
 
 
@@ -256,6 +263,10 @@ def variants(options) -> list[tuple[str, dict]]:
         for name in ("fsdp1", "fsdp2")
     ]
     size = options.node_size
+    for degree in (2, 4, 8):  # within a node
+        if options.ranks % degree == 0 and size % degree == 0:
+            mesh = f"shard={options.ranks // degree},tensor={degree}"
+            found.append((f"fsdp2, tensor {degree}", plain | {"strategy": "fsdp2", "mesh": mesh}))
     if options.ranks > size and options.ranks % size == 0:
         fsdp2 = plain | {"strategy": "fsdp2"}
         for replicas in sorted(

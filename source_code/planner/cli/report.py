@@ -148,7 +148,7 @@ def sweep_text(asked, rows: list[dict]) -> str:
             f"predicted, at {asked.efficiency:.0%} of {asked.peak_flops / 1e12:g} TFLOP/s"
         ),
         f"{not_modelled(asked)}; equal places: less than 2 % apart",
-        "left out: of each strategy, recomputation that saves more than the row that does not fit",
+        "left out: of each strategy, recomputation that saves more than the row that does not fit, and what is only simulated",
         "",
         f"{'':4}{'strategy':30}{'recompute':11}{'planned':>13}{'reserved':>13}  {'tokens/s':18}",
     ]
@@ -226,10 +226,6 @@ def simulated_text(asked, found: dict) -> str:
     if not asked.module and found["experts"]:
         head.append(
             f"experts by the library's {found['experts']}, which takes as much memory whichever experts are chosen"
-        )
-    if asked.splits_model:
-        head.append(
-            "split weights: the peak is somewhat too high, by 1.8 % of the mixture of experts that was measured"
         )
     persistent = found["persistent"]
     lines = [

@@ -64,6 +64,7 @@ class Blueprint:
         holds_output: whether the training loop holds the network's output until it has the next step's.
         unmodeled: what of its operators is not modeled, for messages; "": all are. Then ``forward`` raises a UserError,
             and only what persists, and the traffic, can be planned.
+        buffers: bytes that each rank stores in addition to parameters, in fp32.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Blueprint:
     boundary_numel: int = 0
     holds_output: bool = False
     unmodeled: str = ""
+    buffers: int = 0
 
     @property
     def numel(self) -> int:

@@ -65,7 +65,8 @@ def gemma(c):
     if c.get("use_bidirectional_attention"):
         raise UserError("use_bidirectional_attention is not planned: a causal language model does not have it")
     activation = c.get("hidden_activation") or c.get("hidden_act") or "gelu_pytorch_tanh"
-    return {"activation": activation, "scales": frozenset({"embedding"}), "in_fp32": frozenset({"norm"})}
+    scale = {"scales": frozenset({"embedding"}), "other_buffers": 4}
+    return scale | {"activation": activation, "in_fp32": frozenset({"norm"})}
 
 
 def gemma2(c):
@@ -149,6 +150,7 @@ def phi(c):
     if c["qk_layernorm"]:
         raise UserError("a Phi with qk_layernorm is not planned: no published model is known to have it")
     special = {"biases": ALL_BIASES | {"head"}, "gated": False, "norm": "layer", "norms": "shared"}
+    special |= {"norm_with_head": False}
     return special | {"activation": c["hidden_act"], "rotary_share": _rotary_share(c, 0.5)}
 
 
@@ -161,6 +163,7 @@ def gpt2(c):
     if c.get("add_cross_attention"):
         raise UserError("a GPT-2 with add_cross_attention is not planned: a causal language model does not have it")
     special = {"biases": ALL_BIASES, "gated": False, "norm": "layer", "fused": frozenset({"query_key_value"})}
+    special |= {"norm_with_head": False}
     return special | {"learned_positions": c["n_positions"], "activation": c["activation_function"]}
 
 
@@ -204,6 +207,7 @@ def starcoder2(c):
 
 def gpt_neox(c):
     special = {"biases": biases(c) | {"feed_forward"}, "gated": False, "norm": "layer", "explicit_head_dim": None}
+    special |= {"norm_with_head": False}
     norms = "parallel" if c["use_parallel_residual"] else "before"
     special |= {"fused": frozenset({"query_key_value"}), "norms": norms, "activation": c["hidden_act"]}
     return special | {"num_key_value_heads": c["num_attention_heads"], "rotary_share": _rotary_share(c, 0.25)}

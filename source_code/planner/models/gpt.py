@@ -33,10 +33,18 @@ class GPT:
 
     def __post_init__(self):
         self.shape.check_tensor_parallel(self.tp_degree, self.seq_len)
+        self.check_loss()
         if self.tp_degree > 1 and (self.lora or self.wrap_embeddings or self.loss_chunks > 1):
             raise UserError(
                 "tensor parallelism goes without --lora, --wrap blocks+embeddings, and --loss-chunks: leave them out"
             )
+
+    def check_loss(self):
+        """Check that --loss-chunks is planned for this head.
+
+        Raises:
+            UserError: it is not.
+        """
         if self.loss_chunks > 1 and (self.shape.softcaps_logits or "head" in self.shape.biases):
             raise UserError(
                 "the loss in chunks is planned for a head without bias and soft-capping: leave --loss-chunks out"
@@ -60,6 +68,18 @@ class GPT:
         """What of the operators is not modeled, see ``Blueprint.unmodeled``."""
         return self.shape.unmodeled
 
+    @property
+    def buffers(self) -> int:
+        """Bytes of the buffers."""
+        return 0
+
+    @property
+    def exchange(self) -> tensor_parallel.Exchange:
+        """What the ranks of a tensor group exchange."""
+        shape, recomputed = self.shape, sum(map(self.is_recomputed, self.stage))
+        sizes = shape.num_hidden_layers, self.tokens, shape.hidden_size
+        return tensor_parallel.exchange(self.tp_degree, *sizes, recomputed)
+
     def is_recomputed(self, block: int) -> bool:
         """Return whether a block is recomputed in backward."""
         return self.recompute != "none" and block % self.recompute_every == 0
@@ -67,7 +87,6 @@ class GPT:
     def blueprint(self) -> Blueprint:
         """Return the modules of this rank, with batch and loss."""
         shape, stage = self.shape, self.stage
-        recomputed = sum(map(self.is_recomputed, stage))
         return Blueprint(
             name="GPT",
             modules=(
@@ -80,12 +99,11 @@ class GPT:
             samples=self.tokens,
             flops=flops.per_token(shape, self.seq_len, self.lora, stage),
             tied={"head.weight": "embedding.weight"} if shape.tie_word_embeddings else {},
-            tensor_parallel=tensor_parallel.exchange(
-                self.tp_degree, shape.num_hidden_layers, self.tokens, shape.hidden_size, recomputed
-            ),
+            tensor_parallel=self.exchange,
             period=lcm(shape.period, self.recompute_every if self.recompute != "none" else 1),
             boundary_numel=self.tokens * shape.hidden_size,
             unmodeled=self.unmodeled,
+            buffers=self.buffers,
         )
 
     # The modules, with their parameters

@@ -8,8 +8,9 @@ from functools import partial
 
 from planner import UserError
 from planner.models.gpt import GPT
-from planner.ops import attention, experts, norms
+from planner.ops import attention, experts, norms, tensor_parallel
 from planner.ops.autograd import FP32
+from planner.ops.tensor_parallel import Exchange
 
 ONE_STEP = (
     "silu",
@@ -24,9 +25,8 @@ class LibraryGPT(GPT):
     """A third-party transformer, trained in a given way."""
 
     def __post_init__(self):
-        super().__post_init__()
-        if self.tp_degree > 1:
-            raise UserError("tensor parallelism is planned for the course's models alone: give --preset instead")
+        self.check_loss()
+        self.shape.check_tensor_parallel(self.tp_degree)
         if self.loss_chunks > 1 and "logits" in self.shape.scales:
             raise UserError("the loss in chunks is not planned for a model that scales its logits: leave it out")
         if self.lora and (self.shape.latent or self.shape.unmodeled):
@@ -41,11 +41,93 @@ class LibraryGPT(GPT):
             return "multi-head latent attention"
         if shape.experts and shape.experts.router not in ("softmax", "sigmoid"):
             return "experts that this router chooses"
-        return shape.unmodeled
+        return shape.unmodeled or (self.unsplit if self.tp_degree > 1 else "")
+
+    @property
+    def unsplit(self) -> str:
+        """Why tensor parallelism is not modeled, which is that of transformers' plan for the family; "": it is."""
+        shape = self.shape
+        if shape.fused or shape.learned_positions or shape.qk_norm == "projection":
+            return "the tensor-parallel plan of this family"
+        if shape.vocab_size % self.tp_degree:
+            return f"a vocabulary that {self.tp_degree} ranks cannot divide evenly"
+        return ""
+
+    @property
+    def splits_shared(self) -> bool:
+        """Whether a tensor group splits the shared expert; transformers' plan leaves one with a gate as it is."""
+        return bool(self.shape.experts) and not self.shape.experts.gates_shared
+
+    def split_by(self, name: str) -> str:
+        """Return how a tensor group splits a layer's weight: by "columns" (of the output), by "rows", or not at all, "".
+
+        Source: the models' base_model_tp_plan, and transformers/distributed/tensor_parallel.py.
+        """
+        if name.startswith("shared."):
+            name = name.removeprefix("shared.") if self.splits_shared else ""
+        if name in ("query", "key", "value", "gate", "up", "head"):
+            return "columns"
+        return "rows" if name in ("output", "down") else ""
+
+    @property
+    def exchange(self) -> Exchange:
+        """What the ranks of a tensor group exchange: all-reduces around each layer, and the logits."""
+        if self.tp_degree == 1:
+            return Exchange()
+        shape, tokens = self.shape, self.tokens
+        of_matmuls, others, routed = 0, 2, 0  # others: the embedding's output, and the gradient of the head's input
+        for number in self.stage:
+            repeated = 2 if self.is_recomputed(number) else 1
+            ends_with_norm = shape.norms in ("after", "around")  # which needs the last layer's output, recomputed
+            last = repeated if ends_with_norm else 1
+            of_matmuls += repeated  # attention's output
+            others += 3  # gradients of the inputs of query, key, and value
+            if shape.layer(number).routed:
+                has_shared = bool(shape.experts.shared_size)
+                routed += 1
+                others += 1 + (repeated if has_shared else last)
+                if has_shared and self.splits_shared:
+                    of_matmuls, others = of_matmuls + last, others + 2
+            else:
+                of_matmuls, others = of_matmuls + last, others + (2 if shape.gated else 1)
+        return Exchange(
+            self.tp_degree,
+            numel=tokens * shape.hidden_size,
+            matmul_sums=of_matmuls,
+            sums=others,
+            logits=tokens * shape.vocab_size,
+            routing_weights=tokens * shape.experts.top_k if routed else 0,
+            routing_in_fp32=routed and shape.experts.weighs_in_fp32,
+            routing_sums=routed,
+        )
+
+    def module(self, name, parameters, forward, **options):
+        module = super().module(name, parameters, forward, **options)
+        return replace(module, replicated=frozenset(filter(self.is_replicated, parameters)))
+
+    def is_replicated(self, parameter: str) -> bool:
+        """Return whether every rank of a tensor group has a parameter whole."""
+        layer, _, kind = parameter.rpartition(".")
+        if layer in ("embedding", "experts.gate_up", "experts.down"):
+            return False
+        return self.split_by(layer) == "" or (self.split_by(layer) == "rows" and kind == "bias")
+
+    @property
+    def buffers(self) -> int:
+        """Bytes of the buffers: frequencies of rotary positions, twice; the biases by which sigmoid routers choose."""
+        shape = self.shape
+        if shape.learned_positions:
+            return 0
+        kinds = {shape.layer(number).windowed for number in range(shape.num_hidden_layers)}
+        frequencies = min(len(kinds), shape.rotary_tables) * 2 * (self.rotary_dim // 2) * FP32
+        routed = sum(shape.layer(number).routed for number in range(shape.num_hidden_layers))
+        chosen = routed * shape.experts.count * FP32 if shape.experts and shape.experts.router == "sigmoid" else 0
+        return frequencies + chosen + shape.other_buffers
 
     def embedding(self, tape, x, p):
         """Embed tokens (batch, length) → (batch, length, hidden size)."""
-        x = tape.embedding(x, p["embedding.weight"])
+        x = tensor_parallel.embedding(tape, x, p["embedding.weight"], self.tp_degree)
+        x = tensor_parallel.summed(tape, x, self.tp_degree)
         if "embedding" in self.shape.scales:
             x = tape.divide(x, "embedding, scaled")
         if self.shape.learned_positions:
@@ -137,8 +219,11 @@ class LibraryGPT(GPT):
         return norms.rms_norm_in_steps(tape, x, weight, "norm" in self.shape.in_fp32)
 
     def linear(self, tape, p, name, x):
-        """Apply a linear layer."""
-        return tape.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
+        """Apply a linear layer; those of a tensor group are split by rows or by columns."""
+        split, ranks = self.split_by(name), self.tp_degree
+        x = tensor_parallel.replicated(tape, x, ranks) if split == "columns" else x
+        out = tape.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
+        return tensor_parallel.summed(tape, out, ranks) if split == "rows" else out
 
     def attention(self, tape, x, p, number):
         """Attend causally over x (batch, length, hidden size)."""
@@ -271,19 +356,25 @@ class LibraryGPT(GPT):
         return tape.multiply(half, inner, "gelu")
 
     def last_modules(self) -> list:
-        """Return the last norm and the head: one module, unless FSDP wraps the head. The norm belongs to the root."""
+        """Return the last norm and the head: one FSDP unit, unless transformers' plan leaves the norm to the root."""
         modules = super().last_modules()
-        return [replace(module, grouped_with_next=False) for module in modules]
+        return modules if self.shape.norm_with_head else [replace(m, grouped_with_next=False) for m in modules]
 
     def last_norm(self, tape, x, p):
         """Normalize x (batch, length, hidden size)."""
         return self.norm(tape, p, "norm", x)
 
+    def loss(self, tape, output, targets, itemsize):
+        """Return the mean cross-entropy of the head's output, divided by the number of micro-batches."""
+        if self.loss_chunks == 1:
+            output = tape.nll_loss(tape.log_softmax(tape.to(output, itemsize, "logits")), targets)
+        return tape.divide(output, "loss, divided by micro-batches")
+
     def head(self, tape, x, p):
         """Return logits (batch, length, vocabulary)."""
         if self.loss_chunks > 1:
             return super().head(tape, x, p)
-        x = self.linear(tape, p, "head", x)
+        x = tensor_parallel.gather_columns(tape, self.linear(tape, p, "head", x), self.tp_degree)
         if "logits" in self.shape.scales:
             x = tape.divide(x, "logits, scaled")
         if self.shape.softcaps_logits:

@@ -46,7 +46,7 @@ def block_parameters(shape: GPTShape, lora: int | None, tp_degree: int = 1, numb
     else:
         attention = _attention_parameters(shape, lora, tp_degree)
     if layer.routed:
-        feed_forward = _experts_parameters(shape)
+        feed_forward = _experts_parameters(shape, tp_degree)
     else:
         feed_forward = _feed_forward_parameters(shape, shape.intermediate_size // tp_degree)
     after = shape.norms in ("after", "around")
@@ -119,10 +119,10 @@ def _feed_forward_parameters(shape, intermediate_size, prefix=""):
     return gate | linear("up", intermediate_size, hidden_size) | down
 
 
-def _experts_parameters(shape):
-    """The weights of all experts are one tensor, (experts, …); sharding divides it by experts."""
+def _experts_parameters(shape, tp_degree):
+    """The weights of all experts are one tensor, (experts, …); sharding divides it by experts, a tensor group each expert."""
     experts, hidden_size = shape.experts, shape.hidden_size
-    count, size = experts.count, experts.intermediate_size
+    count, size = experts.count, experts.intermediate_size // tp_degree
     parameters = {
         "router.weight": (count, hidden_size),
         "experts.gate_up.weight": _oriented(experts, 2 * size, hidden_size),
@@ -135,7 +135,8 @@ def _experts_parameters(shape):
             "experts.down.bias": (count, hidden_size),
         }
     if experts.shared_size:
-        parameters |= _feed_forward_parameters(shape, experts.shared_size, "shared.")
+        shared_size = experts.shared_size // (1 if experts.gates_shared else tp_degree)
+        parameters |= _feed_forward_parameters(shape, shared_size, "shared.")
     return parameters | ({"shared_gate.weight": (1, hidden_size)} if experts.gates_shared else {})
 
 

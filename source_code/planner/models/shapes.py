@@ -122,6 +122,8 @@ class GPTShape:
         other_parameters: ((name, shape), …) outside of the blocks whose operators are not modeled.
         unmodeled: what of its operators is not modeled, for messages: then no peak is planned by arithmetic.
         dropout: whether training drops elements; their masks are not planned.
+        other_buffers: bytes of buffers that neither positions nor routers need.
+        norm_with_head: whether FSDP gathers the last norm with the head; otherwise it belongs to the root.
 
     Raises:
         UserError: the sizes do not fit together.
@@ -157,6 +159,8 @@ class GPTShape:
     other_parameters: tuple = ()
     unmodeled: str = ""
     dropout: bool = False
+    other_buffers: int = 0
+    norm_with_head: bool = True
 
     def __post_init__(self):
         if self.explicit_head_dim is None and self.hidden_size % self.num_attention_heads:
@@ -171,8 +175,8 @@ class GPTShape:
                 "values evenly"
             )
 
-    def check_tensor_parallel(self, tp_degree: int, seq_len: int):
-        """Check that ``tp_degree`` ranks can split this model, and sequences of ``seq_len`` tokens, evenly.
+    def check_tensor_parallel(self, tp_degree: int, seq_len: int = 0):
+        """Check that ``tp_degree`` ranks can split this model evenly, and sequences of ``seq_len`` tokens.
 
         Raises:
             UserError: they cannot.

@@ -23,6 +23,12 @@ class Exchange:
         gathers: all-gathers of it.
         scatters: reduce-scatters of it.
         rows: tokens; for each of them the loss all-reduces three elements.
+        matmul_sums: all-reduces of it as the output of a matmul, in the matmul's number format.
+        sums: other all-reduces of it, and of its gradient.
+        logits: elements of the logits, if these are all-gathered.
+        routing_weights: elements of the weights of chosen experts, whose gradient is all-reduced.
+        routing_in_fp32: whether these are in fp32 at least.
+        routing_sums: all-reduces of them.
     """
 
     tp_degree: int = 1
@@ -30,6 +36,19 @@ class Exchange:
     gathers: int = 0
     scatters: int = 0
     rows: int = 0
+    matmul_sums: int = 0
+    sums: int = 0
+    logits: int = 0
+    routing_weights: int = 0
+    routing_in_fp32: bool = False
+    routing_sums: int = 0
+
+    def reduces_gradient_of(self, parameter: AbstractParameter) -> bool:
+        """Return whether each rank has a part of a replicated parameter's gradient, so that they are summed.
+
+        With sequence parallelism this is so for all; without it, for the norms of queries and keys alone.
+        """
+        return not self.logits or parameter.name in ("query_norm.weight", "key_norm.weight")
 
 
 def exchange(tp_degree: int, layers: int, tokens: int, hidden_size: int, recomputed: int) -> Exchange:
@@ -90,6 +109,47 @@ def scatter(tape, x: AbstractTensor, tp_degree: int, batch_size: int) -> Abstrac
     return tape.record(out, lambda gradient: [(node, _gathered(tape, gradient, tp_degree, batch_size))])
 
 
+def replicated(tape, x: AbstractTensor, tp_degree: int) -> AbstractTensor:
+    """View the input of a layer that is split by columns; backward all-reduces its gradient, into a new tensor.
+
+    Args:
+        tape: the ``Tape`` to record on.
+        x: the input, which every rank of the group has whole.
+        tp_degree: ranks of the group; x itself is returned if it is 1.
+    """
+    if tp_degree == 1 or x.node is None:
+        return x
+    return tape.record_unary(x, tape.view(x), "gradient, summed over ranks")
+
+
+def summed(tape, x: AbstractTensor, tp_degree: int) -> AbstractTensor:
+    """All-reduce the output of a layer that is split by rows, into a new tensor; backward passes the gradient on.
+
+    Args:
+        tape: the ``Tape`` to record on.
+        x: this rank's summand.
+        tp_degree: ranks of the group; x itself is returned if it is 1.
+    """
+    return x if tp_degree == 1 else tape.pass_on(x, "summed over ranks")
+
+
+def gather_columns(tape, x: AbstractTensor, tp_degree: int) -> AbstractTensor:
+    """All-gather the columns of a layer's output: (…, features / tp_degree) → (…, features).
+
+    Args:
+        tape: the ``Tape`` to record on.
+        x: this rank's columns.
+        tp_degree: ranks of the group; x itself is returned if it is 1.
+    """
+    if tp_degree == 1:
+        return x
+    received = tape.make("columns, rank by rank", tp_degree * x.numel, x.itemsize)
+    out = tape.make("columns, gathered", tp_degree * x.numel, x.itemsize)
+    del received
+    node, numel, itemsize = x.node, x.numel, x.itemsize
+    return tape.record(out, lambda _: [(node, tape.make("gradient of columns", numel, itemsize))])
+
+
 def _gathered(tape, x, tp_degree, batch_size):
     received = tape.make("gathered, rank by rank", tp_degree * x.numel, x.itemsize)
     return tape.make("gathered", tp_degree * x.numel, x.itemsize) if batch_size > 1 else received
@@ -123,7 +183,9 @@ def embedding(tape, tokens: AbstractTensor, weight: AbstractParameter, tp_degree
 
     def run(_):
         tied = weight.uses > 1  # then a copy of this rank's part is added to the head's gradient, which is sharded
-        full = tape.make(f"gradient of {weight.name}, unsharded", (tp_degree + tied) * weight.numel, weight.itemsize)
+        name, copies = f"gradient of {weight.name}, unsharded", tp_degree + tied
+        kept = "gradients" if tape.gradient_category == "gradients" else None  # without FSDP it stays as it is
+        full = tape.make(name, copies * weight.numel, weight.itemsize, kept, per_sample=False)
         if tied:
             full.numel = weight.numel
         else:

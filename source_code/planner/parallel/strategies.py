@@ -244,7 +244,8 @@ class FSDP2(Sharded):
     def redistribute_gradients(self, unit: Unit):
         """Reduce or cut the gradients that a tensor group does not hold as it holds the parameters: into new tensors."""
         for parameter in unit.parameters.values():
-            if parameter in unit.replicated or parameter.gradient_copies > 1:
+            replicated = parameter in unit.replicated and not self.plan.blueprint.tensor_parallel.logits
+            if replicated or parameter.gradient_copies > 1:
                 waiting = self.gradients.pop(parameter, None)
                 itemsize = self.plan.itemsize if waiting else parameter.gradient.itemsize
                 size = parameter.numel * itemsize

@@ -19,6 +19,7 @@ def step_collectives(plan) -> list[dict]:
     if plan.strategy in ("ddp", "zero1"):
         for size in ddp_buckets(plan):
             counts["all-reduce", size, plan.ranks, None] += plan.reductions
+        counts["broadcast", plan.blueprint.buffers, plan.ranks, None] += plan.reductions
     if plan.strategy == "zero1":
         sizes = zero.parameter_numels(plan)
         counts.update(("broadcast", numel * plan.itemsize, plan.ranks, None) for numel in sizes)
@@ -74,13 +75,25 @@ def tensor_parallel_collectives(plan) -> Counter:
     """Count a tensor group's collectives: activations, their gradients, the loss's sums, replicated parameters' gradients."""
     exchange, counts = plan.blueprint.tensor_parallel, Counter()
     tp_degree, activation = exchange.tp_degree, exchange.numel * plan.compute_itemsize
-    counts["all-gather", activation, tp_degree, "tensor"] = exchange.gathers * plan.micro_batches
-    counts["reduce-scatter", activation, tp_degree, "tensor"] = exchange.scatters * plan.micro_batches
-    counts["all-reduce", exchange.rows * plan.itemsize, tp_degree, "tensor"] = 3 * plan.micro_batches
-    itemsize = plan.compute_itemsize if plan.torch < NORM_GRADIENTS_IN_FP32 else plan.itemsize
+    matmul_itemsize = 2 if plan.autocast else plan.compute_itemsize
+    routing_itemsize = max(FP32, plan.compute_itemsize) if exchange.routing_in_fp32 else plan.compute_itemsize
+    of_micro_batch = [
+        ("all-gather", activation, exchange.gathers),
+        ("reduce-scatter", activation, exchange.scatters),
+        ("all-reduce", exchange.rows * plan.itemsize, 3),
+        ("all-reduce", exchange.numel * matmul_itemsize, exchange.matmul_sums),
+        ("all-reduce", activation, exchange.sums),
+        ("all-gather", exchange.logits * matmul_itemsize, 1),
+        ("all-reduce", exchange.routing_weights * routing_itemsize, exchange.routing_sums),
+    ]
+    for kind, size, count in of_micro_batch:
+        counts[kind, size, tp_degree, "tensor"] += count * plan.micro_batches
+    before_bf16_norms = plan.torch < NORM_GRADIENTS_IN_FP32
+    itemsize = plan.compute_itemsize if before_bf16_norms or exchange.logits else plan.itemsize
+    times = plan.micro_batches if exchange.logits else plan.reductions
     for unit in plan.unit_sizes:
-        for parameter in unit.replicated:
-            counts["all-reduce", parameter.numel * itemsize, tp_degree, "tensor"] += plan.reductions
+        for parameter in filter(exchange.reduces_gradient_of, unit.replicated):
+            counts["all-reduce", parameter.numel * itemsize, tp_degree, "tensor"] += times
     return counts
 
 

@@ -96,7 +96,7 @@ class Plan:
             raise UserError("frozen parameters in FSDP1's flat tensors are not predicted: take FSDP2")
         if self.flat and self.shards == 1:
             raise UserError("FSDP1 on one rank shards nothing (NO_SHARD), and is not predicted: take another strategy")
-        if self.tp_degree > 1 and self.strategy != "fsdp2":
+        if self.tp_degree > 1 and self.strategy not in ("fsdp2", "single"):
             raise UserError(f"tensor parallelism ({self.tp_degree} ranks) goes with fsdp2, not with {self.strategy}")
         if self.deepspeed and self.precision == "fp64":
             raise UserError("DeepSpeed trains in fp32 or bf16: give another --precision")
@@ -153,6 +153,21 @@ class Plan:
         if self.deepspeed or self.strategy == "zero1":
             return zero.optimizer_numels(self)
         return [numel for unit in self.unit_sizes for numel in unit.shard_numels(trained=True)]
+
+    @property
+    def optimizer_groups(self) -> list[list[int]]:
+        """``optimizer_numels`` in the groups that the optimizer updates one after another.
+
+        transformers' tensor parallelism distributes the parameters that it splits on another device mesh than the rest.
+        """
+        if not self.blueprint.tensor_parallel.logits:
+            return [self.optimizer_numels]
+        groups = ([], [])
+        for unit in self.unit_sizes:
+            trained = [parameter for parameter in unit.parameters.values() if parameter.trained]
+            for parameter, numel in zip(trained, unit.shard_numels(trained=True), strict=True):
+                groups[parameter in unit.replicated].append(numel)
+        return list(groups)
 
     @property
     def itemsize(self) -> int:
@@ -231,6 +246,8 @@ class Plan:
         held += sum(quantization.nf4_bytes(numel) - numel * self.itemsize for numel in quantized)
         trained = sum(updated) * self.itemsize
         terms = zero.persistent_state(self) if self.deepspeed else {("parameters", "parameters"): held}
+        if self.blueprint.buffers:
+            terms["parameters", "buffers"] = self.blueprint.buffers
         if self.strategy in ("ddp", "zero1"):
             unsharded = sum(unit.shard_numel(trained=True) for unit in units) * self.itemsize
             terms["all-reduce buckets", "all-reduce buckets"] = unsharded

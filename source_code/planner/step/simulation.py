@@ -73,8 +73,9 @@ class Step:
         if self.first:
             held += [tape.hold(*term, size) for term, size in terms if term[0] == "optimizer state"]
         # PyTorch's default for Adadelta: all tensors of a GPU at once, DTensors too; the CPU's one after another.
-        numels = plan.optimizer_numels
-        numel = 0 if plan.offload else optimizer_temporary(plan.optimizer, numels, foreach_adadelta=plan.on_gpu)
+        foreach = {"foreach_adadelta": plan.on_gpu}
+        numels = [optimizer_temporary(plan.optimizer, group, **foreach) for group in plan.optimizer_groups]
+        numel = 0 if plan.offload else max(numels)
         held.append(tape.hold("temporary", "intermediate results", numel * plan.itemsize))
         return tape.snapshots
 
