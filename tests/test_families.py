@@ -161,12 +161,13 @@ MODELED = [family for family in SMALL if not planned(small(family)).unmodeled]
 
 
 RECOMPUTED = ("llama", "mistral", "gemma2", "gemma3_text", "phi3", "qwen2_moe", "glm4_moe")  # each walks differently
-CASES = [(family, "none") for family in MODELED] + [(family, "full") for family in RECOMPUTED]
+CASES = [(family, "none", {}) for family in MODELED] + [(family, "full", {}) for family in RECOMPUTED]
+CASES += [("gpt2", "none", {"embd_pdrop": 0.1, "resid_pdrop": 0.1}), ("phi", "full", {"resid_pdrop": 0.1})]
 
 
-@pytest.mark.parametrize(("family", "recompute"), CASES)
-def test_the_peak_is_that_of_the_library_s_own_step(family, recompute):
-    config = small(family)
+@pytest.mark.parametrize(("family", "recompute", "dropout"), CASES)
+def test_the_peak_is_that_of_the_library_s_own_step(family, recompute, dropout):
+    config = small(family) | dropout
     torch.manual_seed(0)
     model = theirs(config)
     model.config.use_cache = False
@@ -191,6 +192,8 @@ def test_the_peak_is_that_of_the_library_s_own_step(family, recompute):
     with trace:
         step()
     plan = predict.Plan(planned(config, recompute=recompute), "single")
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    assert predict.total(plan.persistent()) == 12 * plan.blueprint.numel + 4 * len(list(model.parameters())) + buffers
     assert predict.total(plan.peak()[1]) == pytest.approx(total(peak(trace.timeline())[0]), rel=0.002)
 
 

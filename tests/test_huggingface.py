@@ -59,14 +59,19 @@ def test_dropout_is_seen_by_whatever_name_the_family_has_for_it(family):
     without = theirs | dict.fromkeys(names, 0.0)
     assert not huggingface.shape_of(without).dropout
     for name in names:
-        assert huggingface.shape_of(without | {name: 0.1}).dropout, name
+        seen = huggingface.shape_of(without | {name: 0.1}).dropout
+        assert seen if (family, name) != ("phi3", "embd_pdrop") else not seen, (
+            name
+        )  # which the library's module ignores
     left_to_the_default = {name: value for name, value in theirs.items() if name not in names}
     assert huggingface.shape_of(left_to_the_default).dropout == any(theirs[name] for name in names)
 
 
 def test_an_answer_without_dropout_says_so(tmp_path):
+    """A GPU's attention draws the mask itself, the CPU's stores it, which is not planned."""
+
     def answers(**options):
-        given = {"config": str(tmp_path), "ranks": 2, "seq_len": 512, "gpu": "rtx4090"} | options
+        given = {"config": str(tmp_path), "ranks": 2, "seq_len": 512, "gpu": "rtx4090", "device": "cpu"} | options
         return plan.answer(plan.Config(**LONG | given))
 
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["gpt2"]))
@@ -75,6 +80,7 @@ def test_an_answer_without_dropout_says_so(tmp_path):
         assert ", this model's dropout" in answers(**options)
     assert ", this model's dropout" in answers(sweep=True)
     assert json.loads(answers(json=True))["not_modelled"] == ["dropout"]
+    assert "its dropout" not in answers(device="cuda")
     none = PUBLISHED["gpt2"] | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     (tmp_path / "config.json").write_text(json.dumps(none))
     assert "its dropout" not in answers() and "model's dropout" not in answers()

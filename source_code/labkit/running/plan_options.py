@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
-from planner.cli import config_files
+from planner.cli import config_files, coverage, report
 from planner.cli.commands import STRATEGIES
 from planner.gpus import GPU, GPUS
-from planner.models import huggingface, networks
+from planner.models import huggingface
 from planner.models.shapes import GPT_SHAPES, GPTShape
 from planner.parallel import pipeline
 from planner.parallel.mesh import arrange
@@ -17,163 +17,17 @@ from planner.timing import cost
 
 from labkit import UserError
 from labkit.running.lab_options import LABS, TransformerTraining
-from labkit.running.options import GIVEN, Conflict, choices_of, declared, flag, option, redeclared, several
+from labkit.running.options import choices_of, declared, flag, option, redeclared
+from labkit.running.plan_conflicts import CONFLICTS, DEEPSPEED
 
-DEEPSPEED = tuple(f"deepspeed-{stage}" for stage in range(4))
 TITLED = ("preset", "strategy", "mesh", "batch_size", "seq_len", "precision", "recompute", "optimizer")
-
-
-def leave_out(when: dict, names: tuple, sentence: str) -> tuple[Conflict, ...]:
-    """Return a conflict with ``when`` for each of these options."""
-    return tuple(Conflict(when, {name: GIVEN}, sentence) for name in names)
 
 
 @dataclass(frozen=True)
 class Config(TransformerTraining):
     """The options of plan.py: gpt_fsdp.py's, some with more choices, and those of the hardware."""
 
-    conflicts = (
-        *(
-            Conflict(
-                {"strategy": DEEPSPEED},
-                {name: GIVEN},
-                f"{flag(name)} is not predicted for DeepSpeed: leave it out, or take another --strategy",
-            )
-            for name in ("weights", "loss_chunks", "lora")
-        ),
-        Conflict(
-            {"strategy": "fsdp1"},
-            {"cpu_offload": True},
-            "--cpu-offload is not predicted for FSDP1: take --strategy fsdp2",
-        ),
-        Conflict(
-            {"wrap": "blocks+embeddings"},
-            {"strategy": ("single", "ddp", "zero1", *DEEPSPEED)},
-            "--wrap blocks+embeddings goes with --strategy fsdp1 or fsdp2; with {c.strategy} leave it out",
-        ),
-        Conflict(
-            {"flops": None},
-            {"peak_known": False},
-            "no peak is known of {c.gpu} in {c.precision}{c.known_in_fp16}: give --flops, or another --precision",
-        ),
-        *leave_out(
-            {"sweep": True},
-            ("simulate", "explain", "module"),
-            "--sweep compares predictions of the course's models: leave --simulate, --explain and --module out",
-        ),
-        Conflict(
-            {"module": GIVEN},
-            {"explain": True},
-            "--explain shows predicted terms, and the peak of --module is simulated: leave it out",
-        ),
-        Conflict(
-            {"simulates": True},
-            {"strategy": DEEPSPEED},
-            "--strategy {c.strategy} cannot be simulated: take fsdp2 (ZeRO-3; with --reshard-after-forward false, ZeRO-2)",
-        ),
-        Conflict(
-            {"simulate": True},
-            {"strategy": "zero1"},
-            "--strategy zero1 is simulated with --module only: take single, ddp, fsdp1 or fsdp2",
-        ),
-        Conflict(
-            {"module": GIVEN},
-            {"decided_by_module": GIVEN},
-            "{c.decided_by_module[0]} is for the course's models; your own function determines it: leave it out",
-        ),
-        Conflict(
-            {"module": GIVEN},
-            {"precision": "fp64"},
-            "--precision fp64 is for the course's models: your own function creates its tensors",
-        ),
-        *(
-            Conflict(
-                {"simulate": True},
-                excluded,
-                "neither --cpu-offload, adamw-8bit nor nf4 is simulated: leave --simulate out",
-            )
-            for excluded in ({"cpu_offload": True}, {"optimizer": "adamw-8bit"}, {"frozen": "nf4"})
-        ),
-        Conflict(
-            {"third_party": True},
-            {"tied": GIVEN},
-            "--tied is for the course's models; a model's configuration determines it: leave it out",
-        ),
-        Conflict(
-            {"third_party": True},
-            {"pipelined": True},
-            "--mesh {c.mesh} is planned for the course's models only: leave --config and --model out, or the pipeline",
-        ),
-        Conflict(
-            {"third_party": True},
-            {"too_long": True},
-            "--seq-len {c.seq_len} is longer than the {c.longest} learned positions of this model",
-        ),
-        Conflict(
-            {"library_simulated": True},
-            {"lacking": GIVEN},
-            "hf_fsdp.py, which is simulated, has no {c.lacking[0]}: leave it out",
-        ),
-        Conflict(
-            {"third_party": True},
-            {"ep_degree": several},
-            "--mesh {c.mesh}: what ranks exchange depends on the experts that tokens choose: plan shard without expert, or "
-            "measure it with hf_fsdp.py --record",
-        ),
-        *leave_out(
-            {"by_library": True},
-            ("sweep", "find", "explain", "plot"),
-            "{c.why_simulated}: it can only be simulated, without --sweep, --find, --explain and --plot",
-        ),
-        Conflict(
-            {"by_library": True, "shape": None},
-            {"tokens": GIVEN},
-            "no time is planned of this model, as {c.why_simulated}: leave --tokens out",
-        ),
-        Conflict(
-            {"pipelined": True},
-            {"lacking": GIVEN},
-            "a pipeline is not planned together with {c.lacking[0]}: leave one of them out",
-        ),
-        *leave_out(
-            {"pipelined": True},
-            ("sweep", "simulate"),
-            "--mesh {c.mesh} is neither swept nor simulated: leave --sweep and --simulate out",
-        ),
-        Conflict(
-            {"pipelined": False},
-            {"schedule": GIVEN},
-            "--schedule is a pipeline's: give --mesh pipeline=STAGES too",
-        ),
-        *leave_out(
-            {"find": GIVEN},
-            ("sweep", "simulate", "explain", "module", "plot", "tokens"),
-            "--find compares predictions: leave --sweep, --simulate, --explain, --module, --plot and --tokens out",
-        ),
-        *(
-            Conflict(
-                {"find": "ranks"},
-                excluded,
-                "--find ranks tries all numbers of ranks: leave out --mesh, --strategy single and a number in "
-                "--reshard-after-forward",
-            )
-            for excluded in ({"mesh": GIVEN}, {"reshard_after_forward": str.isdecimal}, {"strategy": "single"})
-        ),
-        *(
-            Conflict(
-                searching,
-                {"cpu_offload": True},
-                f"{what} compares GPU memory, and --cpu-offload needs CPU memory: leave one of them out",
-            )
-            for what, searching in {"--sweep": {"sweep": True}, "--find ranks": {"find": "ranks"}}.items()
-        ),
-        *leave_out(
-            {"plot": GIVEN},
-            ("sweep", "module", "pipelined", "json"),
-            "--plot draws the plan of one rank: leave --sweep, --json, --module and a pipeline out",
-        ),
-        *leave_out({"tokens": GIVEN}, ("sweep", "module"), "--tokens is for one plan: leave --sweep and --module out"),
-    )
+    conflicts = CONFLICTS
     launched: ClassVar[bool] = False
     dry_run: ClassVar[bool] = False  # a plan is not a run
 
@@ -349,33 +203,18 @@ class Config(TransformerTraining):
 
     @property
     def has_experts(self) -> bool:
-        """Whether --mesh may have a dimension for experts: the library checks whether the model has any."""
-        return self.third_party
+        """Whether --mesh may have a dimension for experts."""
+        return self.third_party and (self.shape is None or bool(self.shape.experts))
 
     @cached_property
     def why_simulated(self) -> str:
         """Why the planner's arithmetic does not cover a third-party model; "": it does."""
-        if not self.third_party:
-            return ""
-        if self.shape is None:
-            return f"its family {config_files.settings(self.named)['model_type']!r} is not one that the planner knows"
-        if unmodeled := networks.gpt(self.shape, 1, 1, tp_degree=self.tp_degree).unmodeled:
-            return f"arithmetic does not cover {unmodeled}"
-        if self.tp_degree > 1 and (uncovered := self._uncovered_of_split):
-            return f"arithmetic does not cover {uncovered}"
-        return "arithmetic does not cover peft's adapters" if self.lora and self.frozen != "nf4" else ""
+        return coverage.why_simulated(self) if self.third_party else ""
 
     @property
-    def _uncovered_of_split(self) -> str:
-        """What arithmetic does not cover where a tensor group splits the weights of a third-party model; "": nothing."""
-        sharded = self.planned_strategy == "fsdp2"
-        uncovered = {
-            "the norm of split gradients": self.clip or self.log,
-            "a weight that embedding and head share, if it is both split and sharded": sharded and self.tied_weights,
-            f"--recompute {self.recompute} with split weights": self.recompute in ("selective", "alternate"),
-            "split experts under autocast": self.shape.experts and self.precision == "bf16" and not sharded,
-        }
-        return next((what for what, holds in uncovered.items() if holds), "")
+    def stored_with_experts(self) -> str:
+        """The persistent memory of a rank with expert parallelism."""
+        return report.gib(coverage.persistent_with_experts(self))
 
     @property
     def by_library(self) -> bool:
@@ -418,8 +257,7 @@ class Config(TransformerTraining):
             "lr",
             "warmup_steps",
         )
-        free += ("lr_schedule",)
-        free += ("decay_steps", "min_lr", "weight_decay", "decay_1d", "seed", "checkpoint_every")
+        free += ("lr_schedule", "decay_steps", "min_lr", "weight_decay", "decay_1d", "seed", "checkpoint_every")
         return [flag(name) for name in self._changed() if name not in free]
 
     @property

@@ -110,7 +110,9 @@ def describe(options, plan: predict.Plan) -> dict:
         "by_category": predict.by_category(terms),
         "first_step_peak": predict.total(plan.peak(first=True)[1]),
         "memory": gpus.verdict(peak, options.memory, options.gpu, options.ranks),
-        "not_modelled": ["dropout"] if options.shape.dropout else [],  # of what this model has
+        "not_modelled": ["dropout"]
+        if options.shape.unplanned_dropout(options.on_gpu)
+        else [],  # of what this model has
         **costs(options, plan),
     }
 

@@ -20,8 +20,9 @@ def not_modelled(asked) -> str:
 
 
 def dropout_note(asked) -> str:
-    """Return what must be added to "fits", if the model's dropout is not counted."""
-    return " without its dropout" if asked.shape and asked.shape.dropout else ""
+    """Return what must be added to "fits", if the model's dropout is not counted; a simulated step counts it."""
+    counted = asked.by_library or not asked.shape or not asked.shape.unplanned_dropout(asked.on_gpu)
+    return "" if counted else " without its dropout"
 
 
 def gib(size: float) -> str:

@@ -4,8 +4,6 @@ planner/models/families.py states what each family differs in. Parameter counts 
 modules, and operators are those modules' own (planner/models/library.py): with and without recomputation, the peak is
 that of the library's own step. Of a family whose operators are not modeled (``Blueprint.unmodeled``), only what persists
 and the traffic can be planned. Of a model with an image or audio tower, the shape is that of its language model.
-
-Not modeled: dropout.
 """
 
 import json
@@ -202,7 +200,7 @@ def shape_of(config: dict) -> GPTShape:
         "tie_word_embeddings": bool(config["tie_word_embeddings"]),
         "explicit_head_dim": config.get("head_dim"),
         "biases": families.biases(config),
-        "dropout": _has_dropout(config, family),
+        "dropout": _dropped(config, family),
         "library": True,
     }
     try:
@@ -216,12 +214,25 @@ def shape_of(config: dict) -> GPTShape:
         raise UserError(f"its values do not describe a {family} model ({type(error).__name__}: {error})") from None
 
 
-def _has_dropout(config: dict, family: str) -> bool:
-    """Return whether a model drops elements in training; GPT-2 does where its configuration does not say."""
+# What a probability is of, by the names that the families have for it
+DROPOUTS = {
+    "embd_pdrop": {"embedding"},
+    "embedding_dropout": {"embedding"},
+    "resid_pdrop": {"residual"},
+    "residual_dropout": {"residual"},
+    "hidden_dropout": {"embedding", "residual"},
+    "attn_pdrop": {"attention"},
+    "attention_dropout": {"attention"},
+}
+
+
+def _dropped(config: dict, family: str) -> frozenset:
+    """Return ``GPTShape.dropout``; GPT-2 drops elements where its configuration does not say, and Phi-3 none of embeddings."""
     rates = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.1) if family == "gpt2" else {}
     rates |= {name: value for name, value in config.items() if "drop" in name}
-    other_heads = ("summary_", "classifier_")  # of GPT-2, and of GPT-NeoX
-    return any(value for name, value in rates.items() if not name.startswith(other_heads))
+    ignored = ("summary_", "classifier_", *(["embd_"] if family == "phi3" else []))  # heads of GPT-2, and of GPT-NeoX
+    chosen = (name for name, rate in rates.items() if rate and not name.startswith(ignored))
+    return frozenset().union(*(DROPOUTS.get(name, {"other"}) for name in chosen))
 
 
 def _size(config: dict, key: str, family: str) -> int:

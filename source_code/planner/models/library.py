@@ -26,7 +26,7 @@ class LibraryGPT(GPT):
 
     def __post_init__(self):
         self.check_loss()
-        self.shape.check_tensor_parallel(self.tp_degree)
+        self.shape.check_split_heads(self.tp_degree)
         if self.loss_chunks > 1 and "logits" in self.shape.scales:
             raise UserError("the loss in chunks is not planned for a model that scales its logits: leave it out")
         if self.lora and (self.shape.latent or self.shape.unmodeled):
@@ -49,8 +49,9 @@ class LibraryGPT(GPT):
         shape = self.shape
         if shape.fused or shape.learned_positions or shape.qk_norm == "projection":
             return "the tensor-parallel plan of this family"
-        if shape.vocab_size % self.tp_degree:
-            return f"a vocabulary that {self.tp_degree} ranks cannot divide evenly"
+        experts = [shape.experts.intermediate_size, shape.experts.shared_size] if shape.experts else []
+        if any(size % self.tp_degree for size in (shape.vocab_size, shape.intermediate_size, *experts)):
+            return f"layers that {self.tp_degree} ranks cannot divide evenly"
         return ""
 
     @property
@@ -133,6 +134,8 @@ class LibraryGPT(GPT):
         if self.shape.learned_positions:
             positions = tape.position_embedding(x, p["positions.weight"], self.seq_len)
             x = tape.add(x, positions, "embedding, with positions")
+        if "embedding" in self.shape.dropout:
+            x = tape.dropout(x, "embedding, dropped")
         return self.positions(tape, x, p)
 
     def positions(self, tape, x, _):
@@ -182,9 +185,12 @@ class LibraryGPT(GPT):
         """
         if self.unmodeled:
             raise UserError(f"no peak is planned by arithmetic for {self.unmodeled}: simulate it with --simulate")
-        norm, attend, feed = partial(self.norm, tape, p), partial(self.attention, tape, p=p, number=number), None
+        norm = partial(self.norm, tape, p)
+        attend = self.dropping(tape, partial(self.attention, tape, p=p, number=number), "attention")
         routed = self.shape.layer(number).routed
-        feed = partial(self.experts if routed else self.feed_forward, tape, p=p)
+        feed = self.dropping(
+            tape, partial(self.experts if routed else self.feed_forward, tape, p=p), "feed-forward layer"
+        )
         placed = self.shape.norms
         if placed == "shared":
             normal = norm("attention_norm", x)
@@ -197,6 +203,10 @@ class LibraryGPT(GPT):
             return tape.add(x, tape.add(attended, fed, "both layers"), "block's output")
         x = self.with_layer(tape, p, x, "attention", attend, "after attention")
         return self.with_layer(tape, p, x, "feed_forward", feed, "block's output")
+
+    def dropping(self, tape, layer, name):
+        """Return a layer that drops elements of its output, if the model does."""
+        return (lambda x: tape.dropout(layer(x), name)) if "residual" in self.shape.dropout else layer
 
     def with_layer(self, tape, p, x, name, layer, out):
         """Return x plus what a layer computes of it, with the norms before and after."""

@@ -8,6 +8,18 @@ from dataclasses import dataclass
 from planner import UserError
 
 
+def check_divides(tp_degree: int, count: int, what: str):
+    """Check that the ranks of a tensor group can divide ``count`` of something evenly.
+
+    Raises:
+        UserError: they cannot.
+    """
+    if count % tp_degree:
+        raise UserError(
+            f"the {count} {what} cannot be divided evenly among the {tp_degree} ranks of --mesh tensor={tp_degree}"
+        )
+
+
 @dataclass(frozen=True)
 class Layer:
     """How a block differs from the other blocks of its model.
@@ -121,7 +133,7 @@ class GPTShape:
         softcaps_logits: whether the logits pass through a scaled tanh.
         other_parameters: ((name, shape), …) outside of the blocks whose operators are not modeled.
         unmodeled: what of its operators is not modeled, for messages: then no peak is planned by arithmetic.
-        dropout: whether training drops elements; their masks are not planned.
+        dropout: of what training drops elements: "embedding", "residual" (what is added to it), "attention", "other".
         other_buffers: bytes of buffers that neither positions nor routers need.
         norm_with_head: whether FSDP gathers the last norm with the head; otherwise it belongs to the root.
 
@@ -158,7 +170,7 @@ class GPTShape:
     softcaps_logits: bool = False
     other_parameters: tuple = ()
     unmodeled: str = ""
-    dropout: bool = False
+    dropout: frozenset = frozenset()
     other_buffers: int = 0
     norm_with_head: bool = True
 
@@ -175,23 +187,23 @@ class GPTShape:
                 "values evenly"
             )
 
-    def check_tensor_parallel(self, tp_degree: int, seq_len: int = 0):
-        """Check that ``tp_degree`` ranks can split this model evenly, and sequences of ``seq_len`` tokens.
+    def check_tensor_parallel(self, tp_degree: int, seq_len: int):
+        """Check that ``tp_degree`` ranks can split the course's model evenly, and sequences of ``seq_len`` tokens.
 
         Raises:
             UserError: they cannot.
         """
-        parts = {
-            "heads of keys and values": self.num_key_value_heads,  # which divide those of queries
-            "intermediate elements": self.intermediate_size,
-            "tokens of a sequence": seq_len,
-        }
-        for what, count in parts.items():
-            if count % tp_degree:
-                raise UserError(
-                    f"the {count} {what} cannot be divided evenly among the {tp_degree} ranks of "
-                    f"--mesh tensor={tp_degree}"
-                )
+        self.check_split_heads(tp_degree)
+        check_divides(tp_degree, self.intermediate_size, "intermediate elements")
+        check_divides(tp_degree, seq_len, "tokens of a sequence")
+
+    def check_split_heads(self, tp_degree: int):
+        """Check that ``tp_degree`` ranks can divide the heads evenly: those of keys and values, which divide those of queries.
+
+        Raises:
+            UserError: they cannot.
+        """
+        check_divides(tp_degree, self.num_key_value_heads, "heads of keys and values")
 
     @property
     def head_dim(self) -> int:
@@ -207,6 +219,11 @@ class GPTShape:
     def key_value_size(self) -> int:
         """Elements of all heads of keys, or of values."""
         return self.head_dim * self.num_key_value_heads
+
+    def unplanned_dropout(self, on_gpu: bool) -> bool:
+        """Return whether masks of dropout are not planned: those of attention, unless a GPU's kernel draws them itself."""
+        fused = on_gpu and self.attention == "fused"
+        return not self.dropout <= {"embedding", "residual"} | ({"attention"} if fused else set())
 
     @property
     def period(self) -> int:
