@@ -129,6 +129,8 @@ BEFORE_ANYTHING_STARTS = {
         "--config FOLDER/llama.json --mesh pipeline=8 --accumulate 8": "--mesh pipeline=8 --config",
         "--config FOLDER/gpt2.json": "--seq-len 128 64",
         "--config FOLDER/mixtral.json --mesh shard=8,expert=8": "expert shard hf_fsdp.py --record",
+        "--config FOLDER/mamba.json --mesh shard=8,expert=8": "expert shard hf_fsdp.py --record",
+        "--config FOLDER/llama.json --lora 4 --sweep": "peft --sweep",
         "--config FOLDER/mamba.json --sweep": "'mamba' --sweep",
         "--config FOLDER/mamba.json --find ranks": "'mamba' --find",
         "--config FOLDER/mamba.json --explain": "'mamba' --explain",

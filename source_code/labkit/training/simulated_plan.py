@@ -46,7 +46,7 @@ def of_library(options, lab, config) -> dict:
         config: the lab's options.
 
     Returns:
-        {"parameters", "trained": elements, "persistent": bytes by arithmetic, or None if --mesh splits weights,
+        {"parameters", "trained": elements, "persistent": bytes by arithmetic; simulated ones if --mesh splits weights;
         "experts": the library's implementation or None, and the keys of ``peak_of``}.
 
     Raises:
@@ -63,11 +63,11 @@ def of_library(options, lab, config) -> dict:
     found = {
         "parameters": sum(parameter.numel() for parameter in parameters),
         "trained": sum(parameter.numel() for parameter in trained),
-        "persistent": None,
+        "persistent": persistent_bytes(model, config.strategy, mesh.shard, options.on_gpu),
         "experts": _experts(model),
     }
-    if not options.splits_model:
-        found["persistent"] = persistent_bytes(model, config.strategy, mesh.shard, options.on_gpu)
+    if options.splits_model:
+        found["persistent"] = sum(traced["start"][category] for category in ("parameters", "optimizer state"))
     return found | peak_of(traced)
 
 

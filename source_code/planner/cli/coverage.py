@@ -4,15 +4,18 @@ from math import ceil, prod
 
 from planner import UserError, predict
 from planner.cli import config_files
-from planner.models import networks
+from planner.models import huggingface, networks
 from planner.parallel.mesh import arrange
 from planner.step.plan import STATES
 
 
 def why_simulated(options) -> str:
     """Return why a model's peak must be simulated with the library's own code; "": arithmetic covers it."""
+    family = config_files.settings(options.named).get("model_type")
     if options.shape is None:
-        return f"its family {config_files.settings(options.named)['model_type']!r} is not one that the planner knows"
+        return f"its family {family!r} is not one that the planner knows"
+    if family in huggingface.NESTED:
+        return "arithmetic does not cover its image or audio tower, only a configuration like its text_config"
     unmodeled = networks.gpt(options.shape, 1, 1, tp_degree=options.tp_degree).unmodeled
     if uncovered := unmodeled or uncovered_options(options):
         return f"arithmetic does not cover {uncovered}"

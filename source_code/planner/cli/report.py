@@ -228,13 +228,12 @@ def simulated_text(asked, found: dict) -> str:
         head.append(
             f"experts by the library's {found['experts']}, which takes as much memory whichever experts are chosen"
         )
-    persistent = found["persistent"]
     lines = [
         *head,
         "",
         f"simulated peak of a rank  {gib(found['simulated']):>14}   at: {found['simulated_at']}",
         *(f"  {name:24}{gib(size):>14}" for name, size in found["simulated_by_category"].items()),
-        *([] if persistent is None else [f"predicted, between steps  {gib(persistent):>14}"]),
+        f"{'simulated' if asked.splits_model else 'predicted'}, between steps  {gib(found['persistent']):>14}",
         "collectives of the simulated step:",
         *(
             f"  {c['count']:4} × {c['kind']:16}{c['bytes'] / 1e6:>12,.1f} MB" + _along(c["dimension"])
