@@ -146,6 +146,55 @@ def test_a_filled_model_is_compared_with_the_library(fill, said, capsys):
     assert said in capsys.readouterr().out
 
 
+def answered(tokenizer, messages):
+    return tokenizer.apply_chat_template(messages, return_dict=False)
+
+
+def all_of_it(tokenizer, messages):
+    return answered(tokenizer, messages), answered(tokenizer, messages)
+
+
+def without_its_end(tokenizer, messages):
+    ids, labels = by_solution(tokenizer, messages)
+    return ids, [-100 if token == tokenizer.eos_token_id else token for token in labels]
+
+
+def last_answer(tokenizer, messages):
+    ids = answered(tokenizer, messages)
+    prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
+    return ids, [-100] * len(prompt) + ids[len(prompt) :]
+
+
+def shifted(tokenizer, messages):
+    ids, labels = by_solution(tokenizer, messages)
+    return ids, labels[1:]
+
+
+def by_solution(tokenizer, messages):
+    names = {}
+    exec(EXERCISES["17.2"].solution, names)
+    return names["chat_labels"](tokenizer, messages)
+
+
+@pytest.mark.parametrize(
+    ("chat_labels", "said"),
+    [
+        (lambda tokenizer, messages: None, "not answered yet"),
+        (answered, "the function must return two lists"),
+        (lambda tokenizer, messages: ([1], [1]), "the ids are not those of apply_chat_template"),
+        (all_of_it, "with 2 messages, the token at the end of '<|im_start|>' needs no label"),
+        (without_its_end, "4.<|im_end|>' needs a label"),
+        (last_answer, "assistant\\nP' needs a label"),
+        (shifted, "there are 41 ids and 40 labels"),
+        (by_solution, ": right"),
+    ],
+    ids=["nothing", "one list", "no ids", "all", "no end", "last", "shifted", "right"],
+)
+def test_labels_are_those_that_the_lab_trains_on(chat_labels, said, capsys):
+    check("17.2", chat_labels)
+    assert said in capsys.readouterr().out
+
+
 def test_the_scripts_have_their_traps(tmp_path):
     """a: nothing is recomputed in eval mode; b: no module has that name; c: state_dict() lacks the buffers."""
     model = _model(tied=False)

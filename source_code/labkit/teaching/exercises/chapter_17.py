@@ -1,4 +1,4 @@
-"""Exercises of chapter 17, your own model."""
+"""Exercises of chapter 17, your own model, and the steps and the tokenizer that its cells use."""
 
 import contextlib
 import io
@@ -6,6 +6,7 @@ import json
 import tempfile
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from planner.models import huggingface
@@ -15,11 +16,12 @@ from torch.distributed.tensor import DTensor
 
 from labkit.measuring import records, trace
 from labkit.running import launch
-from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
+from labkit.teaching.exercises import Do, on_ranks, unanswered
 from labkit.training import hf_models
+from labkit.training.data_files import Row
+from labkit.training.encoding import ModelTokens
 
-MIB, GIB = 2**20, 2**30
-PARAMETERS = 8_030_261_248  # of Llama 3 8B
+MIB = 2**20
 WORLD, LENGTH, BUDGET = 4, 64, 36 * MIB  # BUDGET: bytes per rank at the peak of a step, tensors only
 CONFIG = json.loads((launch.SOURCE / "samples" / "llama_small.json").read_text())  # the chapter's model
 SHAPE = huggingface.shape_of(CONFIG)
@@ -31,6 +33,94 @@ TRAPS = {  # {name: its symptoms}
     "load": "host memory of the whole model on each rank, before the first step",
     "recompute": "a peak that does not fall, although recomputation is enabled",
 }
+
+
+SPECIAL = ("<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (  # ChatML, as Qwen's
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def loss_of(model, ids, labels=None, use_cache=False):
+    """Return the mean cross-entropy of each next token in nats; in a function, so that nothing keeps the logits.
+
+    Args:
+        model: a causal language model of transformers.
+        ids: int64, (sequences, tokens).
+        labels: the tokens to learn, of the same shape, -100 where there is none; None: all of ``ids``.
+        use_cache: transformers' option.
+    """
+    logits = model(input_ids=ids[:, :-1], use_cache=use_cache).logits
+    labels = ids if labels is None else labels
+    return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+
+
+def measured(me, model, length: int = LENGTH, use_cache: bool = False) -> dict:
+    """Train three steps on one sequence per rank, and return a record of the last one.
+
+    Args:
+        me: this rank.
+        model: a causal language model, sharded or not.
+        length: tokens of a sequence.
+        use_cache: transformers' option.
+
+    Returns:
+        What ``plots.memory`` draws, "losses" of all steps, and "moved", the bytes of the last step's collectives.
+    """
+    torch.set_num_threads(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    ids = torch.randint(256, (1, length + 1), generator=torch.Generator().manual_seed(me.rank)).to(me.device)
+    meter, losses = trace.StepTrace(model, optimizer, me.device), []
+    for step in range(3):
+        with meter if step else contextlib.nullcontext():  # the first step makes the optimizer's state
+            loss = loss_of(model, ids, use_cache=use_cache)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    moment, _ = trace.peak(meter.timeline())
+    about = {"hardware": records.hardware(me.device), "ranks": me.world_size, "batch_size": 1}
+    about |= {"data": {"name": "random tokens"}, "losses": losses}
+    about["moved"] = sum(size * count for (_, size, _), count in meter.collectives.items())
+    return about | {"memory": {"peak": {each: moment[each] for each in trace.CATEGORIES}}}
+
+
+def peak(record: dict) -> int:
+    """Return the bytes at the peak of a record's step."""
+    return sum(record["memory"]["peak"].values())
+
+
+@torch.no_grad()
+def differing(model, whole) -> list[str]:
+    """Return the names of the parameters and buffers, whole or sharded, that are not those of another model. Collective."""
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    names = []
+    for name, expected in (dict(whole.named_parameters()) | dict(whole.named_buffers())).items():
+        tensor = tensors.get(name)
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if tensor is None or not torch.equal(tensor, expected):
+            names.append(name)
+    return names
+
+
+def save_tokenizer(folder):
+    """Save a tokenizer with a chat template as a model's folder has it: token n is byte n, and two tokens more.
+
+    Args:
+        folder: the model's folder.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    words = Tokenizer(models.BPE(vocab={character: byte for byte, character in bytes_to_unicode().items()}, merges=[]))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    words.add_special_tokens([AddedToken(each, special=True) for each in SPECIAL])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=SPECIAL[1])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
 
 
 def _model(tied: bool):
@@ -53,31 +143,14 @@ def _shard(me, shard, tied: bool) -> dict:
 
 def _trained(me, shard) -> list[dict]:
     """Shard and train the model with untied, then tied weights; return the results of ``_shard``, and the untied peak."""
-    torch.set_num_threads(1)
     results = []
     for tied in (False, True):
         about = _shard(me, shard, tied)
         model = about.pop("model")
         if not tied and "model" in about["units"] and not about["loose"]:
-            about["peak"] = _peak(model)
+            about["peak"] = peak(measured(me, model))
         results.append(about)
     return results
-
-
-def _peak(model) -> int:
-    """Return the bytes alive at the peak of a step: the lower of two steps, as in every record."""
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    meter = trace.StepTrace(model, optimizer, torch.device("cpu"))
-    peaks = []
-    for _ in range(3):  # the first warms up the tracer
-        ids = torch.randint(256, (1, LENGTH + 1))
-        with meter:
-            logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-            F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        peaks.append(trace.peak(meter.timeline())[1])
-    return min(peaks[1:])
 
 
 def judge_shard(shard) -> str:
@@ -147,14 +220,12 @@ def _difference(model, whole) -> str:
     if empty:
         return f"not quite: {empty[0]} has no memory"
     if hf_models.tied(whole) and not hf_models.tied(model):
-        return "not quite: where embedding and head are tied, they are two weights now: model.tie_weights() makes them one"
-    for name, expected in {**dict(whole.named_parameters()), **dict(whole.named_buffers())}.items():
-        tensor = tensors.get(name)
-        if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
-        if tensor is None or not torch.equal(tensor, expected):
-            kind = "buffer, which is in no file" if name in dict(whole.named_buffers()) else "parameter"
-            return f"not quite: {name} does not have the value of from_pretrained; it is a {kind}"
+        return (
+            "not quite: where embedding and head are tied, they are two weights now: model.tie_weights() makes them one"
+        )
+    for name in differing(model, whole):
+        kind = "buffer, which is in no file" if name in dict(whole.named_buffers()) else "parameter"
+        return f"not quite: {name} does not have the value of from_pretrained; it is a {kind}"
     return ""
 
 
@@ -167,6 +238,51 @@ def judge_fill(fill) -> str:
                 _model(tied).bfloat16().save_pretrained(folders[-1])
         untied, tied = on_ranks(_filled, fill, folders, ranks=2, timeout=90)[0]
     return untied or tied or "right"
+
+
+CONVERSATIONS = (
+    [("user", "How much is 2 + 2?"), ("assistant", "4.")],
+    [("system", "Be brief."), ("user", "Capital of France?"), ("assistant", "Paris."), ("user", "Of Chile?"),
+     ("assistant", "Santiago.")],
+)  # fmt: skip
+
+
+def judge_labels(chat_labels) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        save_tokenizer(folder)
+        library = ModelTokens(folder)
+        for turns in CONVERSATIONS:
+            messages = [{"role": role, "content": content} for role, content in turns]
+            (document,) = library.chat([Row("", {"messages": messages})])
+            found = chat_labels(library.tokenizer, messages)
+            if unanswered(found):
+                return "not answered yet"
+            problem = _wrong_labels(found, document, library.tokenizer)
+            if problem:
+                return f"not quite: with {len(turns)} messages, {problem}"
+    return "right"
+
+
+def _wrong_labels(found, document, tokenizer) -> str:
+    """Return the first difference between a learner's (ids, labels) and a document, "" if there is none."""
+    if not isinstance(found, tuple) or len(found) != 2:
+        return "the function must return two lists: ids, labels"
+    ids, labels = (list(map(int, each)) for each in found)
+    if ids != document.tokens.tolist():
+        return "the ids are not those of apply_chat_template(messages)"
+    if len(labels) != len(ids):
+        return f"there are {len(ids)} ids and {len(labels)} labels"
+    expected = np.where(document.answers, document.tokens, -100).tolist()
+    for place, (label, right) in enumerate(zip(labels, expected, strict=True)):
+        if label != right:
+            text = tokenizer.decode(ids[: place + 1])[-20:]
+            should = (
+                "a label: it is the assistant's to write"
+                if right != -100
+                else "no label: the assistant does not write it"
+            )
+            return f"the token at the end of {text!r} needs {should}"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -236,20 +352,24 @@ def fill(model, folder):
     model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)  # its buffers are in no file
 """,
     ),
-    "17.2": Predict(
-        title="host memory of eight ranks that each load the whole",
-        level=1,
-        minutes=3,
-        answer=8 * 4 * PARAMETERS / GIB,
-        unit="GiB",
-        slips={
-            "that is one rank's copy; each of the node's eight ranks makes one": 4 * PARAMETERS / GIB,
-            "the file is in bf16, but the ranks load it in fp32, with 4 bytes per parameter": 8 * 2 * PARAMETERS / GIB,
-            "that is the size of the file; each rank makes its own copy, in fp32": 2 * PARAMETERS / GIB,
-            "1 GiB is 1024³ bytes": 8 * 4 * PARAMETERS / 1e9,
-        },
-        hint="Converted weights cannot be mapped from the file: each rank has its own copy. How many bytes is a parameter in fp32?",
-        solution=f"answer = 8 * {PARAMETERS:_} * 4 / 2**30  # eight copies in fp32, before anything is sharded",
+    "17.2": Do(
+        title="labels for the answers of a conversation",
+        level=2,
+        minutes=8,
+        judge=judge_labels,
+        hint="For message n of the assistant, render messages[:n] with add_generation_prompt=True, and messages[: n + 1] "
+        "without. What does the second have more than the first?",
+        solution="""
+def chat_labels(tokenizer, messages):
+    ids, labels = [], []
+    for n, message in enumerate(messages):
+        if message["role"] == "assistant":
+            prompt = tokenizer.apply_chat_template(messages[:n], add_generation_prompt=True, return_dict=False)
+            answered = tokenizer.apply_chat_template(messages[: n + 1], return_dict=False)
+            labels += [-100] * (len(prompt) - len(ids)) + answered[len(prompt) :]
+            ids = answered
+    return ids, labels
+""",
     ),
     "17.3": Find(
         title="which trap is in which script?",
