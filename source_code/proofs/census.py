@@ -127,14 +127,20 @@ def try_ways(me, tasks: list[tuple[dict, Way, str]], store: str, by_library: boo
         For each task, see ``try_way``; with "error", a reason or None, and "seconds".
     """
     families.quiet()
-    dist.destroy_process_group()
     shared, found = dist.FileStore(store, me.world_size), []
+
+    def wait(where):
+        """Wait for the other ranks, by the store."""
+        shared.set(f"{where}-{me.rank}", "here")
+        shared.wait([f"{where}-{rank}" for rank in range(me.world_size)], 3 * PATIENCE)
+
+    wait("begin")
+    dist.destroy_process_group()
     for number, task in enumerate([*tasks, None]):
-        # A rank that has failed waits for the others, who may wait for it in a collective.
-        shared.set(f"{number}-{me.rank}", "here")
-        shared.wait([f"{number}-{rank}" for rank in range(me.world_size)], 3 * PATIENCE)
+        wait(f"before {number}")  # a rank that has failed waits for the others, who may wait for it in a collective
         group = dist.PrefixStore(f"group-{number}", shared)
         dist.init_process_group("gloo", store=group, rank=me.rank, world_size=me.world_size, timeout=PATIENCE)
+        wait(f"in {number}")  # a rank that fails at once would leave while others join
         if task is None:  # the last group is the one that the caller expects to be there
             return found
         begin, result = time.perf_counter(), {}

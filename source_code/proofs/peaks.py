@@ -10,6 +10,7 @@ import sys
 
 import hf_fsdp
 import plan as planner
+import torch.distributed as dist
 from labkit import UserError
 from labkit.measuring import simulate
 from labkit.measuring.trace import StepTrace, peak
@@ -39,6 +40,7 @@ def plan(runs: list[tuple[str, str]], cluster) -> list[tuple[str, int | None]]:
 
 def _plan_part(me, runs):
     families.quiet()
+    dist.barrier()  # a plan leaves the process group, which the other rank may still be about to join
     found = [_plan(*run) for run in runs[me.rank :: me.world_size]]
     simulate.join(me.world_size)  # the other rank may have left the real world, too
     return found
@@ -47,7 +49,7 @@ def _plan_part(me, runs):
 def _plan(folder: str, mesh: str) -> tuple[str, int | None]:
     options = planner.Config(model=folder, ranks=2, device="cpu", json=True, **_step(mesh))
     try:
-        without_dropout = not options.by_library and options.shape.dropout
+        without_dropout = not options.by_library and options.shape.unplanned_dropout(options.on_gpu)
         if without_dropout:
             options = planner.Config(model=folder, ranks=2, device="cpu", json=True, simulate=True, **_step(mesh))
         found = json.loads(planner.answer(options))
