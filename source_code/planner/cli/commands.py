@@ -255,7 +255,10 @@ def row_summary(options, state: int | None = None) -> dict:
 
 
 def variants(options) -> list[tuple[str, dict]]:
-    """Return (name, {option: value}) of every strategy for this number of ranks."""
+    """Return (name, {option: value}) of every strategy for this number of ranks.
+
+    Of a third-party model these include tensor groups. Those of the course's models are planned for one --mesh at a time.
+    """
     if options.ranks == 1:
         return [("one process", {"strategy": "single"})]
     plain = {"mesh": None, "reshard_after_forward": "true"}
@@ -265,7 +268,7 @@ def variants(options) -> list[tuple[str, dict]]:
         for name in ("fsdp1", "fsdp2")
     ]
     size = options.node_size
-    for degree in (2, 4, 8):  # within a node
+    for degree in (2, 4, 8) if options.third_party else ():  # within a node
         if options.ranks % degree == 0 and size % degree == 0:
             mesh = f"shard={options.ranks // degree},tensor={degree}"
             found.append((f"fsdp2, tensor {degree}", plain | {"strategy": "fsdp2", "mesh": mesh}))

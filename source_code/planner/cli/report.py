@@ -149,7 +149,8 @@ def sweep_text(asked, rows: list[dict]) -> str:
             f"predicted, at {asked.efficiency:.0%} of {asked.peak_flops / 1e12:g} TFLOP/s"
         ),
         f"{not_modelled(asked)}; equal places: less than 2 % apart",
-        "left out: of each strategy, recomputation that saves more than the row that does not fit, and what is only simulated",
+        "left out: of each strategy, recomputation that saves more than the row that does not fit"
+        + (", and what can only be simulated" if asked.third_party else ""),
         "",
         f"{'':4}{'strategy':30}{'recompute':11}{'planned':>13}{'reserved':>13}  {'tokens/s':18}",
     ]

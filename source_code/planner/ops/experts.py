@@ -97,8 +97,8 @@ def gathered(tape, x, numel: int, indices, name: str):
 
 
 def grouped(tape, x, weight, numel: int, ends, name: str):
-    """Multiply each expert's rows by its weight. Saves the rows, and where they end."""
-    x, weight = tape.to(x, weight.itemsize), tape.cast(weight)
+    """Multiply each expert's rows by its weight, in the weight's format: autocast casts neither. Saves rows and their ends."""
+    x = tape.to(x, weight.itemsize)
     node, size, itemsize = x.node, x.numel, x.itemsize
     saved = tape.save(*([x] if weight.trained else []), ends)
     out = tape.make(name, numel, itemsize)

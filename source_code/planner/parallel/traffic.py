@@ -76,7 +76,7 @@ def tensor_parallel_collectives(plan) -> Counter:
     exchange, counts = plan.blueprint.tensor_parallel, Counter()
     tp_degree, activation = exchange.tp_degree, exchange.numel * plan.compute_itemsize
     matmul_itemsize = 2 if plan.autocast else plan.compute_itemsize
-    routing_itemsize = max(FP32, plan.compute_itemsize) if exchange.routing_in_fp32 else plan.compute_itemsize
+    routing_itemsize = max(FP32, plan.compute_itemsize) if exchange.routing_in_fp32 else matmul_itemsize
     of_micro_batch = [
         ("all-gather", activation, exchange.gathers),
         ("reduce-scatter", activation, exchange.scatters),
