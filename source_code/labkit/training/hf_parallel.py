@@ -7,6 +7,7 @@ Used here without being documented: ``maybe_distribute_model``, the device meshe
 import math
 import sys
 from collections import Counter
+from itertools import chain
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -159,11 +160,14 @@ def _check_plans(model, distribution):
             "with each expert on one rank, gradients would be halved in --precision fp64: take fp32 or bf16, or fewer "
             "expert ranks than shards"
         )
-    if distribution.dp_size > 1 and (joined := list(filter(_joins_rows, get_model_conversion_mapping(model)))):
-        raise UserError(
-            f"transformers puts {joined[0].target_patterns[0]} of {family} together from several tensors of the files, "
-            "wrongly if they are sharded: take --strategy ddp or single"
-        )
+    joined = [each.target_patterns for each in get_model_conversion_mapping(model) if _joins_rows(each)]
+    for target in chain(*joined):
+        split = splits and any(rule.endswith(target.removesuffix(".weight")) for rule in model.tp_plan)
+        if split or distribution.dp_size > 1:
+            raise UserError(
+                f"transformers puts {target} of {family} together from several tensors of the files, wrongly if they are "
+                "sharded: take --strategy ddp or single"
+            )
 
 
 def _joins_rows(conversion) -> bool:
