@@ -27,6 +27,7 @@ def uncovered_options(options) -> str:
     splits, sharded = options.tp_degree > 1, options.planned_strategy == "fsdp2"
     uncovered = {
         "peft's adapters": options.lora and options.frozen != "nf4",
+        "experts in fp64, which the library computes one by one": options.shape.experts and options.precision == "fp64",
         "the norm of split gradients": splits and (options.clip or options.log),
         "a weight that embedding and head share, if it is split and sharded": splits
         and sharded
