@@ -40,8 +40,11 @@ which is always simulated. With expert parallelism, what a rank receives depends
 To check one family, or your own version of the library: `python -m proofs.census --families qwen3`.
 """
 LEFT_OUT = """
-Not in the census: families that read more than tokens (encoder-decoder models, and those of speech and images, except for
-the language models in them), and `mllama`, whose language model the library does not read back once it has saved it.
+## What is left out
+
+The census does not take all causal language models of the library: not the decoders of encoder-decoder models, further
+descendants of BERT, and models of images and speech around a language model that is in a table. They may train all the
+same. `mllama` is left out as the library does not read what it saves as its language model.
 """
 
 
