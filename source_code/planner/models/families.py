@@ -180,11 +180,11 @@ def smollm3(c):
 
 
 def olmo2(c):
-    return {"biases": biases(c), "norms": "after", "qk_norm": "projection", "in_fp32": frozenset({"norm"})}
+    return {"biases": biases(c), "norms": "after", "qk_norm": "projection", "in_fp32": frozenset({"norm", "tables"})}
 
 
 def olmo3(c):
-    return olmo2(c) | _windowed(c, 4) | {"rotary_tables": 2, "in_fp32": frozenset({"norm", "rotary"})}
+    return olmo2(c) | _windowed(c, 4) | {"rotary_tables": 2}
 
 
 def granite(c):

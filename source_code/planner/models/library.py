@@ -150,7 +150,7 @@ class LibraryGPT(GPT):
         elif True in windowed:
             constants[True]["mask"] = tape.constant("mask of windows", matrix, 1)
         if not shape.learned_positions:
-            size = seq_len * self.rotary_dim, max(FP32, x.itemsize) if "rotary" in shape.in_fp32 else x.itemsize
+            size = seq_len * self.rotary_dim, max(FP32, x.itemsize) if "tables" in shape.in_fp32 else x.itemsize
             for own in (constants[False], constants[True])[: shape.rotary_tables]:
                 own["tables"] = [tape.constant(name, *size) for name in ("cosines", "sines")]
             if shape.rotary_tables == 1:
@@ -158,12 +158,21 @@ class LibraryGPT(GPT):
         tape.rope_tables = constants
         return x
 
-    def checkpointed_block(self, tape, x, p, number):
-        """Run ``block`` under activation checkpointing, which holds only the constants that it takes."""
+    def block_module(self, number):
+        module = super().block_module(number)
+        return replace(
+            module, forward=partial(self.with_own_constants, module.forward, self.shape.layer(number).windowed)
+        )
+
+    def with_own_constants(self, forward, windowed, tape, x, p):
+        """Run a block with only the constants that it takes, which activation checkpointing holds. FSDP casts its tables."""
         everything = tape.rope_tables
-        own = self.shape.layer(number).windowed
-        tape.rope_tables = {own: everything[own]}
-        out = super().checkpointed_block(tape, x, p, number)
+        own = dict(everything[windowed])
+        if tape.casts_inputs and "tables" in own:
+            own["tables"] = [tape.to(table, x.itemsize, "cosines or sines, cast") for table in own["tables"]]
+        tape.rope_tables = {windowed: own}
+        del own
+        out = forward(tape, x, p)
         tape.rope_tables = everything
         return out
 

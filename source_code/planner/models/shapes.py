@@ -123,7 +123,7 @@ class GPTShape:
         rotary_share: of a head's elements, the part that positions rotate.
         rotary_tables: tables of cosines and sines: 2 if windowed layers have their own.
         in_fp32: what is computed in fp32 though the model is in bf16: "norm", the multiplication by a norm's weight;
-            "rotary", the rotation.
+            "rotary", the rotation; "tables", the cosines and sines.
         sliding_window: tokens that a token attends to in the windowed layers; None: all.
         layers: how each block differs; (): all are equal, and windowed if there is a window.
         experts: of the routed layers.

@@ -61,6 +61,7 @@ class Tape(Autograd):
         self.fused, self.autocast, self.workspaces, self.torch = fused, autocast, workspaces, torch
         self.casts = {}  # parameter → its CastParameter, which autocast caches until it ends, if it is trained
         self.norm_gradients_in_fp32 = False  # whether a norm's weight gets its gradient as it is computed
+        self.casts_inputs = False  # whether FSDP casts what a block takes to the format that it computes in
 
     def recompute(self, frame: CheckpointFrame):
         """Run a checkpointed call again, under an autocast of its own."""

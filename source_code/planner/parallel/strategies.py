@@ -212,6 +212,7 @@ class FSDP2(Sharded):
         if self.single_shard:
             self.gradient_category = "temporary"
         super().__init__(plan, tape, units)
+        self.tape.casts_inputs = self.mixed_precision
         self.tape.norm_gradients_in_fp32 = self.mixed_precision and plan.torch >= NORM_GRADIENTS_IN_FP32
         self.prefetched = {}
         self.all_gather_state = self.reduce_scatter_state = None
