@@ -41,8 +41,8 @@ from proofs import families, families_page, peaks
 
 PATIENCE = timedelta(seconds=30)  # of a rank that waits in a collective for one that has failed
 # Families some of whose operators round to fp32 in every precision, otherwise if tensor-parallel ranks add their parts:
-# their losses differ by 6e-8 in float64
-ROUNDED = ("axk1", "bailing_hybrid")
+# their losses differ by up to 6e-8 in float64
+ROUNDED = ("axk1", "bailing_hybrid", "minimax_m3_vl_text")
 TOGETHER = 40  # families for which ranks are started once
 
 
@@ -106,13 +106,18 @@ def prepare(row: dict, ways: list[Way], folder: Path) -> list[str]:
     """
     model = families.build(row["family"])
     model.save_pretrained(folder)
+    saved = families.tensors_of(model)
+    reread = unequal(families.tensors_of(families.load(folder, "fp32")), saved)
     for way in {way.reference(row): way for way in ways}.values():
         again = families.load(folder, way.precision(row))
+        for name, tensor in families.tensors_of(again).items():
+            if name in reread and name in saved:  # the files are right
+                tensor.data.copy_(saved[name])
         tensors = {name: tensor.clone() for name, tensor in families.tensors_of(again).items()}
         gradients, losses = families.train(again, way.sizes.shard, way.dropout(row))
         reference = {"tensors": tensors, "gradients": gradients, "losses": losses}
         torch.save(reference, folder / way.reference(row))
-    return unequal(families.tensors_of(families.load(folder, "fp32")), families.tensors_of(model))
+    return reread
 
 
 # On several ranks
