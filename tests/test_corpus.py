@@ -150,6 +150,7 @@ def test_an_answer_that_is_rendered_differently_later_is_a_document_of_its_own(m
     ]
 
 
+PARTS = [{"type": "text", "text": "What is it?"}]
 GOOD, PAIR = {"messages": [QUESTION, ANSWER]}, {"prompt": "a", "completion": "b"}
 BAD_FILES = {
     "utf16.txt": ("Où?".encode("utf-16"), "UTF-16"),
@@ -179,6 +180,9 @@ BAD_FILES = {
     "no-answer.jsonl": (lines(GOOD, {"messages": [QUESTION]}).encode(), "line 2 assistant"),
     "empty-answer.jsonl": (lines({"messages": [QUESTION, ANSWER | {"content": ""}]}).encode(), "line 1 empty"),
     "from.jsonl": (lines({"messages": [{"from": "human", "value": "a"}]}).encode(), "line 1 role"),
+    "null.jsonl": (lines({"text": None}).encode(), "line 1 text null"),
+    "emoji.jsonl": (b'{"text": "one half: \\ud83d"}\n', "line 1 surrogate"),
+    "parts.jsonl": (lines({"messages": [QUESTION | {"content": PARTS}, ANSWER]}).encode(), "line 1 one string"),
     "greeting.jsonl": (lines({"messages": [ANSWER, QUESTION]}).encode(), "line 1 first"),
 }
 

@@ -8,6 +8,7 @@ import codecs
 import gzip
 import io
 import json
+import re
 import stat
 import zlib
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ PLAIN, TEXT, COMPLETION, CHAT = "plain text", "JSON lines of text", "prompts wit
 KEYS = {CHAT: ("messages",), COMPLETION: ("prompt", "completion"), TEXT: ("text",)}  # of a row, by its kind
 LF = b"\n"
 GZIP = b"\x1f\x8b"
+HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # JSON can escape half of an emoji, which UTF-8 cannot encode
 HEAD = 4096  # bytes that determine the format
 BLOCK = 2**18  # bytes that are read at a time
 CONVERT = "convert it with iconv -f {} -t utf-8"
@@ -163,6 +165,9 @@ def kind_of_row(row: Row) -> str:
     if kinds:
         keys = " and ".join("/".join(KEYS[kind]) for kind in kinds)
         raise UserError(f"{row.where} has {keys}, and only one of them can be trained on: remove the others")
+    known = {key for keys in KEYS.values() for key in keys}
+    if empty := [key for key in row.values if key in known and row.values[key] is None]:
+        raise UserError(f"{row.where} has no value for {empty[0]}, but null: remove the line")
     raise UserError(
         f"{row.where} has the keys {', '.join(sorted(row.values)[:5]) or 'of no value'}, "
         "and needs text, prompt and completion, or messages"
@@ -189,6 +194,10 @@ def rows(file: DataFile, kind: str, progress: Callable) -> Iterator[Row]:
             values = None
         if not isinstance(values, dict):
             raise UserError(f"{where} is not a JSON object: write one object per line")
+        if "\\ud" in line.lower() and HALF_A_PAIR.search(json.dumps(values, ensure_ascii=False)):
+            raise UserError(
+                f"{where} has half of a surrogate pair, such as \\ud83d alone: remove it, as it is no character"
+            )
         row = Row(where, values, len(line))
         if (found := kind_of_row(row)) != kind:
             raise UserError(f"{where} has {' and '.join(KEYS[found])}, and the lines before have "

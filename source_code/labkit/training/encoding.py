@@ -170,6 +170,7 @@ class ModelTokens:
         """
         texts, places, wheres = [], [], []
         for row in rows:
+            self._check_parts(row)
             if GENERATION.search(self._template(row)):
                 yield self._marked(row)
                 continue
@@ -186,6 +187,15 @@ class ModelTokens:
             for begin, end in places[n]:
                 answers |= (ends > begin) & (begins < end)
             yield Document(where, np.array(encoded["input_ids"][n]), answers)
+
+    def _check_parts(self, row: Row):
+        """Refuse a template that writes a message's parts as Python writes a list, instead of their text."""
+        parts = [str(each["content"]) for each in row.values["messages"] if isinstance(each.get("content"), list)]
+        if parts and any(part in self._rendered(row, row.values["messages"], tokenize=False) for part in parts):
+            raise UserError(
+                f"{row.where} has a message of several parts, which the chat template of {self.folder} does not know: write "
+                "its content as one string"
+            )
 
     def _template(self, row: Row) -> str:
         try:
