@@ -55,7 +55,7 @@ from planner.cli.commands import costs, describe, find, plan_from_options, sweep
 from planner.parallel import zero
 
 # Options that the command of a plan always states if they differ from the lab's defaults
-RESTS_ON = ("ranks", "batch_size", "accumulate")
+RESTS_ON = ("ranks", "batch_size", "seq_len", "accumulate")
 
 
 def answer(options: Config) -> str:

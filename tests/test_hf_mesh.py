@@ -4,6 +4,7 @@ import sys
 
 import cloudpickle
 import hf_fsdp
+import plan
 import pytest
 import torch
 import torch.distributed as dist
@@ -71,7 +72,7 @@ def one_process(folder, config, sequences):
     """(losses, model) of the plain library, without any of this course."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=config.dtype, **experts_of(config)).train()
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=LR), []
-    for step in range(STEPS):
+    for _ in range(STEPS):
         inputs, targets = tokens_of(sequences)
         loss = cross_entropy(model(input_ids=inputs, use_cache=False).logits.flatten(0, 1), targets.flatten())
         loss.backward()
@@ -100,7 +101,7 @@ def _trained(me, runs, saved):
         optimizer, mesh, losses = hf_fsdp.make_optimizer(model, config), config.arranged(me.world_size), []
         shape = config.accumulate, mesh.data, config.batch_size, LENGTH
         sequences = config.accumulate * mesh.data * config.batch_size
-        for step in range(STEPS):
+        for _ in range(STEPS):
             mine = [x.view(shape)[:, mesh.data_part(me.rank)] for x in tokens_of(sequences)]
             loss = sum(hf_fsdp.train_step(model, optimizer, *mine, config))
             dist.all_reduce(loss)
@@ -157,3 +158,11 @@ def test_what_cannot_be_sharded_is_a_sentence(options, sentence, folders, world_
             model = hf_fsdp.unsharded(config)
         ranks = 2 if options["mesh"] == "shard=2,expert=2" else 4
         hf_fsdp.fsdp2(model, config, dataclasses.replace(world_of_one, world_size=ranks))
+
+
+def test_the_lab_plans_a_mesh_as_plan_py_does_and_refuses_what_arithmetic_cannot(folders):
+    given = {"model": str(folders["llama"]), "mesh": "shard=2,tensor=2", "batch_size": 2, "seq_len": LENGTH}
+    ours = hf_fsdp.Config(**given).plan(4, on_gpu=False).peak()
+    assert ours == plan.plan_from_options(plan.Config(**given, ranks=4, device="cpu")).peak()
+    with pytest.raises(UserError, match="expert is planned by plan.py only"):
+        hf_fsdp.Config(**given | {"mesh": "shard=2,expert=2"}).plan(4, on_gpu=False)

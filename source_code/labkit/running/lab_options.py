@@ -725,8 +725,8 @@ class HuggingFaceTraining(
         """Plan a run. at_least: plan the course's LoRA adapters instead of peft's, which cover more layers."""
         if self.adapts and not at_least:
             raise UserError("peft's adapters, on every linear layer, are not planned: train a few steps with --record")
-        if self.mesh:
-            raise UserError("hf_fsdp.py's --mesh is not planned: leave it out")
+        if self.ep_degree > 1:
+            raise UserError("--mesh with expert is planned by plan.py only: see its --config")
         changes = {"strategy": "single"} if ranks == 1 and self.strategy == "fsdp2" else {}
         if self.adapters:  # at least of rank 1
             changes |= {"adapters": None, "merge": False, "lora": 1}

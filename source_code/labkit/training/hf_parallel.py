@@ -6,6 +6,7 @@ Used here without being documented: ``maybe_distribute_model``, the device meshe
 
 import math
 import sys
+import warnings
 from collections import Counter
 from itertools import chain
 
@@ -97,6 +98,8 @@ def distribute(model, distribution, device_type: str, pin_memory: bool):
         (*first, distribution.efsdp_size, distribution.ep_size),
         mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"),
     )
+    # What a module returns is then a view of a DTensor's local part; no model changes it in place.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     offload = lambda: CPUOffloadPolicy(pin_memory=pin_memory)  # noqa: E731
     with replaced(transformers.distributed.fsdp, CPUOffloadPolicy=offload):
         try:
