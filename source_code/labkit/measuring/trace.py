@@ -193,6 +193,8 @@ class StepTrace(TorchDispatchMode):
         return "activations" if self._phase() == "forward" or torch.is_grad_enabled() else "temporary"
 
     def _see(self, tensor, category=None):
+        if tensor.device.type == "meta":  # beside fake tensors, which are said to be on a device, one without memory
+            return
         self._see_storage(tensor.untyped_storage(), category)
 
     def _see_storage(self, storage, category):

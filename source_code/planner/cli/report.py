@@ -113,6 +113,9 @@ def throughput(found: dict) -> str:
 
 def verdict(asked, memory: dict) -> str:
     """Return the answer, and the figures it rests on."""
+    if not asked.on_gpu and asked.gpu_memory is None:
+        together = gib((memory["least"] - memory["outside"]) * GIB * asked.ranks)
+        return f"tensors take up to {together} of the CPU's memory, on {asked.ranks:,} ranks together; each process needs more"
     answer = memory["answer"]
     room = asked.memory - memory["needs" if answer == "fits" else "least"]
     rest = {

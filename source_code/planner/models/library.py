@@ -12,13 +12,8 @@ from planner.ops import attention, experts, norms, tensor_parallel
 from planner.ops.autograd import FP32
 from planner.ops.tensor_parallel import Exchange
 
-ONE_STEP = (
-    "silu",
-    "swish",
-    "gelu",
-    "gelu_pytorch_tanh",
-    "relu",
-)  # activations that are one operator, and save its input
+# Activations that are one operator, and save its input
+ONE_STEP = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu")
 
 
 class LibraryGPT(GPT):
