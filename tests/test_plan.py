@@ -41,6 +41,12 @@ def test_the_command_answers():
     assert "not yet with a GPU" in run.stdout  # a GPU's kernels: no GPU has run this
 
 
+def test_a_plan_for_the_cpu_does_not_say_whether_it_fits_a_gpu_unless_asked():
+    run = call(sys.executable, "plan.py", "--ranks", "2", "--device", "cpu", cwd=launch.SOURCE)
+    assert "0.10 GiB of the CPU's memory, on 2 ranks together" in run.stdout  # twice the peak of a rank
+    assert "52.59 MiB" in run.stdout and "fits" not in run.stdout
+
+
 def test_planning_imports_no_torch():
     program = """
 import sys, plan
