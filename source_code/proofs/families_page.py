@@ -22,20 +22,20 @@ GROUPS = {  # title: the dimensions of the meshes for which the library has plan
 }
 TOP = """# Model families
 
-This page is written by `python -m proofs.families_page`, from [the record](../{record}) of a census of {date}.
+This page is written by `python -m proofs.families_page`, from [the record]({record}) of a census of {date} with transformers
+{version}: {counts}.
 
-`hf_fsdp.py` trains causal language models of Hugging Face's transformers. The census shows with which families that works:
-{counts} (transformers {version}). Each is a tiny model with random weights, saved by the library, and trained by
-`hf_fsdp.py` on 2 and 4 ranks in all ways for which the library has a plan. FSDP2 needs none: the lab adds units where the
-library's rules name no blocks.
+`hf_fsdp.py` trains causal language models of Hugging Face's transformers. The census shows with which families that works.
+Each is a tiny model with random weights, saved by the library, and trained by `hf_fsdp.py` on 2 and 4 ranks in all ways for
+which the library has a plan. FSDP2 needs none: the lab adds units where the library's rules name no blocks.
 
 A run equals one process of the plain library if every parameter and buffer has the same bits after loading, every gradient
 of the first step agrees to 1e-5 (1e-3 in fp32), and every loss of three steps to 1e-9 (1e-4 in fp32). The tables show the
 largest relative difference of a loss, in float64 where the model runs in it, and else in fp32, marked fp32.
 
 *Plan* says how `plan.py --model FOLDER` plans the memory of a step with FSDP2: by arithmetic, or by simulating the library's
-own code. *Peak* is the peak measured on 2 ranks over the plan's, minus one: the worse of FSDP2 and tensor parallelism,
-which is always simulated. With expert parallelism, what a rank receives depends on the data, and no peak is planned.
+own code. *Peak* is the peak measured on 2 ranks in fp32 over the planned one, minus one: the worse of FSDP2 and tensor
+parallelism. With expert parallelism, what a rank receives depends on the data, and peaks are not compared.
 
 To check one family, or your own version of the library: `python -m proofs.census --families qwen3`.
 """
@@ -123,7 +123,7 @@ def _cell(found: dict) -> str:
 def _percent(off: float | None) -> str:
     if off is None:
         return ""
-    return f"{off:+.3%}" if abs(off) <= PEAK else f"**{off:+.1%}**"
+    return f"{round(off, 5) + 0:.3%}" if abs(off) <= PEAK else f"**{off:.1%}**"
 
 
 def _lists(rows: list[dict]) -> list[str]:
@@ -150,7 +150,7 @@ def page() -> str:
     """Return the page of the committed record."""
     (path,) = (RESULTS / "reference").glob("census-*.json")
     record = json.loads(path.read_text())
-    about = {"record": path.relative_to(launch.SOURCE.parent), "date": record["date"][:10]}
+    about = {"record": f"../{path.relative_to(launch.SOURCE.parent)}", "date": record["date"]}
     top = TOP.format(counts=counts(record["rows"]), version=record["transformers"], **about)
     return f"{top}\n{tables(record['rows'])}\n{LEFT_OUT}"
 
