@@ -222,7 +222,8 @@ def train(config, me):
     """Train in the current process group, and return the measurements for a record."""
     vocabulary, positions = hf_models.vocabulary_and_positions(config.architecture)
     if positions and positions < config.seq_len:
-        raise UserError(f"--seq-len {config.seq_len} is more than the {positions} positions that the model supports")
+        more = f"more than the {positions} positions that the model supports"
+        raise UserError(f"--seq-len {config.seq_len} is {more}: give --seq-len {positions}")
     data, validation = sequences.load(config, vocabulary, me)
     mesh = config.arranged(me.world_size)
     part, global_batch = mesh.data_part(me.rank), config.batch_size * config.accumulate * mesh.data

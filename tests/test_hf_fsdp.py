@@ -442,6 +442,13 @@ def test_adapters_need_no_less_than_what_is_refused_by(recompute, shapes, world_
 # ---- what a user can get wrong: a sentence, exit code 2
 
 
+def rename(folder, new):
+    """Rename the tensors of a model's files; those without a new name are left out."""
+    for each in folder.glob("model*.safetensors"):
+        tensors = {new(name): tensor for name, tensor in load_file(each).items() if new(name)}
+        save_file(tensors, each, {"format": "pt"})
+
+
 def broken(folder, what, tmp_path):
     """A copy of a model's folder in which something is not right; and a word of the sentence that says so."""
     import shutil
@@ -457,6 +464,8 @@ def broken(folder, what, tmp_path):
             (copy / "config.json").write_text("{")
         case "unknown":
             (copy / "config.json").write_text(json.dumps(about | {"model_type": "mine"}))
+        case "no model's":
+            (copy / "config.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
         case "remote code":
             remote = {"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "evil.Model"}}
             (copy / "config.json").write_text(json.dumps(about | remote))
@@ -482,11 +491,11 @@ def broken(folder, what, tmp_path):
         case "fewer layers":
             (copy / "config.json").write_text(json.dumps(about | {"num_hidden_layers": 2}))
         case "other names":
-            for each in copy.glob("model*.safetensors"):
-                named = {
-                    name.replace("layers.1.mlp.up_", "layers.1.mlp.upper_"): t for name, t in load_file(each).items()
-                }
-                save_file(named, each, {"format": "pt"})
+            rename(copy, lambda name: name.replace("layers.1.mlp.up_", "layers.1.mlp.upper_"))
+        case "prefix":
+            rename(copy, lambda name: f"module.{name}")
+        case "no head":
+            rename(copy, lambda name: None if name == "lm_head.weight" else name)
         case "two values of one weight":
             (copy / "config.json").write_text(json.dumps(about | {"tie_word_embeddings": True}))
         case "no value":
@@ -515,6 +524,7 @@ def add_tensor(folder, name, value):
 SENTENCES = {
     "no config": "cannot be read",
     "no json": "is not JSON",
+    "no model's": "has no model_type, so it is no model's",
     "unknown": "'mine' is not one it knows",
     "remote code": "code of its own, which is never run here",
     "no language model": "no causal language model",
@@ -527,6 +537,8 @@ SENTENCES = {
     "more layers": "has no tensor model.layers.3",
     "fewer layers": "does not have, such as model.layers.2",
     "other names": "has no tensor model.layers.1.mlp.up_proj.weight, but has model.layers.1.mlp.upper_proj.weight",
+    "prefix": "save it without the prefix module.",
+    "no head": "it is a base model",
     "two values of one weight": "has two values of one weight",
     "no value": "no value for model.norm.weight: is a file damaged?",
     "no weights": "there is no model.safetensors in",
@@ -554,9 +566,9 @@ def test_bad_input_is_a_sentence(what, weights, tmp_path, world_of_one):
         (["--model", "a", "--config", "b"], "give --model FOLDER"),
         (["--config", "nowhere"], "cannot be read"),
         (["--config", "nowhere", "--tokens", "model"], "--tokens model needs --model"),
-        (["--config", "CONFIG", "--data", "nowhere"], "--data nowhere cannot be read"),
-        (["--config", "CONFIG", "--data", "SHORT"], "it has too few tokens"),
-        (["--config", "CONFIG", "--seq-len", "4000"], "more than the 128 positions"),
+        (["--config", "CONFIG", "--data", "nowhere", "--seq-len", "64"], "--data nowhere cannot be read"),
+        (["--config", "CONFIG", "--data", "SHORT", "--seq-len", "64"], "it has too few tokens"),
+        (["--config", "CONFIG", "--seq-len", "4000"], "more than the 128 positions that the model supports: give --seq-len 128"),
         (["--config", "CONFIG", "--save", "."], "is there already"),
     ],
 )
@@ -567,3 +579,13 @@ def test_a_wrong_command_is_a_sentence(words, sentence, shapes, tmp_path):
     run = script("hf_fsdp.py", "--strategy", "single", "--device", "cpu", *words)
     assert run.returncode == 2 and sentence in run.stderr
     assert len(run.stderr.strip().splitlines()) == 1
+
+
+def test_a_package_that_a_model_needs_is_named(shapes, monkeypatch):
+    def needs_timm(*_, **__):
+        raise ImportError("TimmWrapperModel requires the timm library but it was not found.\n`pip install timm`")
+
+    monkeypatch.setattr(hf_models.AutoModelForCausalLM, "from_config", needs_timm)
+    architecture = hf_models.configuration(str(shapes["llama"]), "--config")
+    with pytest.raises(UserError, match="^llama: TimmWrapperModel requires the timm library but it was not found.$"):
+        hf_models.on_meta(architecture, torch.float32)

@@ -135,6 +135,14 @@ def _check_report(report: dict, model, config):
         )
     missing = sorted(name for name in report["missing_keys"] if "lora_" not in name)
     more = sorted(report["unexpected_keys"])
+    if missing == ["lm_head.weight"] and not more:
+        raise UserError(
+            f"{config.model} has no lm_head.weight: it is a base model, saved without the head that training needs"
+        )
+    if missing and (prefix := _prefix(missing, more)):
+        raise UserError(
+            f"{config.model} has {prefix}{missing[0]} for {missing[0]}: save it without the prefix {prefix}"
+        )
     if missing:
         but = f", but has {more[0]}" if more else ""
         raise UserError(f"{config.model} has no tensor {missing[0]}{but}: its config.json is of another model")
@@ -143,7 +151,8 @@ def _check_report(report: dict, model, config):
             f"{config.model} has tensors that the model of its config.json does not have, such as {more[0]}: "
             "its config.json is of another model"
         )
-    if model.config.get_text_config().tie_word_embeddings and not tied(model):  # the library has separated them
+    ties = getattr(model.config.get_text_config(), "tie_word_embeddings", False)  # Inkling's has no such value
+    if ties and not tied(model):  # the library has separated them
         raise UserError(
             f"{config.model} has two values of one weight: its head and its embedding differ, and its config.json ties "
             "them: set tie_word_embeddings to false there"
@@ -152,6 +161,12 @@ def _check_report(report: dict, model, config):
     read = {name: local(tensor) for name, tensor in hf_initial.tensors(model).items() if name in stored}
     if damaged := next((name for name, tensor in read.items() if _has_nan(tensor)), None):
         raise UserError(f"{config.model} has no value for {damaged}: is a file damaged?")
+
+
+def _prefix(missing: list[str], more: list[str]) -> str:
+    """Return what stands before each missing name in the files, such as "module." of DDP's models; "": nothing does."""
+    prefix = more[0].removesuffix(missing[0]) if more and more[0].endswith(missing[0]) else ""
+    return prefix if all(f"{prefix}{name}" in more for name in missing) else ""
 
 
 def _has_nan(tensor) -> bool:

@@ -58,6 +58,8 @@ def configuration(path: str, option: str):
     if not isinstance(settings, dict):
         raise UserError(f"{option} {path} is not JSON with named values: name a model's config.json")
     kind = settings.get("model_type")
+    if kind is None:
+        raise UserError(f"{option} {path} has no model_type, so it is no model's: name a model's config.json")
     if kind not in CONFIG_MAPPING:
         why = "brings code of its own, which is never run here" if settings.get("auto_map") else "is not one it knows"
         raise UserError(f"{option} {path}: model_type {kind!r} {why} (transformers {transformers.__version__})")
@@ -107,9 +109,15 @@ def without_weights(architecture, dtype: torch.dtype, experts: str | None = None
         architecture: as ``configuration`` returns it.
         dtype: of its parameters.
         experts: the library's implementation of experts; None: its default.
+
+    Raises:
+        UserError: the model needs a package that is not installed, such as timm.
     """
     how = {"experts_implementation": experts} if experts else {}
-    return without_cache(AutoModelForCausalLM.from_config(architecture, dtype=dtype, **how))
+    try:
+        return without_cache(AutoModelForCausalLM.from_config(architecture, dtype=dtype, **how))
+    except ImportError as error:
+        raise UserError(f"{architecture.model_type}: {first_line(error)}") from None
 
 
 def without_cache(model):
