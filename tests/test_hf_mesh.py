@@ -19,6 +19,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "nu
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 256, "head_dim": 16, "max_position_embeddings": 128}
 FAMILIES = {
     "llama": SIZES,
+    "qwen3": SIZES,
     "qwen3_moe": SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
 RUNS = {
@@ -32,6 +33,13 @@ RUNS = {
     ("llama", "loss in chunks"): {"loss_chunks": 3},
     ("llama", "recomputed"): {"recompute": "selective"},
     ("llama", "clipped"): {"clip": 0.05},
+    # Their norms of single heads have gradients that the tensor-parallel ranks sum
+    ("qwen3", "split, micro-batches, fp64"): {
+        "mesh": "shard=2,tensor=2",
+        "accumulate": 2,
+        "sync": "last",
+        "precision": "fp64",
+    },
     ("qwen3_moe", "sharded"): {},
     ("qwen3_moe", "split and sharded"): {"mesh": "shard=2,tensor=2", "clip": 0.05},
     ("qwen3_moe", "experts spread"): {"mesh": "shard=4,expert=4", "clip": 0.05},

@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from itertools import chain
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -20,12 +21,12 @@ from labkit.measuring.replaced import replaced
 from labkit.training.hf_models import blocks, first_line, tied
 
 try:
-    import torch
     import transformers.distributed.fsdp
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.distributed import DistributedConfig
     from transformers.distributed.mixin import DistributedMixin
     from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
+    from transformers.distributed.tensor_parallel import ReplicatedWithGradAllReduce
     from transformers.distributed.utils import TransformersDeviceMesh
 except ImportError:  # reported by ``hf_models.configuration``
     transformers = DistributedConfig = None
@@ -101,7 +102,8 @@ def distribute(model, distribution, device_type: str, pin_memory: bool):
     # What a module returns is then a view of a DTensor's local part; no model changes it in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     offload = lambda: CPUOffloadPolicy(pin_memory=pin_memory)  # noqa: E731
-    with replaced(transformers.distributed.fsdp, CPUOffloadPolicy=offload):
+    summed = replaced(ReplicatedWithGradAllReduce, install_forward=sum_gradients)
+    with replaced(transformers.distributed.fsdp, CPUOffloadPolicy=offload), summed:
         try:
             model = DISTRIBUTE(type(model), model, distribution, TransformersDeviceMesh(dense, expert))
         except (ValueError, RuntimeError, AttributeError) as error:
@@ -139,6 +141,34 @@ def _check_experts(model):
         if dist.get_rank() == 0:
             print(f"{problem}; for even shares, {instead}", file=sys.stderr, flush=True)
         return
+
+
+def sum_gradients(_, module, mesh):
+    """Sum the gradients of a module's parameters over the tensor-parallel ranks, which have one term each.
+
+    It replaces the library's function, which sums ``grad`` itself, with each micro-batch again what earlier ones have
+    left there (transformers 5.23). As there, hooks are added in the first forward, when parameters are final.
+
+    Args:
+        module: with replicated parameters.
+        mesh: of the ranks.
+    """
+    forward, hooked = module.forward, {}
+
+    def summed(gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient, group=mesh.get_group())
+        return gradient
+
+    def hooking_forward(*args, **kwargs):
+        for name, parameter in module.named_parameters(recurse=False):
+            if torch.is_grad_enabled() and parameter.requires_grad and hooked.get(name) is not parameter:
+                parameter.register_hook(summed)
+                hooked[name] = parameter
+        return forward(*args, **kwargs)
+
+    module.forward = hooking_forward
+    return module
 
 
 def _check_plans(model, distribution):
