@@ -15,8 +15,7 @@ from pathlib import Path
 from labkit import UserError
 from labkit.measuring import records
 from labkit.running import options
-from labkit.training import checkpoints, dcp_reading
-from safetensors.torch import save_file
+from labkit.training import checkpoints, dcp_reading, hf_files
 
 MODEL = "model."  # prefix of its tensors' names in a checkpoint
 
@@ -43,7 +42,7 @@ def export(checkpoint: Path, file: Path) -> dict:
     tensors = {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        save_file(tensors, partial, metadata={"format": "pt", "checkpoint": path.name})
+        hf_files.save(tensors, partial, checkpoint=path.name)
         partial.replace(file)
     except OSError as error:
         raise UserError(f"{file} cannot be written ({error.strerror}): make room, or name another file") from None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from commands import refused
 from labkit.running import launch, notebook_ranks
-from labkit.training import hf_export, hf_lora
+from labkit.training import hf_export, hf_files, hf_lora
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
@@ -107,6 +107,8 @@ def test_all_that_goes_with_a_model_is_carried(published, tmp_path, world_of_one
     wanted = {"config.json", "generation_config.json", "LICENSE", "README.md", "preprocessor_config.json"}
     wanted |= {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors"}
     assert names == wanted | {"original/params.json"}
+    modes = {(tmp_path / "tuned" / name).stat().st_mode for name in ("config.json", "model.safetensors")}
+    assert len(modes) == 1  # who may read the one may read the other
     tokenizer = AutoTokenizer.from_pretrained(config.save)
     assert tokenizer("good morning")["input_ids"] == [1, 2]
     assert tokenizer.apply_chat_template([{"content": "good"}], tokenize=False).strip() == "good"
@@ -128,14 +130,14 @@ def test_what_cannot_be_written_is_a_sentence_and_leaves_nothing(what, folder, t
     if what == "weights":  # the third of several files no longer fits
         monkeypatch.setattr(hf_export, "LARGEST_FILE", 1)
         files = iter(range(2))
-        write = hf_export.save_file
+        write = hf_files.save_file
 
         def full(*arguments):
             if next(files, None) is None:
                 raise OSError(28, "No space left on device")
             write(*arguments)
 
-        monkeypatch.setattr(hf_export, "save_file", full)
+        monkeypatch.setattr(hf_files, "save_file", full)
     else:
         (tmp_path / "tuned.partial").write_text("a file")
     with refused("tuned could not be saved", "--save"):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from labkit import UserError
+from labkit.measuring.differences import largest_difference
 from labkit.running import launch, notebook_ranks
 from labkit.training import hf_export, hf_initial
 from torch.nn.functional import cross_entropy
@@ -124,7 +125,7 @@ def _trained(me, runs, saved):
             assert not about["missing_keys"] and not about["unexpected_keys"]
             with torch.no_grad():
                 logits = [each(input_ids=tokens_of(2)[0], use_cache=False).logits for each in (again, theirs)]
-            off = (logits[0] - logits[1]).abs().max().item()
+            off = largest_difference(*logits)
         found.append((losses, alone, wrong, off))
     return found
 

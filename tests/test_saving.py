@@ -25,7 +25,7 @@ from labkit import Diverged, UserError
 from labkit.measuring import records
 from labkit.running import fork_server, launch, preemption, progress
 from labkit.running.lab import Lab
-from labkit.training import checkpoint_folder, checkpoints, dcp_reading, dcp_writing, manifest, saving
+from labkit.training import checkpoint_folder, checkpoints, dcp_reading, dcp_writing, hf_files, manifest, saving
 from proofs import crash
 from test_checkpoints import RUN, saver, training
 
@@ -648,7 +648,7 @@ def test_what_cannot_be_exported_is_told_and_leaves_no_file(tmp_path, world_of_o
     saving.save(tmp_path, 1, *training(), RUN)
     with pytest.raises(UserError, match="is a folder.*name another file"):
         export.export(tmp_path, tmp_path)
-    monkeypatch.setattr(export, "save_file", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    monkeypatch.setattr(hf_files, "save_file", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
     with pytest.raises(UserError, match="full"):
         export.export(tmp_path, tmp_path / "out")
     path = checkpoints.latest(tmp_path)

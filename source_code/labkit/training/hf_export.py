@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from labkit import UserError
@@ -191,7 +190,7 @@ class _Writer:
 
     def flush(self):
         """Write the file being filled."""
-        save_file(self.waiting, self.folder / f"{self.stem}-{len(self.files)}.partial", {"format": "pt"})
+        hf_files.save(self.waiting, self.folder / f"{self.stem}-{len(self.files)}.partial")
         self.files.append(list(self.waiting))
         self.waiting = {}
 

@@ -1,15 +1,17 @@
-"""Check the files of a Hugging Face model's folder before the library reads them, and say what is wrong in one sentence.
+"""Write safetensors; check the files of a model's folder before the library reads them, and say in one sentence what is wrong.
 
 Format: https://huggingface.co/docs/safetensors and, for several files, model.safetensors.index.json with
 {"weight_map": {name of a tensor: its file}}.
 """
 
 import json
+import os
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from labkit import UserError
 
@@ -88,3 +90,10 @@ def opened(file: Path):
             yield tensors
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file} is not whole ({str(error).splitlines()[0]}): fetch it again") from None
+
+
+def save(tensors: dict, file: Path, **metadata: str):
+    """Write {name: tensor} to a file that others may read, as far as the umask says; safetensors' own only its owner may."""
+    save_file(tensors, file, {"format": "pt"} | metadata)
+    os.umask(umask := os.umask(0))
+    file.chmod(0o666 & ~umask)
