@@ -139,12 +139,13 @@ def test_tools_are_rendered(models, tmp_path):
 
 
 def test_an_answer_that_is_rendered_differently_later_is_a_document_of_its_own(models, tmp_path):
-    (tmp_path / "chat.jsonl").write_text(lines({"messages": TALK}))
+    (tmp_path / "chat.jsonl").write_text(lines({"messages": TALK}, {"messages": TALK}))
     tokenizer = AutoTokenizer.from_pretrained(models / "THINKING")
     found = load(tmp_path / "chat.jsonl", models / "THINKING")
-    assert documents(found) == [tokenizer.apply_chat_template(TALK[:count])["input_ids"] for count in (3, 5)]
+    assert documents(found) == [tokenizer.apply_chat_template(TALK[:count])["input_ids"] for count in (3, 5, 3, 5)]
+    assert found.rows.tolist() == [0, 0, 1, 1]  # held out, or trained on, together
     thought = "<think>\n\n</think>\n\n"
-    assert answers(found, tokenizer) == [
+    assert answers(found, tokenizer) == 2 * [
         f"{thought}Paris is the capital.<|im_end|>\n",
         f"{thought}I am fine.<|im_end|>\n",
     ]

@@ -20,11 +20,12 @@ SHAPE |= {"num_key_value_heads": 2, "vocab_size": 340, "max_position_embeddings"
 WORDS = tiny_tokenizer.LINES
 
 
-def made(lengths, kind=data_files.TEXT, answers=None) -> corpus.Corpus:
-    """A corpus of documents of these lengths, whose tokens are 0, 1, 2, …"""
+def made(lengths, kind=data_files.TEXT, answers=None, rows=None) -> corpus.Corpus:
+    """A corpus of documents of these lengths, whose tokens are 0, 1, 2, …; each is a row, unless ``rows`` says otherwise."""
+    rows = np.arange(len(lengths)) if rows is None else np.array(rows)
     tokens = np.arange(sum(lengths))
     answers = None if answers is None else np.array(answers, dtype=bool)
-    return corpus.Corpus("made", kind, "", np.cumsum(lengths), tokens, answers)
+    return corpus.Corpus("made", kind, "", np.cumsum(lengths), rows, tokens, answers)
 
 
 def batches(sequences, steps, accumulate=1, batch_size=1, ranks=1) -> list:
@@ -125,6 +126,14 @@ def test_held_out_documents_are_never_trained_on(kind, packing):
     if kind == data_files.TEXT:
         with refused("--validation"):
             hold_out(made([7] * 4), 0.05, seed=3)
+
+
+def test_a_conversation_that_is_several_documents_is_held_out_whole():
+    rows = [0, 0, 0, 1, 2, 2, 3, 3, 3, 4]
+    data = made([7] * 10, data_files.CHAT, [1] * 70, rows)
+    sides = hold_out(data, 0.4, seed=3)
+    of_sides = [{rows[begin // 7] for begin, _ in side} for side in sides]
+    assert [len(each) for each in of_sides] == [3, 2] and not of_sides[0] & of_sides[1]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -158,9 +158,7 @@ def load(path: Path, model, optimizer, run: dict | None = None, narrow: bool = T
     except (Exception, dcp.CheckpointException) as error:  # DCP's own is no Exception; it wraps the cause
         raise unreadable(path, error) from None
     optimizer_state = state["optimizer"] | {"param_groups": groups}
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state, options=TRAINED
-    )
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state, options=TRAINED)
     return state["step"]
 
 

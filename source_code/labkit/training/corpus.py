@@ -29,7 +29,7 @@ from labkit.training.checkpoint_folder import wait_until_visible
 from labkit.training.data_files import CHAT, COMPLETION, PLAIN, TEXT, DataFile
 from labkit.training.encoding import Bytes, Document, ModelTokens
 
-VERSION = 1  # of the entries; a new one makes all earlier ones unused
+VERSION = 2  # of the entries; a new one makes all earlier ones unused
 FACTS = "facts.json"  # of an entry: its kind, and the types and sizes of its files
 PARTIAL = ".writing-"  # prefix of an entry that is being written
 LEFTOVER_SECONDS = 24 * 3600  # after which one that nobody writes to is removed
@@ -49,6 +49,7 @@ class Corpus:
         kind: ``data_files.PLAIN``, ``TEXT``, ``COMPLETION`` or ``CHAT``.
         digest: a hash of the content.
         ends: where each document ends, int64, (documents,).
+        rows: number of the row that each document is from, int64, (documents,); a conversation may be several documents.
         tokens: unsigned integers, (tokens,).
         answers: for each token, whether it is part of an answer, bool, (tokens,); None: the loss is on all tokens.
     """
@@ -57,6 +58,7 @@ class Corpus:
     kind: str
     digest: str
     ends: np.ndarray
+    rows: np.ndarray
     tokens: np.ndarray
     answers: np.ndarray | None
 
@@ -172,7 +174,8 @@ class _Entry:
         }
         first, *others = (Path(file.name).name for file in self.files)
         name = first + (f" and {len(others)} more" if others else "")
-        return Corpus(name, facts["kind"], facts["digest"], arrays["ends"], arrays["tokens"], arrays.get("answers"))
+        ends_rows_tokens = (arrays[each] for each in ("ends", "rows", "tokens"))
+        return Corpus(name, facts["kind"], facts["digest"], *ends_rows_tokens, arrays.get("answers"))
 
     def write_if_missing(self, elsewhere: Path | None = None) -> Path:
         """Encode the files and write the entry, unless there is one, and return its folder.
@@ -275,7 +278,8 @@ class _Writer:
 
     def __init__(self, folder: Path, dtype: str, has_answers: bool, vocab_size: int):
         self.folder, self.vocab_size, self.count = folder, vocab_size, 0
-        self.dtypes = {"tokens": dtype, "ends": "int64"} | ({"answers": "bool"} if has_answers else {})
+        self.row, self.where = -1, None  # of the last document
+        self.dtypes = {"tokens": dtype, "ends": "int64", "rows": "int64"} | ({"answers": "bool"} if has_answers else {})
         self.digest = hashlib.blake2b(digest_size=8)
 
     def __enter__(self):
@@ -299,7 +303,10 @@ class _Writer:
         if "answers" in self.files:
             self._append("answers", document.answers)
         if document.is_whole:
+            self.row += document.where != self.where
+            self.where = document.where
             self._append("ends", np.array([self.count]))
+            self._append("rows", np.array([self.row]))
 
     def _append(self, name: str, values: np.ndarray):
         raw = values.astype(self.dtypes[name]).tobytes()

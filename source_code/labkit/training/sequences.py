@@ -79,29 +79,30 @@ def load(config, vocab_size: int, me) -> tuple["Sequences", "Sequences | None"]:
 def hold_out(data: Corpus, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Divide a corpus into documents to train on and documents for validation.
 
-    Of a plain text it is the end, otherwise documents drawn at random.
+    Of a plain text it is the end, otherwise rows of the files drawn at random, so that no conversation is on both sides.
 
     Args:
         data: the corpus.
-        share: of the documents, or of a plain text's tokens, that are for validation.
+        share: of the rows, or of a plain text's tokens, that are for validation.
         seed: of the draw.
 
     Returns:
         (begin, end) of the documents to train on, and of the others: int64, (documents, 2) each.
 
     Raises:
-        UserError: there are too few documents.
+        UserError: there are too few rows.
     """
     documents = data.documents
     if data.kind == PLAIN:
         begins, ends = documents.T
         cuts = ends - np.round((ends - begins) * share).astype(np.int64)
         return np.stack([begins, cuts], 1), np.stack([cuts, ends], 1)
-    held_out = np.zeros(len(documents), dtype=bool)
-    held_out[_permutation(len(documents), seed, 0)[: round(len(documents) * share)]] = True
+    count = int(data.rows[-1]) + 1
+    chosen = _permutation(count, seed, 0)[: round(count * share)]
+    held_out = np.isin(data.rows, chosen)
     if not held_out.any() or held_out.all():
         raise UserError(
-            f"--validation {share:g} of {len(documents)} documents leaves nothing to train on, or to validate with: give "
+            f"--validation {share:g} of {count} rows leaves nothing to train on, or to validate with: give "
             "another share, or a file"
         )
     return documents[~held_out], documents[held_out]
