@@ -568,7 +568,10 @@ def test_bad_input_is_a_sentence(what, weights, tmp_path, world_of_one):
         (["--config", "nowhere", "--tokens", "model"], "--tokens model needs --model"),
         (["--config", "CONFIG", "--data", "nowhere", "--seq-len", "64"], "--data nowhere cannot be read"),
         (["--config", "CONFIG", "--data", "SHORT", "--seq-len", "64"], "it has too few tokens"),
-        (["--config", "CONFIG", "--seq-len", "4000"], "more than the 128 positions that the model supports: give --seq-len 128"),
+        (
+            ["--config", "CONFIG", "--seq-len", "4000"],
+            "more than the 128 positions that the model supports: give --seq-len 128",
+        ),
         (["--config", "CONFIG", "--save", "."], "is there already"),
     ],
 )
