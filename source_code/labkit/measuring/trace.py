@@ -128,6 +128,7 @@ class StepTrace(TorchDispatchMode):
         super().__init__()
         self.model, self.optimizer, self.device = model, optimizer, device
         self.batch = ()
+        self._on_meta = any(parameter.device.type == "meta" for parameter in model.parameters())
         self.collectives = Counter()
         self._dimensions = dimensions(model)
         self._number = {}  # address of a live storage → its number; addresses are reused, numbers are not
@@ -193,7 +194,7 @@ class StepTrace(TorchDispatchMode):
         return "activations" if self._phase() == "forward" or torch.is_grad_enabled() else "temporary"
 
     def _see(self, tensor, category=None):
-        if tensor.device.type == "meta":  # beside fake tensors, which are said to be on a device, one without memory
+        if tensor.device.type == "meta" and not self._on_meta:  # one for its shape, beside fake tensors of a device
             return
         self._see_storage(tensor.untyped_storage(), category)
 
