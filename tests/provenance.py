@@ -27,7 +27,12 @@ PURE = {
     "doubts",
 }
 PURE |= set(sys.stdlib_module_names) - {"subprocess", "time", "resource", "os", "socket", "urllib"}
-PURE_PARTS = ("labkit.teaching", "labkit.measuring.differences", "labkit.measuring.records")
+PURE_PARTS = (
+    "labkit.teaching",
+    "labkit.measuring.differences",
+    "labkit.measuring.records",
+    "labkit.running.plan_options",
+)
 PLANS = {"plan", "plan_of"}  # of a record they read its options only: what they return is no measurement
 
 
