@@ -26,6 +26,8 @@ from labkit.running import fork_server  # noqa: E402
 
 # One fork server for all tests, and for the workers, kernels and ranks that they start: most tests are not about
 # starting.
+# As notebook 17 has it: with other variables than the fork server's, each of its ranks would import transformers anew.
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 if fork_server.VARIABLE not in os.environ and fork_server.possible():
     often = ("matplotlib.pyplot", "pandas", "IPython.display", "ipywidgets", *fork_server.IF_IMPORTED)
     os.environ[fork_server.VARIABLE] = fork_server.address(*often)
