@@ -173,5 +173,9 @@ def test_the_lab_plans_a_mesh_as_plan_py_does_and_refuses_what_arithmetic_cannot
     given = {"model": str(folders["llama"]), "mesh": "shard=2,tensor=2", "batch_size": 2, "seq_len": LENGTH}
     ours = hf_fsdp.Config(**given).plan(4, on_gpu=False).peak()
     assert ours == plan.plan_from_options(plan.Config(**given, ranks=4, device="cpu")).peak()
-    with pytest.raises(UserError, match="expert is planned by plan.py only"):
-        hf_fsdp.Config(**given | {"mesh": "shard=2,expert=2"}).plan(4, on_gpu=False)
+    for more, why in {
+        ("mesh", "shard=2,expert=2"): "leave expert out",
+        ("clip", 1.0): "the norm of split gradients",
+    }.items():
+        with pytest.raises(UserError, match=why):
+            hf_fsdp.Config(**given | dict([more])).plan(4, on_gpu=False)

@@ -12,7 +12,8 @@ def replaced(owner, **values) -> Iterator[None]:
         owner: a module or a class that has all of these attributes.
         values: {attribute: its value within the context}.
     """
-    before = {name: getattr(owner, name) for name in values}
+    # Of a class, what it has itself: ``getattr`` would bind a class method.
+    before = {name: vars(owner).get(name, getattr(owner, name)) for name in values}
     try:
         for name, value in values.items():
             setattr(owner, name, value)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from planner import predict
-from planner.cli import report
+from planner.cli import coverage, report
 from planner.models import huggingface, networks
 from planner.models.shapes import GPT_SHAPES, GPTShape
 from planner.parallel import pipeline, zero
@@ -726,7 +726,13 @@ class HuggingFaceTraining(
         if self.adapts and not at_least:
             raise UserError("peft's adapters, on every linear layer, are not planned: train a few steps with --record")
         if self.ep_degree > 1:
-            raise UserError("--mesh with expert is planned by plan.py only: see its --config")
+            raise UserError(
+                f"--mesh {self.mesh}: what a rank needs depends on the experts that tokens choose: leave expert out"
+            )
+        if uncovered := networks.gpt(self.shape, 1, 1, tp_degree=self.tp_degree).unmodeled or (
+            not self.adapts and coverage.uncovered_options(self)
+        ):
+            raise UserError(f"arithmetic does not cover {uncovered}: plan.py simulates it")
         changes = {"strategy": "single"} if ranks == 1 and self.strategy == "fsdp2" else {}
         if self.adapters:  # at least of rank 1
             changes |= {"adapters": None, "merge": False, "lora": 1}

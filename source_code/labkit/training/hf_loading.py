@@ -8,7 +8,6 @@ Used here without being documented: ``prepare_distribute_model`` and ``maybe_dis
 calls (transformers 5.23).
 """
 
-import contextlib
 import warnings
 
 import torch
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from labkit import UserError
+from labkit.measuring.replaced import replaced
 from labkit.measuring.trace import local
 from labkit.training import hf_files, hf_initial, hf_lora
 from labkit.training.hf_models import first_line, on_meta, tied, without_cache
@@ -63,7 +63,7 @@ def load(config, architecture, device: torch.device, parallelize):
         ),
         "maybe_distribute_model": classmethod(distributed),
     }
-    with _class_attributes(DistributedMixin, hooks), warnings.catch_warnings():
+    with replaced(DistributedMixin, **hooks), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "DTensor random operators")  # what the library draws is drawn again
         try:
             model, report = model_class.from_pretrained(
@@ -92,19 +92,6 @@ def load(config, architecture, device: torch.device, parallelize):
         _agree(lambda: hf_lora.read(model, config.adapters))
         initialized = {name for name in initialized if "lora_" not in name}
     return without_cache(model), initialized
-
-
-@contextlib.contextmanager
-def _class_attributes(owner: type, values: dict):
-    """Replace class methods, whose descriptors ``getattr`` would bind."""
-    before = {name: owner.__dict__[name] for name in values}
-    try:
-        for name, value in values.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
 
 
 def _agree(check):
