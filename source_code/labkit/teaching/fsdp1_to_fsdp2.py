@@ -12,10 +12,18 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ROWS = []
 
@@ -62,14 +70,24 @@ def shard_grad_op(x):
     return not isinstance(model[0].weight, DTensor), "whole after forward"
 
 
-@row("`sharding_strategy=HYBRID_SHARD`, `device_mesh`, `process_group`", "`mesh`, in two dimensions for it")
+def two_by_two(x):
+    return init_device_mesh(x.device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+@row("`sharding_strategy=HYBRID_SHARD`, `device_mesh`, `process_group`", "`mesh` with two dimensions")
 def hybrid_shard(x):
-    mesh = init_device_mesh(x.device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
-    placements = wrapped(toy(), mesh=mesh)[0].weight.placements
+    placements = wrapped(toy(), mesh=two_by_two(x))[0].weight.placements
     return placements == (Replicate(), Shard(0)), f"placements {placements}"
 
 
-@row("`sharding_strategy=NO_SHARD`", "none: it is DDP under another name")
+@row("`sharding_strategy=_HYBRID_SHARD_ZERO2`", "that `mesh`, and `reshard_after_forward=False`")
+def hybrid_shard_zero2(x):
+    model = wrapped(toy(), mesh=two_by_two(x), reshard_after_forward=False)
+    model(x)
+    return not isinstance(model[0].weight, DTensor), "whole after forward, as with `SHARD_GRAD_OP`"
+
+
+@row("`sharding_strategy=NO_SHARD`", "no such setting; use DDP")
 def no_shard(x):
     model = DistributedDataParallel(toy().to(x.device))
     return not any(isinstance(p, DTensor) for p in model.parameters()), "DDP keeps every parameter whole"
@@ -102,7 +120,7 @@ def param_init_fn(x):
     return sharded_on == {"meta"} and sums == 2 * 92, f"cut on meta, filled on {model[0].weight.device.type}: 92 × 2.0"
 
 
-@row("`use_orig_params`", "nothing to set: always so")
+@row("`use_orig_params`", "nothing to set: parameters keep their names")
 def use_orig_params(x):
     names = [name for name, _ in wrapped(toy()).named_parameters()]
     return names == [name for name, _ in toy().named_parameters()], f"names {', '.join(names)}"
@@ -111,12 +129,59 @@ def use_orig_params(x):
 # When and how parameters are gathered and gradients reduced
 
 
-@row("`mixed_precision=MixedPrecision(…)`", "`mp_policy=MixedPrecisionPolicy(…)`")
+class ReducedIn(TorchDispatchMode):
+    """Collect the data types that reduce-scatters take."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # DTensor first: it turns this into operators on local tensors
+        if "reduce_scatter" in str(operator):
+            self.dtypes.add(args[1].dtype)
+        return operator(*args, **(kwargs or {}))
+
+
+def reduced_in(model, x) -> str:
+    """Return the data type in which a step reduces gradients, such as "bfloat16"."""
+    with ReducedIn() as seen:
+        model(x).sum().backward()
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in seen.dtypes))
+
+
+WIDE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)  # since 2.15, FSDP2 reduces fp32 parameters in fp32 unless reduce_dtype is set
+
+
+@row(
+    "`mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)`",
+    "`mp_policy=MixedPrecisionPolicy(…)`. **Trap:** since torch 2.15, add `reduce_dtype=torch.bfloat16` to reduce as before",
+)
 def mixed_precision(x):
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = wrapped(toy().to(x.device), mp_policy=policy)
-    seen = [model(x).dtype, model[0].weight.dtype]
-    return seen == [torch.bfloat16, torch.float32], "computes in bf16, keeps its shards in fp32"
+    bf16 = torch.bfloat16
+    flat = FullyShardedDataParallel(toy(), device_id=x.device, mixed_precision=MixedPrecision(param_dtype=bf16))
+    policies = MixedPrecisionPolicy(param_dtype=bf16), MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=bf16)
+    models = [flat, *(wrapped(toy(), mp_policy=policy) for policy in policies)]
+    before, same_words, as_before = (reduced_in(model, x) for model in models)
+    done = (before, same_words, as_before) == ("bfloat16", "float32" if WIDE else "bfloat16", "bfloat16")
+    return done, f"reduced in {before}; by the same words in {same_words}; with `reduce_dtype` in {as_before}"
+
+
+@row("`MixedPrecision(buffer_dtype=…)`", "none: cast buffers yourself")
+def buffer_dtype(x):
+    dtypes = []
+    for flat in (True, False):
+        model = toy()
+        model.register_buffer("scale", torch.ones(3))
+        if flat:
+            policy = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+            model = FullyShardedDataParallel(model, device_id=x.device, mixed_precision=policy)
+        else:
+            fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        model(x)
+        dtypes += [buffer.dtype for buffer in model.buffers()]
+    return dtypes == [torch.bfloat16, torch.float32], "a buffer is bf16 under FSDP1; under FSDP2 it stays fp32"
 
 
 @row("`cpu_offload=CPUOffload(True)`", "`offload_policy=CPUOffloadPolicy(…)`")
@@ -129,9 +194,9 @@ def cpu_offload(x):
     return devices == {"cpu"}, f"shard and gradient on the {' and '.join(devices)}{without} (chapter 6)"
 
 
-@row("`limit_all_gathers`", "none needed: FSDP2 frees what it gathered in a fixed order")
+@row("`limit_all_gathers`", "none needed: FSDP2 orders its frees on the GPU's streams")
 def limit_all_gathers(x):
-    return "limit_all_gathers" not in inspect.signature(fully_shard).parameters, "there is no such argument"
+    return "limit_all_gathers" not in inspect.signature(fully_shard).parameters, "no such argument"
 
 
 def gathers_at_relu(x, model) -> tuple[int, int, int]:
@@ -167,20 +232,23 @@ def forward_prefetch(x):
     return ahead > without, f"{ahead} units gathered when the first layer has computed, else {without}"
 
 
-@row("`no_sync()`", "`set_requires_gradient_sync(False)`")
+@row(
+    "`no_sync()`",
+    "`set_requires_gradient_sync(False)`. **Trap:** it does not end with a block; call it with `True` before the last micro-batch",
+)
 def no_sync(x):
-    model = wrapped(toy())
+    model, alone = wrapped(toy()), toy()
     model.set_requires_gradient_sync(False)
-    model(x).sum().backward()
-    waits = model[0].weight.grad is None
+    waits = []
+    for _ in range(2):
+        model(x).sum().backward()
+        waits.append(model[0].weight.grad is None)
     model.set_requires_gradient_sync(True)
     model(x).sum().backward()
-    alone = toy()
-    (
-        2 * alone(x.cpu()).sum()
-    ).backward()  # every rank has the same x, so the mean over ranks equals each rank's gradient
+    # Every rank has the same x, so the mean over ranks equals each rank's gradient.
+    (3 * alone(x.cpu()).sum()).backward()
     same = torch.allclose(model[0].weight.grad.full_tensor().cpu(), alone[0].weight.grad)
-    return waits and same, "no shard of a gradient after the first backward, the sum of both after the second"
+    return all(waits) and same, "nothing reduced after two backwards; the sum of all three after the next"
 
 
 # Working with a sharded model: load, clip, save, inspect

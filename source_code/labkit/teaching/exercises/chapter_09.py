@@ -1,18 +1,20 @@
-"""Exercises of chapter 09, FSDP2 in detail."""
+"""Exercises of chapter 09, FSDP2 taken apart."""
 
 import contextlib
+import dataclasses
+import warnings
+from collections import Counter
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from planner.models import networks
-from planner.models.shapes import GPT_SHAPES, GPTShape
+from planner.models.shapes import GPTShape
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
-from labkit.running.lab import Lab
-from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
+from labkit.teaching.exercises import Do, on_ranks, unanswered
 from labkit.training import models
 
 GIB = 2**30
@@ -27,30 +29,26 @@ SHAPE = GPTShape(
 )
 
 
-def _traffic(**options):
-    """Return the traffic of a step of the chapter's tiny GPT in MB."""
-    plan = Lab(ranks=RANKS, device="cpu").plan("gpt_fsdp.py", **options)
-    return sum(entry["count"] * entry["bytes"] for entry in plan.traffic()) / 1e6
+BLOCK = 2 * 218_112_000  # bytes of a block of Llama 3 8B in bf16
 
 
-ONCE = _traffic(reshard_after_forward="false")  # one all-gather and one reduce-scatter of all parameters
-LLAMA = GPT_SHAPES["llama3-8b"]
-(BLOCK,) = {
-    sum(torch.Size(shape).numel() for shape in module.parameters.values())
-    for module in networks.gpt(LLAMA, 1, 8).modules
-    if module.wrapped
-}
-WAITING = LLAMA.num_hidden_layers * BLOCK * 2 / GIB  # all blocks in bf16
-
-
-def _layout():
+def _layout(tied: bool):
     """Return the units that 09.3 asks for: {unit: (its parameters, whether they stay gathered after forward)}."""
-    names = [name for name, _ in models.GPT(SHAPE).named_parameters()]
-    last = SHAPE.num_hidden_layers - 1
-    units = {f"block {i}": ([n for n in names if n.startswith(f"blocks.{i}.")], i == last) for i in range(last + 1)}
-    units["norm and head"] = [n for n in names if n.startswith(("norm.", "head."))], True
-    units["the root"] = [n for n in names if n.startswith("embedding.")], True
-    return units
+    names = [name for name, _ in models.GPT(_shape(tied)).named_parameters()]
+    units = {
+        f"block {i}": ([n for n in names if n.startswith(f"blocks.{i}.")], False)
+        for i in range(SHAPE.num_hidden_layers)
+    }
+    if tied:
+        return units | {"embedding, norm and head": (["embedding.weight", "norm.weight"], True)}
+    return units | {
+        "the embedding": (["embedding.weight"], False),
+        "norm and head": (["norm.weight", "head.weight"], True),
+    }
+
+
+def _shape(tied: bool) -> GPTShape:
+    return dataclasses.replace(SHAPE, tie_word_embeddings=tied)
 
 
 @contextlib.contextmanager
@@ -74,30 +72,43 @@ def _whole(model) -> set:
 
 def judge_cut(cut) -> str:
     with _world() as mesh:
-        model = models.GPT(SHAPE)
-        cut(model, mesh)
-        whole = _whole(model)
-        if len(whole) == len(list(model.parameters())):
-            return "not answered yet"
-        if whole:
-            return f"not quite: {min(whole)} is in no unit; wrap the root last, it takes the remaining parameters"
+        for tied in (False, True):
+            if (said := _judge_one_cut(cut, mesh, tied)) != "right":
+                return f"{said} (tied weights)" if tied and said.startswith("not quite") else said
+    return "right"
+
+
+def _judge_one_cut(cut, mesh, tied: bool) -> str:
+    model = models.GPT(_shape(tied))
+    cut(model, mesh)
+    whole = _whole(model)
+    if len(whole) == len(list(model.parameters())):
+        return "not answered yet"
+    if whole:
+        return f"not quite: {min(whole)} is in no unit"
+    if not isinstance(model, FSDPModule):
+        return "not quite: fully_shard was not called on the model itself, the root, whose hooks start each step"
+    try:
         model(torch.arange(8).view(1, 8))  # real operators on uninitialized gathered values: the results mean nothing
-        after = _whole(model)
-        for module in model.modules():
-            if hasattr(module, "reshard"):
-                module.reshard()
-        return _first_difference(model, after)
+    except ValueError as error:
+        return f"not quite: forward raises {error}"
+    after = _whole(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return _first_difference(model, after, tied)
 
 
-def _first_difference(model, after) -> str:
-    modules = {"the root": model, "norm and head": model.norm}
-    modules |= {f"block {i}": block for i, block in enumerate(model.blocks)}
-    for unit, (names, stays) in _layout().items():
-        if not hasattr(modules[unit], "unshard"):
-            return f"not quite: {unit} is not a unit: fully_shard was not called on it"
-        modules[unit].unshard()
+def _first_difference(model, after, tied: bool) -> str:
+    for unit, (names, stays) in _layout(tied).items():
+        owner = model.get_submodule(
+            names[0].rpartition(".")[0] if not unit.startswith("block") else unit.replace(" ", "s.")
+        )
+        if not isinstance(owner, FSDPModule):
+            return f"not quite: {unit} is no unit of its own: fully_shard was not called on it"
+        owner.unshard()
         together = _whole(model)
-        modules[unit].reshard()
+        owner.reshard()
         if extra := sorted(together - set(names)):
             return f"not quite: {extra[0]} is gathered together with {unit}; it should not be"
         if missing := sorted(set(names) - together):
@@ -105,17 +116,18 @@ def _first_difference(model, after) -> str:
         if stays and not set(names) <= after:
             return f"not quite: {unit} is freed after forward, but backward needs it at once: keep it gathered"
         if not stays and set(names) & after:
-            return f"not quite: {unit} stays gathered after forward; only the last block, and norm and head, should"
+            return f"not quite: {unit} stays gathered after forward; only the unit with the head should"
     return "right"
 
 
-WORLD, STEPS, MAX_NORM = 3, 3, 0.05  # of 09.0: ranks, steps, and the norm to clip to
+WORLD, STEPS, MAX_NORM = 3, 3, 0.05  # of 09.1: ranks, steps, and the norm to clip to
 
 
-def adapted(device="cpu"):
-    """Return a small GPT with a frozen base and adapters, equal on every rank."""
+def small_gpt(device="cpu", lora: int = 0):
+    """Return a small GPT, equal on every rank. lora: rank of the adapters on its then frozen base; 0: none."""
     model = models.GPT(SHAPE)
-    models.add_lora(model, 2)
+    if lora:
+        models.add_lora(model, lora)
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             generator = torch.Generator().manual_seed(number)
@@ -123,15 +135,16 @@ def adapted(device="cpu"):
     return model.to(device)
 
 
-def batches_of(rank, device="cpu") -> list[tuple]:
-    """Return (inputs, targets) of each step on this rank, each of shape (2, 8)."""
-    drawn = torch.randint(SHAPE.vocab_size, (STEPS, 2, 9), generator=torch.Generator().manual_seed(rank))
+def batches_of(rank, device="cpu", count=STEPS, seed=0) -> list[tuple]:
+    """Return (inputs, targets) of ``count`` batches on this rank, each of shape (2, 8)."""
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    drawn = torch.randint(SHAPE.vocab_size, (count, 2, 9), generator=generator)
     return [(part[:, :-1], part[:, 1:]) for part in drawn.to(device)]
 
 
 def in_one_process(ranks: int) -> tuple[list[float], dict]:
     """Return what ``fine_tune`` should return, computed in one process on all ranks' batches."""
-    model = adapted()
+    model = small_gpt(lora=2)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), lr=0.01)
     norms = []
@@ -150,7 +163,7 @@ def _tuned(me, fine_tune):
     Returns:
         (its result, with DTensors replaced by the word "DTensor"; the number of units it made).
     """
-    model = adapted(me.device)
+    model = small_gpt(me.device, lora=2)
     result = fine_tune(model, batches_of(me.rank, me.device), init_device_mesh(me.device.type, (me.world_size,)))
     units = sum(isinstance(module, FSDPModule) for module in model.modules())
     if unanswered(result):
@@ -169,9 +182,7 @@ def judge_fine_tune(fine_tune) -> str:
         if result is None:
             return f"not quite: rank {rank} returns nothing, but others do"
         if units != SHAPE.num_hidden_layers + 1:
-            return (
-                f"not quite: there are {units} units instead of {SHAPE.num_hidden_layers + 1}: each block, and the root"
-            )
+            return f"not quite: there are {units} units instead of 4: each of the three blocks, and the root"
         if difference := _tuning_differs(rank, *result, *wanted):
             return f"not quite: {difference}"
     return "right"
@@ -186,12 +197,8 @@ def _tuning_differs(rank, norms, adapters, right_norms, right) -> str | None:
         if norm == 0:
             return f"rank {rank}: step {step} has no gradients; fully_shard replaces the parameters by DTensors: list them after calling it"
         if abs(norm - wanted) > 1e-3 * wanted:
-            why = (
-                "is it the norm of this rank's shards only?"
-                if step == 1
-                else "did step 1 not clear its gradients, or not train?"
-            )
-            return f"rank {rank}: the gradient's norm in step {step} is {norm:.3f}, in one process {wanted:.3f}; {why}"
+            causes = "is it the norm of this rank's shards only?", "did step 1 not clear its gradients, or not train?"
+            return f"rank {rank}: the gradient's norm in step {step} is {norm:.3f}, in one process {wanted:.3f}; {causes[step > 1]}"
     if extra := sorted(set(adapters) - set(right)):
         return f"{extra[0]} is frozen; return only trained parameters"
     if missing := sorted(set(right) - set(adapters)):
@@ -206,8 +213,123 @@ def _tuning_differs(rank, norms, adapters, right_norms, right) -> str | None:
     return None
 
 
+MICRO_BATCHES = (3, 2)  # in each of two steps of 09.0
+
+
+def gradients_in_one_process(ranks: int, step: int) -> dict[str, torch.Tensor]:
+    """Return the gradient of the mean loss over all ranks' micro-batches of a step, without an optimizer."""
+    model = small_gpt()
+    parts = [part for rank in range(ranks) for part in batches_of(rank, count=MICRO_BATCHES[step], seed=step)]
+    inputs, targets = (torch.cat(part) for part in zip(*parts, strict=True))
+    F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def _accumulated(me, accumulate):
+    """Return of two steps: (its result, {collective: calls}, parameters still whole, {parameter: gradient or None})."""
+    warnings.filterwarnings("ignore", ".*returned a view tensor")  # CommDebugMode decomposes a linear layer
+    model = small_gpt(me.device)
+    mesh = init_device_mesh(me.device.type, (me.world_size,))
+    for unit in [*model.blocks, model]:
+        fully_shard(unit, mesh=mesh)
+    steps = []
+    for step, count in enumerate(MICRO_BATCHES):
+        with CommDebugMode() as seen:
+            result = accumulate(model, batches_of(me.rank, me.device, count, seed=step))
+        calls = Counter()
+        for operator, count in seen.get_comm_counts().items():
+            calls["reduce-scatter" if "reduce" in str(operator) else "all-gather"] += count
+        whole = sorted(_whole(model))
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
+        grads = {name: p.grad for name, p in model.named_parameters()}
+        steps.append((None if unanswered(result) else result, calls, whole, {n: _full(g) for n, g in grads.items()}))
+        model.zero_grad()
+    return steps
+
+
+def _full(gradient):
+    return gradient.full_tensor().cpu() if isinstance(gradient, DTensor) else None
+
+
+def judge_accumulate(accumulate) -> str:
+    on_each = on_ranks(_accumulated, accumulate, ranks=WORLD)
+    if all(result is None for result, *_ in on_each[0]):
+        return "not answered yet"
+    for step, of_ranks in enumerate(zip(*on_each, strict=True)):
+        wanted = gradients_in_one_process(WORLD, step)
+        for rank, found in enumerate(of_ranks):
+            if difference := _accumulating_differs(MICRO_BATCHES[step], wanted, *found):
+                return f"not quite: rank {rank}, step {step + 1}, of {MICRO_BATCHES[step]} micro-batches: {difference}"
+    return "right"
+
+
+def _accumulating_differs(count, wanted, losses, calls, whole, grads) -> str | None:
+    units = SHAPE.num_hidden_layers + 1
+    if not isinstance(losses, list) or len(losses) != count:
+        return "it should return a list with one loss per micro-batch"
+    if missing := sorted(name for name, gradient in grads.items() if gradient is None):
+        return f"the shard of {missing[0]} has no gradient: nothing was reduced"
+    for name, gradient in grads.items():
+        if not torch.allclose(gradient, wanted[name], atol=1e-5):
+            if torch.allclose(gradient, count * wanted[name], atol=1e-5 * count):
+                return f"the gradient is {count} times that of the mean loss: divide each loss"
+            return f"the gradient of {name} is not that of one process on all micro-batches"
+    if calls["reduce-scatter"] > units:
+        return f"{calls['reduce-scatter']} reduce-scatters; {units} units need one each, after the last micro-batch"
+    if calls["all-gather"] > units:
+        return f"{calls['all-gather']} all-gathers; {units} units need one each, before the first forward"
+    if whole:
+        return f"{whole[0]} is still whole after the step: the optimizer updates shards, so free it after the last micro-batch"
+    return None
+
+
+ROOMS = [  # of 09.2: (what it is about, arguments of choose, its answer)
+    ("8B, much room", (32, BLOCK, 20 * GIB, GIB, 8, False), False),
+    ("8B, little room, a mesh per unit", (32, BLOCK, 10 * GIB, GIB, 8, False), True),
+    ("8B, little room, one mesh for all units", (32, BLOCK, 10 * GIB, GIB, 8, True), 8),
+    ("large blocks, a mesh per unit", (20, 8 * BLOCK, 40 * GIB, GIB // 2, 4, False), 4),
+    ("8B, room for the eighths alone", (32, BLOCK, 2 * GIB, GIB, 8, True), True),
+]
+
+
+def judge_choose(choose) -> str:
+    for number, (about, arguments, wanted) in enumerate(ROOMS):
+        answer = choose(*arguments)
+        if number == 0 and unanswered(answer):
+            return "not answered yet"
+        if answer is not wanted and not (wanted not in (True, False) and answer == wanted):
+            return f"not quite: {about} ({', '.join(map(str, arguments))}): {answer}, but {wanted} is right"
+    return "right"
+
+
 EXERCISES = {
     "09.0": Do(
+        title="gather once, reduce once",
+        level=2,
+        minutes=12,
+        judge=judge_accumulate,
+        hint="Three methods, all of which act on the model and every unit in it: set_reshard_after_forward,\n"
+        "set_reshard_after_backward and set_requires_gradient_sync. Each keeps its value until it is called again:\n"
+        "what must be true before the last micro-batch, and what before all others?",
+        solution="""
+import torch.nn.functional as F
+
+def accumulate(model, micro_batches):
+    model.set_reshard_after_forward(False)
+    losses = []
+    for number, (inputs, targets) in enumerate(micro_batches, 1):
+        last = number == len(micro_batches)
+        model.set_requires_gradient_sync(last)  # before the last one, gradients accumulate unsharded
+        model.set_reshard_after_backward(last)  # the optimizer updates shards, so parameters are freed at the end
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()) / len(micro_batches)
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+""",
+    ),
+    "09.1": Do(
         title="FSDP1 to FSDP2, with adapters",
         level=2,
         minutes=12,
@@ -235,66 +357,43 @@ def fine_tune(model, batches, mesh):
     return norms, {name: p.detach().full_tensor() for name, p in trained.items()}
 """,
     ),
-    "09.1": Predict(
-        title="traffic, accumulating and keeping",
-        level=1,
-        minutes=4,
-        answer=_traffic(reshard_after_forward="false", accumulate=4, sync="last"),
-        unit="MB",
-        slips={
-            "the reduce-scatter comes once per step, not after each micro-batch": 4 * ONCE,
-            "that is one micro-batch: the parameters are freed after each backward, and gathered for the next": ONCE,
-            "the blocks stay gathered, so backward gathers nothing": _traffic(accumulate=4, sync="last"),
-            "the reduce-scatter is missing, which comes once": 4 * ONCE / 2,
-            "that is MiB; traffic is in MB of 1000²": _traffic(reshard_after_forward="false", accumulate=4, sync="last")
-            * 1e6
-            / 2**20,
-        },
-        hint="In each of the four micro-batches, root and blocks are gathered once. How often are their gradients reduced?",
-        solution="""
-# Four all-gathers of all parameters (none in backward: the blocks stay gathered), one reduce-scatter of all gradients.
-block, root = 787_456, 262_656  # bytes
-answer = (4 * (root + 4 * block) + (root + 4 * block)) / 1e6
-""",
-    ),
-    "09.2": Predict(
-        title="what a node's worth costs",
+    "09.2": Do(
+        title="what else N costs",
         level=2,
-        minutes=5,
-        answer=WAITING / 8,
-        unit="GiB",
-        slips={
-            "that is the whole model, as with False; with 8, an eighth of each block stays on each rank": WAITING,
-            "the groups are of 8 ranks, not of all 16": WAITING / 16,
-            "an element in bf16 has 2 bytes, not 4": 2 * WAITING / 8,
-            "that is one block; at the end of forward, each of the 32 has left its share": WAITING
-            / 8
-            / LLAMA.num_hidden_layers,
-            "that includes the other node's share": WAITING / 2,
-        },
-        hint="At the end of forward, every block has been gathered and has left 1/8 of itself on each rank. 2 bytes per element.",
+        minutes=8,
+        judge=judge_choose,
+        hint="Compare bytes at the end of forward: N units whole; N units' parts, and a communicator for each mesh.\n"
+        "False sends least in all. N and False send the same between nodes. True takes no memory in between.",
         solution="""
-# Each of the 32 blocks leaves an eighth of itself on each rank, in the dtype in which it was gathered.
-answer = 32 * 218_112_000 * 2 / 8 / 2**30
+def choose(units, unit_bytes, room, communicator, n, shared):
+    if units * unit_bytes <= room:
+        return False  # no second all-gather at all
+    communicators = 1 if shared else units  # of a mesh's two groups, the one of n ranks communicates
+    if units * unit_bytes / n + communicators * communicator <= room:
+        return n  # the second all-gather stays inside a node
+    return True
 """,
     ),
     "09.3": Do(
-        title="cut as large training codes do",
+        title="cut as torchtitan does",
         level=3,
         minutes=15,
         judge=judge_cut,
-        hint="Inner units first. fully_shard takes a list of modules and makes one unit of them; reshard_after_forward\n"
-        "may differ between calls. The root keeps its parameters gathered by default.",
+        hint="fully_shard takes a list of modules and makes one unit of them; reshard_after_forward may differ between\n"
+        "calls. A tied weight belongs to one unit, and so do the modules that share it. The root is wrapped last,\n"
+        "even if no parameter is left for it.",
         solution="""
 from torch.distributed.fsdp import fully_shard
 
 def cut(model, mesh):
-    *others, last = model.blocks
-    for block in others:
-        fully_shard(block, mesh=mesh)  # freed after forward: the default for units other than the root
-    # Backward starts with these: if they were freed after forward, they would be gathered again right away.
-    fully_shard(last, mesh=mesh, reshard_after_forward=False)
-    fully_shard([model.norm, model.head], mesh=mesh, reshard_after_forward=False)
+    if model.head.weight is model.embedding.weight:
+        fully_shard([model.embedding, model.norm, model.head], mesh=mesh, reshard_after_forward=False)
+    else:
+        fully_shard(model.embedding, mesh=mesh, reshard_after_forward=True)
+        # Backward starts with these: if they were freed after forward, they would be gathered again right away.
+        fully_shard([model.norm, model.head], mesh=mesh, reshard_after_forward=False)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh)
 """,
     ),
