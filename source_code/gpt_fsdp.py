@@ -28,7 +28,7 @@ from labkit.measuring.trace import local
 from labkit.running import options, preflight, ranks
 from labkit.running.lab_options import TransformerTraining
 from labkit.running.options import Conflict, several
-from labkit.training import checkpoints, models, recompute, saving, text
+from labkit.training import checkpoints, models, post_forward_mesh, recompute, saving, text
 from labkit.training.loop import Loop, keep_norm
 from labkit.training.shards import count_units, part_of
 from labkit.training.tensor_parallel import tensor_parallel
@@ -140,8 +140,9 @@ def fsdp2(model, config, me):
     units = list(model.blocks)
     if config.wraps_embeddings:
         units.insert(0, model.embedding)
-    for unit in units:
-        fsdp.fully_shard(unit, reshard_after_forward=config.reshard, **settings)
+    with post_forward_mesh.shared():  # one for all units, if --reshard-after-forward is N
+        for unit in units:
+            fsdp.fully_shard(unit, reshard_after_forward=config.reshard, **settings)
     if config.wraps_embeddings:  # one unit for both; it stays gathered, since backward begins with it
         fsdp.fully_shard([model.norm, model.head], reshard_after_forward=False, **settings)
         units.append(model.head)

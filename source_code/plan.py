@@ -49,9 +49,9 @@ from labkit import UserError
 from labkit.running.lab_options import LABS, TransformerTraining
 from labkit.running.options import arguments, declared, exit_with_error, parse
 from labkit.running.plan_options import Config
-from planner import gpus, predict
+from planner import predict
 from planner.cli import report
-from planner.cli.commands import costs, describe, find, plan_from_options, sweep
+from planner.cli.commands import costs, describe, find, fit, plan_from_options, sweep
 from planner.parallel import zero
 
 # Options that the command of a plan always states if they differ from the lab's defaults
@@ -166,7 +166,7 @@ def answer_by_simulation(options: Config) -> str:
         found = simulated_plan.of_module(options)
     else:
         found = simulated_plan.of_library(options, *library_step(options))
-    found["memory"] = gpus.verdict(found["simulated"], options.memory, options.gpu, options.ranks)
+    found["memory"] = fit(options, found["simulated"], found.get("units", 1) - 1)
     if options.shape and not options.splits_model:
         found |= costs(options, plan_from_options(options))
     if options.json:

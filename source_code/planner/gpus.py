@@ -19,11 +19,19 @@ GIB = 2**30
 # What a process holds on a GPU in addition to what PyTorch reserves, in GiB, read from out-of-memory messages ("memory in use",
 # less "allocated" and "reserved but unallocated"). The context, with its kernels: 0.42 to 0.49 in
 # DINGYANB/MTVCrafter#21, pytorch/torchchat#1341 and QwenLM/Qwen3-VL#2097. With NCCL's buffers, 16 ranks on V100s: 1.62
-# (rwth-i6/returnn#1469). Each further group of ranks, such as a mesh's second dimension, has buffers of its own.
+# (rwth-i6/returnn#1469).
 CONTEXT, NCCL = 0.5, 1.1
 
+# GiB that every further communicator is assumed to take (planner/parallel/groups.py counts them), and the range of the
+# reports: 388 MiB on an RTX 3060 (sgl-project/sglang#35538); 544 MB for two A100s with NVLink and 688 for more
+# (NVIDIA/nccl#964); "1GB" (FSDP2's maintainers: pytorch/pytorch#153302); about 2, as three took 6 GB (NVIDIA/nccl#864). Its
+# buffers are allocated by channel, of which NCCL takes more the faster the links are (NVIDIA/nccl#986).
+COMMUNICATOR, REPORTED = 1.0, (0.4, 2.0)
+
 # Reserved over planned, the lowest and the highest of torchtitan's published eager runs (notebook 11 has them all, and the
-# compiled ones): the allocator holds free blocks that another stream cannot use, and rounds up.
+# compiled ones): the allocator holds free blocks that another stream cannot use, and rounds up. torchtitan's launch script
+# sets PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True since a5e57e4a9 (22 October 2024), before these runs: its segments
+# grow instead of leaving gaps between them. Without it, more may be reserved. (PYTORCH_ALLOC_CONF since torch 2.10.)
 RESERVE = (1.16, 1.22)
 
 
@@ -63,9 +71,14 @@ OTHERS = {"mig", "nvl", "laptop", "d", "ti"}
 RECORDS = Path(__file__).resolve().parents[1] / "results" / "reference"  # of proofs/gpu.py, a folder for each GPU
 
 
-def outside(ranks: int) -> float:
-    """Return the GiB on a GPU that are not PyTorch's: the context, and with several ranks NCCL's buffers."""
-    return CONTEXT + (NCCL if ranks > 1 else 0.0)
+def outside(ranks: int, communicators: int = 1) -> float:
+    """Return the GiB on a GPU that are not PyTorch's: the context, and with several ranks the buffers of communicators.
+
+    Args:
+        ranks: how many train.
+        communicators: of a rank; all but the first are assumed to take ``COMMUNICATOR``.
+    """
+    return CONTEXT + (NCCL + (communicators - 1) * COMMUNICATOR if ranks > 1 else 0.0)
 
 
 def known(name: str) -> str | None:
@@ -92,10 +105,10 @@ def reserve(gpu: str, records: Path = RECORDS) -> tuple[float, str]:
             ]
             if measured:
                 return max(measured), f"measured: {path.parts[-3]}"
-    return RESERVE[1], "published: torchtitan's eager runs on H100, 1.16 to 1.22"
+    return RESERVE[1], "published: torchtitan's eager runs on H100, with expandable_segments, 1.16 to 1.22"
 
 
-def verdict(peak: int, memory: float, gpu: str, ranks: int) -> dict:
+def verdict(peak: int, memory: float, gpu: str, ranks: int, communicators: int = 1) -> dict:
     """Return whether a plan fits, and the GiB it needs.
 
     Args:
@@ -103,18 +116,21 @@ def verdict(peak: int, memory: float, gpu: str, ranks: int) -> dict:
         memory: of the GPU, in GiB.
         gpu: a key of ``GPUS``.
         ranks: how many train.
+        communicators: of a rank.
 
     Returns:
         {"answer": "fits", "tight", or "does not fit", "needs": GiB with the reserve, "least": GiB without, "outside":
-        GiB, "reserve": factor, "source": of the factor}. Tight: it fits if the allocator reserves nothing beyond the
-        plan.
+        GiB, "communicators", "reserve": factor, "source": of the factor}. Tight: it fits if the allocator reserves
+        nothing beyond the plan.
     """
     factor, source = reserve(gpu)
-    least = peak / GIB + outside(ranks)
-    needs = peak / GIB * factor + outside(ranks)
+    beyond = outside(ranks, communicators)
+    least = peak / GIB + beyond
+    needs = peak / GIB * factor + beyond
     answer = "fits" if needs <= memory else "tight" if least <= memory else "does not fit"
     return {"answer": answer, "needs": needs, "least": least} | {
-        "outside": outside(ranks),
+        "outside": beyond,
+        "communicators": communicators if ranks > 1 else 0,
         "reserve": factor,
         "source": source,
     }

@@ -12,7 +12,7 @@ from pathlib import Path
 from planner import UserError, gpus, predict
 from planner.cli import search
 from planner.models import networks
-from planner.parallel import pipeline
+from planner.parallel import groups, pipeline
 from planner.parallel.mesh import arrange
 from planner.timing import cost
 
@@ -109,12 +109,34 @@ def describe(options, plan: predict.Plan) -> dict:
         "rank": plan.rank,
         "by_category": predict.by_category(terms),
         "first_step_peak": predict.total(plan.peak(first=True)[1]),
-        "memory": gpus.verdict(peak, options.memory, options.gpu, options.ranks),
+        "memory": fit(options, peak),
         "not_modelled": ["dropout"]
         if options.shape.unplanned_dropout(options.on_gpu)
         else [],  # of what this model has
         **costs(options, plan),
     }
+
+
+def fit(options, peak: int, units: int = 1) -> dict:
+    """Return whether a run fits: ``gpus.verdict``, and how many process groups it makes.
+
+    Args:
+        options: of plan.py.
+        peak: bytes.
+        units: FSDP units of --module, without the root.
+
+    Returns:
+        The keys of ``gpus.verdict``, "process_groups", and "post_forward_meshes": of --reshard-after-forward N.
+    """
+    # The course's labs share one post-forward mesh (labkit/training/post_forward_mesh.py).
+    lab, meshes = ("", units) if options.module else (options.lab, 1)
+    mesh = arrange(options.ranks, options.mesh)
+    made = groups.of_training(
+        lab, options.ranks, options.strategy, mesh, options.reshard_after_forward, post_forward_meshes=meshes
+    )
+    memory = gpus.verdict(peak, options.memory, options.gpu, options.ranks, groups.communicators(made))
+    kept = sum(group.count for group in made if group.name == groups.POST_FORWARD)
+    return memory | {"process_groups": groups.total(made), "post_forward_meshes": kept}
 
 
 def costs(options, plan: predict.Plan) -> dict:
@@ -212,7 +234,7 @@ def recompute_rows(options) -> list[dict]:
         UserError: it does not go together with the other options.
     """
     state = predict.total(first_rank_plan(options).persistent())
-    if gpus.verdict(state, options.memory, options.gpu, options.ranks)["answer"] == "does not fit":
+    if fit(options, state)["answer"] == "does not fit":
         return [{"recompute": "any", "options": {}} | row_summary(options, state)]
     rows, refusal = [], None
     for kind in RECOMPUTE_BY_MEMORY:
@@ -247,7 +269,7 @@ def row_summary(options, state: int | None = None) -> dict:
     """
     plan = first_rank_plan(options)
     peak = state or predict.total(plan.for_peak_rank().peak()[1])
-    memory = gpus.verdict(peak, options.memory, options.gpu, options.ranks)
+    memory = fit(options, peak)
     needs = {name: memory[name] for name in ("answer", "needs", "least")}
     if memory["answer"] == "does not fit":
         return EMPTY_ROW | {"peak": peak} | needs
@@ -297,7 +319,7 @@ def find(options) -> dict:
     @cache
     def memory(number: int) -> dict:
         tried = dataclasses.replace(options, **{what: number})
-        return gpus.verdict(predict.total(plan_from_options(tried).peak()[1]), options.memory, options.gpu, tried.ranks)
+        return fit(tried, predict.total(plan_from_options(tried).peak()[1]))
 
     extreme = search.least if what == "ranks" else search.most
     found, tight = (

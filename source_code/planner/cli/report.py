@@ -1,7 +1,7 @@
 """Print plans as text. asked: the options of plan.py; found: what planner/cli/commands.py has computed, as for JSON."""
 
 from planner.cli.commands import NOT_PLANNED
-from planner.gpus import GIB
+from planner.gpus import COMMUNICATOR, GIB, REPORTED
 from planner.predict import Plan, by_category, total
 
 KERNELS = {True: "a GPU's kernels", False: "the CPU's kernels"}  # by whether it is on a GPU
@@ -126,9 +126,32 @@ def verdict(asked, memory: dict) -> str:
     which = f" of {asked.gpu}" if asked.gpu_memory is None else ""
     return (
         f"{answer}{dropout_note(asked) if answer != 'does not fit' else ''} in {asked.memory:g} GiB{which}: {rest}\n"
-        f"  {memory['least']:,.2f} GiB planned, {memory['outside']:g} of them for context and NCCL; {memory['needs']:,.2f} with what "
-        f"the allocator reserves (× {memory['reserve']:.3g}; {memory['source']})"
+        f"  {memory['least']:,.2f} GiB planned, {memory['outside']:g} of them for {outside(memory)}; {memory['needs']:,.2f} with what "
+        f"the allocator reserves (× {memory['reserve']:.3g}; {memory['source']}){communicator_notes(asked, memory)}"
     )
+
+
+def outside(memory: dict) -> str:
+    """Return what a process has on a GPU besides PyTorch's memory."""
+    many = memory["communicators"]
+    return "the context" + (f" and {many} communicator{'s' * (many > 1)}" if many else "")
+
+
+def communicator_notes(asked, memory: dict) -> str:
+    """Return lines on what is assumed of communicators, and on the meshes of --reshard-after-forward N; "": nothing."""
+    low, high = REPORTED
+    assumed = f"assumed: {COMMUNICATOR:g} GiB for each communicator after the first (reported: {low:g} to {high:g})"
+    notes = [assumed] if memory["communicators"] > 1 else []
+    if meshes := memory["post_forward_meshes"]:
+        alone = "fully_shard builds 2 process groups for each unit"
+        if asked.module:
+            notes.append(
+                f"warning: {alone}, {2 * meshes} here, which may also exceed what NVSwitch supports (NVIDIA/nccl#2077): "
+                "share one mesh (labkit/training/post_forward_mesh.py)"
+            )
+        else:
+            notes.append(f"{alone}; in {asked.lab} all units share 2 (labkit/training/post_forward_mesh.py)")
+    return "".join(f"\n  {note}" for note in notes)
 
 
 def explained(plan: Plan) -> str:
