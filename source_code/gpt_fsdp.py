@@ -28,7 +28,7 @@ from labkit.measuring.trace import local
 from labkit.running import options, preflight, ranks
 from labkit.running.lab_options import TransformerTraining
 from labkit.running.options import Conflict, several
-from labkit.training import checkpoints, models, post_forward_mesh, recompute, saving, text
+from labkit.training import checkpoints, loss_scaling, models, muon, post_forward_mesh, recompute, saving, text
 from labkit.training.loop import Loop, keep_norm
 from labkit.training.shards import count_units, part_of
 from labkit.training.tensor_parallel import tensor_parallel
@@ -45,6 +45,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 # The model is defined in labkit/training/models.py; here it is built, sharded and trained.
 # me is always this rank: its rank, local_rank, world_size, device; me.say prints on rank 0 only.
 VALIDATION_SEQUENCES = 32
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}  # --precision in which mixed precision computes
 
 
 def build(config, me):
@@ -76,6 +77,8 @@ def change_forward(block, config, number=0):
         elif config.recompute == "alternate":
             settings["context_fn"] = recompute.save_every_second_matmul
         block.forward = partial(checkpoint, block.forward, **settings)
+        if config.offload_activations:
+            block.forward = recompute.with_offloaded_inputs(block.forward)
     if config.compile:
         block.forward = torch.compile(block.forward)
 
@@ -108,7 +111,7 @@ def fsdp1(model, config, me):
     """Wrap a model with FSDP1, which makes one flat parameter of each unit and shards it evenly."""
     mesh = device_mesh(config, me)
     one_dimension = fsdp.ShardingStrategy.FULL_SHARD if config.reshard else fsdp.ShardingStrategy.SHARD_GRAD_OP
-    bf16 = fsdp.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    half = fsdp.MixedPrecision(param_dtype=HALF.get(config.precision), reduce_dtype=torch.float32)
     units = {models.Block} | ({nn.Embedding, models.Head} if config.wraps_embeddings else set())
     # With --lora a block's gradient is as large as all its parameters: FSDP1 warns for each block on each rank.
     warnings.filterwarnings("ignore", ".*has both parameters with requires_grad")
@@ -119,7 +122,7 @@ def fsdp1(model, config, me):
         auto_wrap_policy=ModuleWrapPolicy(units),
         sharding_strategy=fsdp.ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else one_dimension,
         cpu_offload=fsdp.CPUOffload(offload_params=config.cpu_offload),
-        mixed_precision=bf16 if config.mixed else None,
+        mixed_precision=half if config.mixed else None,
         # Otherwise a flat parameter is trained or frozen as a whole, and torch.compile cannot trace its views.
         use_orig_params=bool(config.lora) or config.compile,
     )
@@ -128,14 +131,14 @@ def fsdp1(model, config, me):
 def fsdp2(model, config, me):
     """Apply FSDP2, which makes each parameter a DTensor, sharded along its first dimension."""
     pinned = me.device.type == "cuda"  # pinned memory makes copies to a GPU fast; it is not available without one
-    bf16 = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    half = fsdp.MixedPrecisionPolicy(param_dtype=HALF.get(config.precision), reduce_dtype=torch.float32)
     mesh = device_mesh(config, me)
     if "tensor" in mesh.mesh_dim_names:
         tensor_parallel(model, mesh["tensor"])
     settings = {
         "mesh": mesh[tuple(name for name in mesh.mesh_dim_names if name != "tensor")],
         "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=pinned) if config.cpu_offload else fsdp.OffloadPolicy(),
-        "mp_policy": bf16 if config.mixed else fsdp.MixedPrecisionPolicy(),
+        "mp_policy": half if config.mixed else fsdp.MixedPrecisionPolicy(),
     }
     units = list(model.blocks)
     if config.wraps_embeddings:
@@ -178,6 +181,8 @@ def make_optimizer(model, config):
         trained = [p for p in model.parameters() if p.requires_grad]
         momentum = 0.9 if config.optimizer == "momentum" else 0.0
         return torch.optim.SGD(trained, lr=config.lr, momentum=momentum, foreach=True)
+    if config.optimizer.startswith("muon"):
+        return muon.make(model, config)
     how = {"adamw": {"foreach": True}, "adamw-fused": {"fused": True}, "adamw-for-loop": {"foreach": False}}
     return torch.optim.AdamW(parameter_groups(model, config), lr=config.lr, **how[config.optimizer])
 
@@ -186,7 +191,7 @@ def compute_loss(model, inputs, targets, config):
     """Return the mean cross-entropy of a micro-batch on this rank, in nats per token."""
     # FSDP casts by its own policy, as DeepSpeed does; for the others, autocast does.
     by_autocast = config.mixed and config.strategy in ("single", "ddp")
-    with torch.autocast(inputs.device.type, torch.bfloat16) if by_autocast else nullcontext():
+    with torch.autocast(inputs.device.type, HALF[config.precision]) if by_autocast else nullcontext():
         if config.loss_chunks > 1:  # inside the model: see models.Head
             return model(inputs, targets, config.loss_chunks)
         logits = model(inputs)
@@ -217,15 +222,17 @@ def train_step(model, optimizer, inputs, targets, config):
 
     Returns one term per micro-batch; their sum is the step's loss.
     """
-    losses = []
+    losses, scaler = [], loss_scaling.scaler_of(optimizer)  # which does nothing, except with --precision fp16
     for micro in range(config.accumulate):
         with gradients_wait(model, config, last=micro == config.accumulate - 1), loss_parallel():
             loss = compute_loss(model, inputs[micro], targets[micro], config) / config.accumulate
-            loss.backward()
+            scaler.scale(loss).backward()
         losses.append(loss.detach())
+    scaler.unscale_(optimizer)  # before the norm is computed
     if config.clip or config.log:
         keep_norm(optimizer, clip(model, config), config)
-    optimizer.step()
+    scaler.step(optimizer)  # unless a gradient of any rank is not finite
+    scaler.update()
     optimizer.zero_grad()
     return losses
 
@@ -261,6 +268,7 @@ def prepare(config, me):
     """Return (model, optimizer, step), ready to train: step(inputs, targets) returns losses as ``train_step`` does."""
     model, _ = build(config, me)
     optimizer = make_optimizer(model, config)
+    loss_scaling.attach(optimizer, config, me.device)
     return model, optimizer, lambda inputs, targets: train_step(model, optimizer, inputs, targets, config)
 
 
@@ -292,6 +300,8 @@ def train(config, me, prepare=prepare, compute_loss=compute_loss):
     validation_loss = evaluate(model, data.validation, config, me, compute_loss)
     loop.log_scalars(validation_loss=validation_loss)
     first, last = measured["first_step"], loop.step
+    if scaling := measured.get("loss_scaling"):
+        me.say(loss_scaling.sentence(scaling, last - first))
     me.say(f"loss {loop.losses[0]:.4f} in step {first + 1}, validation loss {validation_loss:.4f} after step {last}")
     return {
         "data": {"name": text.NAME, "train": len(data.train), "test": len(data.validation)},

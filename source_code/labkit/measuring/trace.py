@@ -44,6 +44,7 @@ COLLECTIVES = {
     "c10d::allgather_": ("all-gather", 0, "all-gather"),
     "c10d::_reduce_scatter_base_": ("reduce-scatter", 1, "reduce-scatter"),
     "c10d::reduce_scatter_": ("reduce-scatter", 1, "reduce-scatter"),
+    "c10d::alltoall_base_": ("all-to-all", 0, None),  # the larger of output and input: see _count
     "c10d::broadcast_": ("broadcast", 0, None),
     "c10d::reduce_": ("reduce", 0, None),
     "_c10d_functional::all_reduce": ("all-reduce", 0, None),
@@ -122,6 +123,7 @@ class StepTrace(TorchDispatchMode):
     Attributes:
         batch: the input tensors of the step, to be set before entering.
         collectives: {(kind, bytes of the whole tensor, mesh dimension or None): number of calls}.
+        stepped: whether the optimizer stepped.
     """
 
     def __init__(self, model, optimizer, device: torch.device):
@@ -137,6 +139,7 @@ class StepTrace(TorchDispatchMode):
         self._events = []  # (number, change in bytes, phase, operator)
         self._packed_from = {}  # number → numbers of the storages that were packed into it
         self._in_optimizer = False
+        self.stepped = False
         self._operator = "start"
 
     def __enter__(self):
@@ -146,6 +149,7 @@ class StepTrace(TorchDispatchMode):
         self._baseline = {number: self._size[number] for number in self._number.values()}
         self._events.clear()
         self.collectives.clear()
+        self.stepped = False
         self._hooks = (
             self.optimizer.register_step_pre_hook(self._before_optimizer),
             self.optimizer.register_step_post_hook(self._after_optimizer),
@@ -239,7 +243,10 @@ class StepTrace(TorchDispatchMode):
         kind, position, category = COLLECTIVES[name]
         whole = result if position is None else args[position]
         tensors = tensors_in(whole)
-        self.collectives[kind, sum(t.nbytes for t in tensors), self._dimensions.get(members(args))] += 1
+        size = sum(t.nbytes for t in tensors)
+        if kind == "all-to-all":  # a rank may receive more than it sends, or less
+            size = max(size, args[1].nbytes)
+        self.collectives[kind, size, self._dimensions.get(members(args))] += 1
         for tensor in tensors:
             self._see(tensor, category)
             if category == "reduce-scatter":
@@ -258,7 +265,7 @@ class StepTrace(TorchDispatchMode):
 
     def _before_optimizer(self, *_):
         self._see_persistent()  # the gradients are complete
-        self._in_optimizer = True
+        self._in_optimizer = self.stepped = True
 
     def _after_optimizer(self, *_):
         self._see_persistent()  # state that this step created

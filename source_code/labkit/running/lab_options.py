@@ -17,7 +17,7 @@ from planner import predict
 from planner.cli import coverage, report
 from planner.models import huggingface, networks
 from planner.models.shapes import GPT_SHAPES, GPTShape
-from planner.parallel import pipeline, zero
+from planner.parallel import muon, pipeline, zero
 from planner.parallel.mesh import FORM, Mesh, arrange
 from planner.parallel.pipeline import Stage
 from planner.step.plan import Plan
@@ -180,13 +180,43 @@ class TransformerTraining(Training):
     conflicts = (
         Conflict(
             {"weights": "bf16"},
-            {"precision": ("fp32", "fp64")},
+            {"precision": ("fp32", "fp16", "fp64")},
             "--weights bf16 computes in bf16, too: give --precision bf16",
+        ),
+        # FSDP2's scaler reduces the flag for an overflow along the dimensions in which the first gradient is sharded, so
+        # with tensor parallelism ranks could disagree. With offload it would reduce CPU tensors, which no GPU has shown.
+        *(
+            Conflict(
+                {"precision": "fp16"},
+                excluded,
+                f"--precision fp16 scales the loss, which is not validated with {what}: use --precision bf16 or fp32",
+            )
+            for what, excluded in {
+                "tensor parallelism": {"tp_degree": several},
+                "--cpu-offload": {"cpu_offload": True},
+            }.items()
+        ),
+        Conflict(
+            {"precision": "fp16", "strategy": "fsdp1"},
+            {"optimizer": "adamw-fused"},
+            "FSDP1's gradient scaler does not work with --optimizer adamw-fused (its kernel needs the flag for an overflow "
+            "as a scalar): use adamw",
         ),
         Conflict(
             {"recompute": "none"},
             {"recompute_every": several},
             "--recompute-every needs --recompute full, selective or alternate: give both, or neither",
+        ),
+        # What "selective" saves inside a block passes by the hooks of saved tensors (PyTorch warns of it in 2.15).
+        Conflict(
+            {"recompute": ("none", "selective", "alternate")},
+            {"offload_activations": True},
+            "--offload-activations offloads what --recompute full saves, the inputs of blocks: give both, or neither",
+        ),
+        Conflict(
+            {"compile": True},
+            {"offload_activations": True},
+            "--offload-activations copies between compiled blocks, which is not tested: leave --compile out",
         ),
         Conflict(
             {"wrap": "blocks+embeddings"},
@@ -263,6 +293,26 @@ class TransformerTraining(Training):
             )
             for changed in ({"weight_decay": GIVEN}, {"decay_1d": False})
         ),
+        *(
+            Conflict({"optimizer": muon.WAYS}, excluded, f"--optimizer {{c.optimizer}} {why}")
+            for excluded, why in (
+                (
+                    {"strategy": "fsdp1"},
+                    "needs matrices, and FSDP1 flattens them: use --strategy fsdp2, ddp or single",
+                ),
+                (
+                    {"tp_degree": several},
+                    "gathers rows, and --mesh {c.mesh} splits columns, too: leave tensor out, or use adamw",
+                ),
+                ({"cpu_offload": True}, "would multiply matrices on the CPU: leave --cpu-offload out, or use adamw"),
+                ({"lora": GIVEN}, "is for whole matrices, not for adapters: leave --lora out, or use adamw"),
+            )
+        ),
+        Conflict(
+            {"optimizer": muon.WAYS[1:]},
+            {"strategy": ("single", "ddp")},
+            "--optimizer {c.optimizer} is for matrices that FSDP2 shards: use muon with --strategy {c.strategy}",
+        ),
         Conflict(
             {"strategy": "fsdp1"},
             {"decay_1d": False},
@@ -286,7 +336,9 @@ class TransformerTraining(Training):
         form=(r"true|false|[2-9]|[1-9]\d{1,8}", "true, false or a number from 2 on"),
         only=SHARDED,
     )
-    precision: Literal["fp32", "bf16", "fp64"] = option("fp32", "dtype of the computation", resumed="print")
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = option(
+        "fp32", "dtype of the computation; fp16 scales the loss", resumed="print"
+    )
     weights: Literal["fp32", "bf16"] = option(
         "fp32", "dtype of parameters (LoRA's frozen ones, too), gradients and optimizer state", resumed="print"
     )
@@ -296,6 +348,7 @@ class TransformerTraining(Training):
         "alternate (save every second matmul, and attention)",
     )
     recompute_every: int = option(1, "recompute every N-th block, starting with the first", least=1)
+    offload_activations: bool = option(False, "keep the inputs of recomputed blocks in CPU memory until backward")
     loss_chunks: int = option(1, "compute logits and loss in N chunks of the tokens", least=1)
     wrap: Literal["blocks", "blocks+embeddings"] = option(
         "blocks",
@@ -311,8 +364,11 @@ class TransformerTraining(Training):
     sync: Literal["every", "last"] = option("every", "after which micro-batch of a step the ranks average gradients")
     clip: float | None = option(None, "maximum global norm of the gradient", above=0, resumed="print")
     compile: bool = option(False, "compile each block's forward")
-    optimizer: Literal["adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd"] = option(
-        "adamw", "optimizer; adamw is PyTorch's foreach implementation", resumed=True
+    optimizer: Literal["adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd", *muon.WAYS] = option(
+        "adamw",
+        "optimizer; adamw is PyTorch's foreach implementation; muon updates the blocks' matrices, and AdamW the rest: under "
+        "FSDP2 each on its owner; muon-gather: on all ranks; muon-dtensor: by torch.optim.Muon",
+        resumed=True,
     )
     lora: int | None = option(
         None, "freeze the model, and train LoRA adapters of this rank on query and value", least=1, resumed=True
@@ -382,8 +438,8 @@ class TransformerTraining(Training):
 
     @property
     def mixed(self) -> bool:
-        """Whether to compute in mixed precision: in bf16 with weights in fp32."""
-        return self.precision == "bf16" and self.weights == "fp32"
+        """Whether to compute in mixed precision: in bf16 or fp16 with weights in fp32."""
+        return self.precision in ("bf16", "fp16") and self.weights == "fp32"
 
     @property
     def reshard(self) -> bool | int:
@@ -412,8 +468,8 @@ class TransformerTraining(Training):
 
     @property
     def uses_adamw(self) -> bool:
-        """Whether the optimizer is AdamW, in any implementation."""
-        return self.optimizer.startswith("adamw")
+        """Whether the optimizer is AdamW, in any implementation, or Muon, which leaves some parameters to it."""
+        return self.optimizer.startswith(("adamw", "muon"))
 
     @property
     def planned_strategy(self) -> str:
@@ -445,6 +501,8 @@ class TransformerTraining(Training):
         """
         return predict.transformer_plan(self, ranks, on_gpu=on_gpu, **how)
 
+
+UNSCALED = "dtype of the computation"  # --help of labs without fp16, which would have to scale the loss
 
 # The options above that all transformer labs take
 COMMON = ("max_steps", "batch_size", "seq_len", "precision", "recompute", "accumulate", "clip", "lr", "seed")
@@ -487,6 +545,7 @@ class ZeroTraining(TransformerTraining, takes=(*COMMON, "preset", "tied", "recom
     stage: Literal["0", "1", "2", "3"] = option(
         "3", "what is partitioned: nothing, optimizer state, gradients too, parameters too"
     )
+    precision: Literal["fp32", "bf16", "fp64"] = redeclared(TransformerTraining, "precision", help=UNSCALED)
     engine: Literal["torch", "deepspeed"] = option("torch", "which library partitions it")
     cpu_offload: bool = option(
         False, "optimizer state and step on the CPU; with --engine torch, parameters and gradients are there, too"
@@ -523,6 +582,7 @@ class PipelineTraining(TransformerTraining, takes=(*COMMON, "preset", "optimizer
 
     strategy: ClassVar[str] = "pipeline"
 
+    precision: Literal["fp32", "bf16", "fp64"] = redeclared(TransformerTraining, "precision", help=UNSCALED)
     mesh: str | None = option(None, "number of stages: pipeline=4 (default: every rank is a stage)", form=FORM)
     schedule: Literal[tuple(pipeline.SCHEDULES)] = option("1f1b", "order of a stage's forwards and backwards")
     batch_size: int = redeclared(TransformerTraining, "batch_size", default=2, help="sequences in a micro-batch")
@@ -627,6 +687,7 @@ class HuggingFaceTraining(
         None, "also save every N steps, as FOLDER-step-N next to --save FOLDER", least=1, needs="save"
     )
     merge: bool = option(False, "save the whole model with the adapters added to its weights", needs="save")
+    precision: Literal["fp32", "bf16", "fp64"] = redeclared(TransformerTraining, "precision", help=UNSCALED)
     strategy: Literal["single", "ddp", "fsdp2"] = redeclared(TransformerTraining, "strategy")
     batch_size: int = redeclared(TransformerTraining, "batch_size", default=2)
     recompute: Literal["none", "full", "selective"] = redeclared(

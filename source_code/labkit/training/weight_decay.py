@@ -13,7 +13,11 @@ def parameter_groups(model, config) -> list[dict]:
         model: The model, after sharding.
         config: Has ``weight_decay`` and ``decay_1d``.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return groups_of([parameter for parameter in model.parameters() if parameter.requires_grad], config)
+
+
+def groups_of(trained: list, config) -> list[dict]:
+    """Return these parameters as one or two parameter groups: see ``parameter_groups``."""
     decayed = [parameter for parameter in trained if config.decay_1d or parameter.ndim > 1]
     others = [parameter for parameter in trained if not (config.decay_1d or parameter.ndim > 1)]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]

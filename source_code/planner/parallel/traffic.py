@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 from planner.ops.autograd import FP32
-from planner.parallel import zero
+from planner.parallel import muon, zero
 from planner.parallel.strategies import NORM_GRADIENTS_IN_FP32, Unit
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes after which DDP closes its first bucket, and each other
@@ -15,7 +15,7 @@ FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes after which DDP closes its fir
 
 def step_collectives(plan) -> list[dict]:
     """Return the collectives of a step of a ``Plan``: see ``Plan.traffic``."""
-    counts = norm_collectives(plan)
+    counts = norm_collectives(plan) + muon.collectives(plan)
     if plan.strategy in ("ddp", "zero1"):
         for size in ddp_buckets(plan):
             counts["all-reduce", size, plan.ranks, None] += plan.reductions

@@ -9,12 +9,13 @@ from planner import UserError
 from planner.models.networks import Blueprint
 from planner.ops import quantization
 from planner.ops.autograd import FP32
-from planner.parallel import traffic, zero
+from planner.parallel import muon, pinned, traffic, zero
 from planner.parallel.pipeline import Stage
 from planner.parallel.strategies import Unit
 from planner.step.simulation import Step, optimizer_temporary
 from planner.step.stage_simulation import StageStep
 
+HALF = ("bf16", "fp16")  # precisions of two bytes
 STEP_COUNTER = 4  # bytes: the number of steps done, for each tensor that Adam or Adadelta updates
 # An optimizer's state: for each element that it updates, except the counter.
 ADAM = ("step counters", "first moments", "second moments")
@@ -24,6 +25,7 @@ STATES = {
     "adamw-fused": ADAM,
     "adamw-for-loop": ADAM,
     "adamw-8bit": (),  # planner/ops/quantization.py has them
+    **dict.fromkeys(muon.WAYS, ()),  # planner/parallel/muon.py has them
     "momentum": ("momentum",),
     "sgd": (),
 }
@@ -53,7 +55,7 @@ class Plan:
         ranks: how many train.
         replicas: HSDP: copies of the model, each sharded among ranks / replicas.
         reshard: FSDP, after forward: free gathered parameters ("true"), keep them ("false"), or keep one part in "N".
-        precision: of the computation: "fp32", "fp64", or "bf16"; without FSDP the latter is autocast's.
+        precision: of the computation: "fp32", "fp64", "bf16", or "fp16"; without FSDP the latter two are autocast's.
         optimizer: a key of ``STATES``.
         micro_batches: in a step.
         sync: the micro-batches after which gradients are reduced: "every", or "last".
@@ -106,8 +108,13 @@ class Plan:
             self.strategy not in ("single", "ddp") or self.precision != "bf16" or self.weights != "fp32"
         ):
             raise UserError("weights in 4 bits are predicted for single and ddp, with --precision bf16, not for this")
+        scaled = self.strategy in ("single", "ddp", "fsdp1", "fsdp2") and self.tp_degree == 1 and not self.pipeline
+        if self.precision == "fp16" and (not scaled or self.offload):
+            raise UserError("--precision fp16 is planned for single, ddp, fsdp1 and fsdp2, without offload, not for this")
         if self.offload and self.strategy != "fsdp2":
             raise UserError(f"offload is predicted for fsdp2, not for {self.strategy}")
+        if self.optimizer in muon.WAYS:
+            muon.check(self)
         if self.weights == "bf16" and (self.tp_degree > 1 or self.precision != "bf16"):
             raise UserError("--weights bf16 goes with --precision bf16, and without tensor parallelism")
 
@@ -184,7 +191,7 @@ class Plan:
     @property
     def compute_itemsize(self) -> int:
         """Bytes per element of the parameters that a module computes with."""
-        return 2 if self.precision == "bf16" and not self.autocast else self.itemsize
+        return 2 if self.precision in HALF and not self.autocast else self.itemsize
 
     @property
     def parameter_itemsize(self) -> int:
@@ -193,8 +200,8 @@ class Plan:
 
     @property
     def autocast(self) -> bool:
-        """Whether autocast casts to bf16, operator by operator. FSDP and DeepSpeed cast parameters."""
-        casts = self.precision == "bf16" and self.weights == "fp32"
+        """Whether autocast casts to bf16 or fp16, operator by operator. FSDP and DeepSpeed cast parameters."""
+        casts = self.precision in HALF and self.weights == "fp32"
         return casts and not self.shards_parameters and not self.deepspeed
 
     @cached_property
@@ -227,16 +234,32 @@ class Plan:
         return {} if self.offload else self._persistent_state()
 
     def host_memory(self) -> dict[tuple[str, str], int]:
-        """Return a rank's peak in the CPU's memory with offload, as the optimizer steps: {(category, name): bytes}."""
+        """Return what a rank needs of the CPU's memory with offload: {(category, name): bytes}.
+
+        Shards and gradients count while the optimizer steps. Offloaded activations count in addition, although
+        they are freed before it: they are pinned, and PyTorch caches freed pinned memory.
+        """
+        terms = self._offloaded_activations()
         if not self.offload:
-            return {}
+            return terms
         numels = self.optimizer_numels
-        terms = self._persistent_state()
+        terms |= self._persistent_state()
         terms["gradients", "gradients, this rank's part"] = sum(numels) * self.itemsize
+        stored = [numel for unit in self.unit_sizes for numel in unit.shard_numels()]
+        for category, sizes in (("parameters", stored), ("gradients", numels)) if self.on_gpu else ():
+            terms[category, pinned.ROUNDING] = pinned.rounding(numel * self.itemsize for numel in sizes)
         if "step counters" in STATES[self.optimizer]:
             terms["optimizer state", "step counters"] = len(numels) * STEP_COUNTER
         temporary = optimizer_temporary(self.optimizer, numels) * self.itemsize
         return terms | {("temporary", "intermediate results"): temporary}
+
+    def _offloaded_activations(self) -> dict[tuple[str, str], int]:
+        """Return the inputs of blocks that a rank stores in the CPU's memory between forward and backward."""
+        if not (blocks := self.blueprint.offloaded_inputs):
+            return {}
+        size = self.blueprint.boundary_numel * self.compute_itemsize
+        terms = {("activations", "inputs of blocks"): blocks * size}
+        return terms | {("activations", pinned.ROUNDING): blocks * pinned.rounding([size])}
 
     def _persistent_state(self) -> dict[tuple[str, str], int]:
         """Return what a rank stores from step to step, on whichever device; of counters, those that its device has."""
@@ -253,6 +276,8 @@ class Plan:
             terms["all-reduce buckets", "all-reduce buckets"] = unsharded
         if self.optimizer == "adamw-8bit":
             terms |= {("optimizer state", name): size for name, size in quantization.adam_states(updated).items()}
+        if self.optimizer in muon.WAYS:
+            terms |= {("optimizer state", name): size for name, size in muon.states(self).items()}
         for name in STATES[self.optimizer]:
             if name != "step counters":
                 terms["optimizer state", name] = trained

@@ -3,8 +3,9 @@
 from collections import Counter
 
 from planner.models.networks import AbstractModule, Blueprint
+from planner.ops.autograd import FP32
 from planner.ops.operators import Tape
-from planner.parallel import deepspeed, strategies
+from planner.parallel import deepspeed, muon, strategies
 from planner.parallel.strategies import Unit
 
 RULES = strategies.RULES | deepspeed.RULES
@@ -67,11 +68,18 @@ class Step:
         ]
         self.held = [tape.constant("losses of the step before", 1, plan.loss_itemsize, plan.micro_batches)]
         self.batch = plan.blueprint.batch(tape, plan.micro_batches, plan.itemsize)
+        if plan.precision == "fp16" and plan.flat and not plan.on_gpu:  # a GPU's kernel counts in place
+            held.append(tape.constant("steps since the last overflow", 1, FP32))
         self.run_micro_batches()
         tape.enter_phase("optimizer")
+        if plan.precision == "fp16":  # fused AdamW takes a flag that is the sum over devices
+            held.append(tape.constant("flag for an overflow", 1, FP32, 2 if plan.optimizer == "adamw-fused" else 1))
         self.rules.before_optimizer()
         if self.first:
             held += [tape.hold(*term, size) for term, size in terms if term[0] == "optimizer state"]
+        if plan.optimizer in muon.WAYS:
+            held += [tape.hold(*term, size, muon.itemsize(plan)) for term, size in muon.temporary(plan).items()]
+            return tape.snapshots
         # PyTorch's default for Adadelta: all tensors of a GPU at once, DTensors too; the CPU's one after another.
         foreach = {"foreach_adadelta": plan.on_gpu}
         numels = [optimizer_temporary(plan.optimizer, group, **foreach) for group in plan.optimizer_groups]
@@ -116,7 +124,9 @@ class Step:
         self.held.append(self.plan.blueprint.loss(tape, output, self.batch[1], self.plan.loss_itemsize))
         del output
         tape.enter_phase("backward of the loss")
+        scaled = tape.constant("loss, scaled", 1, FP32) if self.plan.precision == "fp16" else None
         tape.backward(self.held[-1])
+        del scaled
 
     def forward_module(self, module: AbstractModule, carried: list):
         """Run one module's forward with its unit's hooks, and schedule those of its backward.
