@@ -13,8 +13,6 @@ from proofs import census, families, families_page
 pytestmark = pytest.mark.long
 NAMES = families.names()
 TRACEBACKS = set()
-# Arithmetic leaves 0.3 % of what tensor-parallel ranks of these tiny models need unexplained
-FURTHER_OFF = {("gemma2", "tensor=2"), ("gemma3_text", "tensor=2")}
 MESHES = ("shard=2", "tensor=2", "shard=2,expert=2")  # four ranks are for the record
 
 
@@ -52,7 +50,7 @@ def test_a_family_trains_on_several_ranks_as_the_record_says(name, rows, again):
         recorded = rows[name]["ways"][mesh]
         assert families_page.verdict(found) == families_page.verdict(recorded)
         assert found.get("plan") == recorded.get("plan")
-    assert peaks_off(again[name]) <= FURTHER_OFF
+    assert peaks_off(again[name]) == set()
 
 
 @pytest.mark.parametrize("name", NAMES[1::3])
@@ -87,7 +85,7 @@ def test_each_family_is_planned_or_refused_and_peaks_are_as_planned(rows):
     trained = [row for row in rows.values() if row["ways"]]
     for row in trained:
         assert families_page.planned(row).startswith(("arithmetic", "simulated", "refused: "))
-    assert set().union(*map(peaks_off, trained)) == FURTHER_OFF
+    assert set().union(*map(peaks_off, trained)) == set()
     assert sum("shard=2" in families_page.peaks(row) for row in trained) >= 120
     assert sum("tensor=2" in families_page.peaks(row) for row in trained) >= 60
 

@@ -66,7 +66,7 @@ def gemma(c):
         raise UserError("use_bidirectional_attention is not planned: a causal language model does not have it")
     activation = c.get("hidden_activation") or c.get("hidden_act") or "gelu_pytorch_tanh"
     scale = {"scales": frozenset({"embedding"}), "other_buffers": 4}
-    return scale | {"activation": activation, "in_fp32": frozenset({"norm"})}
+    return scale | {"activation": activation, "norm": "rms plus one", "in_fp32": frozenset({"norm"})}
 
 
 def gemma2(c):
@@ -98,6 +98,7 @@ def gemma4(c):
         )
     routed = bool(c["enable_moe_block"])
     fields = {
+        "norm": "rms",
         "norms": "around",
         "layers": tuple(_gemma4_layer(c, number, kind) for number, kind in enumerate(kinds)),
         "sliding_window": c["sliding_window"],

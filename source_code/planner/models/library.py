@@ -230,7 +230,8 @@ class LibraryGPT(GPT):
             return tape.layer_norm(x, weight, p[f"{name}.bias"])
         if self.shape.norm == "unbiased layer":
             return norms.layer_norm_in_steps(tape, x, weight)
-        return norms.rms_norm_in_steps(tape, x, weight, "norm" in self.shape.in_fp32)
+        plus_one = self.shape.norm == "rms plus one"
+        return norms.rms_norm_in_steps(tape, x, weight, "norm" in self.shape.in_fp32, plus_one)
 
     def linear(self, tape, p, name, x):
         """Apply a linear layer; those of a tensor group are split by rows or by columns."""

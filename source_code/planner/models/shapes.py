@@ -116,7 +116,7 @@ class GPTShape:
             head without a weight.
         gated: whether the feed-forward layer has a gate.
         activation: of the feed-forward layer, by its name in transformers.
-        norm: "rms"; "layer", which has a bias; or "unbiased layer".
+        norm: "rms"; "rms plus one", which multiplies by 1 + weight; "layer", which has a bias; or "unbiased layer".
         norms: where they are: "before" attention and feed-forward layer, "after" them, "around" each; "parallel": before
             both, which take the same input; "shared": one for both, which take the same input.
         learned_positions: rows of the position embedding; 0: positions are rotary.

@@ -26,7 +26,9 @@ def rms_norm(tape, x: AbstractTensor, weight: AbstractParameter) -> AbstractTens
     return tape.to(out, itemsize, "norm")
 
 
-def rms_norm_in_steps(tape, x: AbstractTensor, weight: AbstractParameter, scales_in_fp32: bool) -> AbstractTensor:
+def rms_norm_in_steps(
+    tape, x: AbstractTensor, weight: AbstractParameter, scales_in_fp32: bool, plus_one: bool
+) -> AbstractTensor:
     """Compute x · 1/rms(x) · weight as transformers' modules do, in several operators on every device.
 
     Args:
@@ -34,6 +36,7 @@ def rms_norm_in_steps(tape, x: AbstractTensor, weight: AbstractParameter, scales
         x: (…, features).
         weight: (features,).
         scales_in_fp32: whether the cast back to x's format follows the multiplication by the weight.
+        plus_one: whether to multiply by 1 + weight, as Gemma does: a new tensor, in fp32 at least.
 
     Returns:
         (…, features), in x's number format.
@@ -44,8 +47,9 @@ def rms_norm_in_steps(tape, x: AbstractTensor, weight: AbstractParameter, scales
     del x
     if not scales_in_fp32:
         normal = tape.to(normal, itemsize, "norm: normalized")
-    out = _scaled(tape, tape.like(normal, "norm"), normal, weight)
-    del normal
+    scale = tape.make("norm: 1 + weight", weight.numel, max(weight.itemsize, FP32)) if plus_one else None
+    out = _scaled(tape, tape.like(normal, "norm"), normal, weight, scale)
+    del normal, scale  # backward has both
     return tape.to(out, itemsize, "norm")
 
 
@@ -190,12 +194,13 @@ def _normalized(tape, x: AbstractTensor, rows: int) -> AbstractTensor:
     return tape.record(tape.like(x, "norm: normalized"), multiply_backward, saved)
 
 
-def _scaled(tape, out: AbstractTensor, normal: AbstractTensor, weight: AbstractParameter) -> AbstractTensor:
-    """Record ``out`` as ``normal`` times a weight per column."""
+def _scaled(tape, out: AbstractTensor, normal: AbstractTensor, weight: AbstractParameter, scale=None) -> AbstractTensor:
+    """Record ``out`` as ``normal`` times a weight per column, or times ``scale``, a tensor made of the weight."""
     node, numel, itemsize = normal.node, normal.numel, normal.itemsize
     if node is None and not weight.trained:
         return out
     saved = tape.save(normal) if weight.trained else []
+    saved += tape.save(scale) if scale and node else []
     if weight.trained:
         tape.count_use(weight)
 
