@@ -108,6 +108,7 @@ def transformer_plan(options, ranks: int, network: networks.Blueprint | None = N
         loss_chunks=options.loss_chunks,
         wrap_embeddings=options.wraps_embeddings,
         quantized=options.frozen == "nf4",
+        offload_activations=options.offload_activations and on_gpu,  # on the CPU nothing moves
     )
     return Plan(
         network,

@@ -166,6 +166,7 @@ CHOICES = {
     "precision": ("fp32", "bf16", "fp64"),
     "recompute": ("none", "full", "selective", "alternate"),
     "recompute_every": (1, 1, 2, 3),
+    "offload_activations": (False, False, False, True),
     "weights": ("fp32", "fp32", "bf16"),
     "loss_chunks": (1, 1, 3),
     "optimizer": ("adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd"),

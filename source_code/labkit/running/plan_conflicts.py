@@ -72,6 +72,11 @@ CONFLICTS = (
         )
         for excluded in ({"cpu_offload": True}, {"optimizer": "adamw-8bit"}, {"frozen": "nf4"})
     ),
+    *leave_out(
+        {"offload_activations": True},
+        ("simulate", "sweep"),
+        "--offload-activations is neither simulated nor swept: leave --simulate and --sweep out",
+    ),
     Conflict(
         {"third_party": True},
         {"tied": GIVEN},

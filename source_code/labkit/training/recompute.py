@@ -1,4 +1,4 @@
-"""Selective activation checkpointing that a list of operators cannot express."""
+"""Activation checkpointing beyond PyTorch's options: a policy with a counter, and inputs in CPU memory."""
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -23,3 +23,20 @@ def save_every_second_matmul():
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+def with_offloaded_inputs(forward):
+    """Return a checkpointed forward whose saved input is in CPU memory between forward and backward.
+
+    ``save_on_cpu`` sees only what is saved outside of ``checkpoint``: the tensors among its arguments. Pinned, the copies
+    run beside the computation. On the CPU it copies nothing.
+
+    Args:
+        forward: forward(x, *others); of these only x is a tensor.
+    """
+
+    def offloaded(x, *others):
+        with torch.autograd.graph.save_on_cpu(pin_memory=x.is_cuda):
+            return forward(x, *others)
+
+    return offloaded

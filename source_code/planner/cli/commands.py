@@ -149,7 +149,7 @@ def costs(options, plan: predict.Plan) -> dict:
         **samples_per_second,
         "flops_utilisation": cost.utilization(plan, times["overlapped"], options.peak_flops),
         "booking": training_cost(options, tokens_of_a_step(options, plan), times) if options.tokens else None,
-        "host": predict.by_category(plan.host_memory()) if plan.offload else {},
+        "host": predict.by_category(plan.host_memory()),
     }
 
 

@@ -6,7 +6,7 @@ from planner.predict import Plan, by_category, total
 
 KERNELS = {True: "a GPU's kernels", False: "the CPU's kernels"}  # by whether it is on a GPU
 # Printed first: whoever plans a run with one of these must know that it is not in the figures.
-NOT_MODELLED = "not modelled: context parallelism, fp8, offloaded activations"
+NOT_MODELLED = "not modelled: context parallelism, fp8"
 COMPARED = """(a GPU's kernels: compared with PyTorch's own code on tensors without memory, not yet with a GPU. What only a GPU can show
 is in the answer as a factor: workspaces of cuDNN and cuBLAS, streams, what the allocator rounds up and reserves)"""
 SIMULATED = """(simulated with the operators that PyTorch selects on a GPU, and without memory; not yet compared with a GPU. What only a
@@ -63,7 +63,11 @@ def plan_text(asked, found: dict) -> str:
         *(f"  {name:18}{gib(size):>14}" for name, size in found["by_category"].items()),
         f"persistent memory   {gib(sum(found['persistent'].values())):>14}",
         f"peak of step 1      {gib(found['first_step_peak']):>14}   before it there is no optimizer state",
-        *([f"in the CPU's memory {gib(sum(found['host'].values())):>14}   per rank, pinned"] if found["host"] else []),
+        *(
+            [f"in the CPU's memory {gib(sum(found['host'].values())):>14}   per rank, with what pinning rounds up"]
+            if found["host"]
+            else []
+        ),
         "",
         "collectives of a step           size each   a rank sends   leave a node, in all",
     ]
@@ -92,7 +96,8 @@ def time_lines(asked, found: dict) -> list[str]:
         "HFU the half that a causal kernel computes, and what is recomputed",
     ]
     if found["host"]:
-        lines.append("the time excludes copies to and from the CPU's memory, and the optimizer, which steps on the CPU")
+        optimizer = ", and the optimizer, which steps on the CPU" if asked.cpu_offload else ""
+        lines.append(f"the time excludes copies to and from the CPU's memory{optimizer}")
     if booked := found["booking"]:
         lines.append(f"{asked.tokens:,.0f} tokens are {booked['steps']:,.0f} steps of {found['tokens_of_a_step']:,}:")
         costs = [("hours", booked["hours"]), ("GPU-hours", booked["gpu_hours"]), ("money", booked["money"])]

@@ -65,6 +65,7 @@ class Blueprint:
         unmodeled: what of its operators is not modeled, for messages; "": all are. Then ``forward`` raises a UserError,
             and only what persists, and the traffic, can be planned.
         buffers: bytes that each rank stores in addition to parameters, in fp32.
+        offloaded_inputs: blocks whose input is in CPU memory from forward to backward.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Blueprint:
     holds_output: bool = False
     unmodeled: str = ""
     buffers: int = 0
+    offloaded_inputs: int = 0
 
     @property
     def numel(self) -> int:

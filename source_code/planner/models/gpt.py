@@ -30,6 +30,7 @@ class GPT:
     loss_chunks: int
     wrap_embeddings: bool
     quantized: bool
+    offload_activations: bool
 
     def __post_init__(self):
         self.shape.check_tensor_parallel(self.tp_degree, self.seq_len)
@@ -104,6 +105,7 @@ class GPT:
             boundary_numel=self.tokens * shape.hidden_size,
             unmodeled=self.unmodeled,
             buffers=self.buffers,
+            offloaded_inputs=sum(map(self.is_recomputed, stage)) if self.offload_activations else 0,
         )
 
     # The modules, with their parameters
@@ -172,7 +174,9 @@ class GPT:
 
     def checkpointed_block(self, tape, x, p, number):
         """Run ``block`` under activation checkpointing."""
-        return tape.checkpoint(partial(self.block, tape, p=p, number=number), x, self.recompute)
+        return tape.checkpoint(
+            partial(self.block, tape, p=p, number=number), x, self.recompute, self.offload_activations
+        )
 
     def block(self, tape, x, p, number):
         """Add attention and feed-forward layer to x (batch, length, hidden size). All blocks do the same."""

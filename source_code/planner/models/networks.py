@@ -90,6 +90,7 @@ def gpt(
     loss_chunks: int = 1,
     wrap_embeddings: bool = False,
     quantized: bool = False,
+    offload_activations: bool = False,
 ) -> Blueprint:
     """Return the blueprint of a GPT for one rank's batch.
 
@@ -105,6 +106,7 @@ def gpt(
         loss_chunks: chunks of the tokens for which the head computes logits and loss, one after another.
         wrap_embeddings: FSDP makes units of embedding and head.
         quantized: with adapters, the matrices of the blocks are stored in 4 bits (QLoRA, arXiv:2305.14314).
+        offload_activations: the inputs of recomputed blocks are in CPU memory from their forward to their backward.
 
     Raises:
         UserError: the model cannot be split among ``tp_degree`` ranks, or the options do not go together.
@@ -122,4 +124,5 @@ def gpt(
         loss_chunks=loss_chunks,
         wrap_embeddings=wrap_embeddings,
         quantized=quantized,
+        offload_activations=offload_activations,
     ).blueprint()

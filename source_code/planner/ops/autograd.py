@@ -309,7 +309,7 @@ class Autograd:
         frame.outputs.append([AbstractTensor(out.storage, out.numel, out.itemsize) for out in outputs])
         return outputs
 
-    def checkpoint(self, function: Callable, x: AbstractTensor, kind: str) -> AbstractTensor:
+    def checkpoint(self, function: Callable, x: AbstractTensor, kind: str, offload: bool = False) -> AbstractTensor:
         """Return ``function(x)``, whose saved tensors are dropped, and recomputed when backward needs them.
 
         Args:
@@ -317,10 +317,11 @@ class Autograd:
             x: its input.
             kind: what is saved nevertheless: "full", nothing; "selective", the outputs of linear layers and attention;
                 "alternate", of every second linear layer, and of attention.
+            offload: keep x in CPU memory until recomputation needs it.
         """
         frame = self.frame = CheckpointFrame(kind)
         out = function(x)
-        frame.call = function, AbstractTensor(x.storage, x.numel, x.itemsize), x.node is not None
+        frame.call = function, AbstractTensor(None if offload else x.storage, x.numel, x.itemsize), x.node is not None
         frame.rope_tables = self.rope_tables
         self.frame = None
         return out
@@ -330,6 +331,8 @@ class Autograd:
         category, prefix, self.rope_tables = self.category, self.prefix, frame.rope_tables
         self.category, self.frame, frame.recomputing, frame.matmuls = "activations", frame, True, 0
         function, x, needs_gradient = frame.call
+        if x.storage is None:  # offloaded: the copy lives as long as recomputation, or what that saves of it
+            x = self.like(x, "block's input, from the CPU")
         x.node = NEEDS_GRADIENT if needs_gradient else None
         with suppress(StopRecomputation):
             function(x)
