@@ -65,12 +65,13 @@ def measure_gpt(me, one: dict) -> dict:
     import gpt_fsdp
     from labkit.measuring.meters import Meter
     from labkit.running.progress import Progress
-    from labkit.training import text
+    from labkit.training import loss_scaling, text
 
     lab = lab_of(one)
     config = lab.Config(max_steps=STEPS, device="cpu", **one["config"])
     model, optimizer, train_one = lab.prepare(config, me)
     meter = Meter(model, optimizer, me.device, progress=Progress(me, STEPS, 0))
+    loss_scaling.set_scale(optimizer, 1.0)  # a step that overflows would be skipped
     losses, tokens = [], text.load(me.device).train
     for inputs, targets in meter.watch(gpt_fsdp.training_batches(tokens, config, me, range(STEPS))):
         losses += train_one(inputs, targets)

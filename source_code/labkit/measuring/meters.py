@@ -48,7 +48,7 @@ class Meter:
         self.step = 0
         self.timed = []  # (begin, end) of each step to time
         self.trace = StepTrace(model, optimizer, device)
-        self.timeline = self.collectives = self.allocator = None
+        self.timeline = self.collectives = self.allocator = self.kept = None
         self.profiler = _profiler(profile, progress.total - progress.step) if profile else None
         # Profiled steps are slower, so they are not timed.
         self.first_timed = sum(PROFILED.values()) + 1 if profile else FIRST_TIMED_STEP
@@ -108,8 +108,9 @@ class Meter:
         timeline = self.trace.timeline()
         if self.step == TRACED_STEPS[0]:
             return
-        if self.timeline is None or peak(timeline)[1] < peak(self.timeline)[1]:
-            self.timeline, self.collectives = timeline, dict(self.trace.collectives)
+        order = not self.trace.stepped, peak(timeline)[1]  # a step that loss scaling has skipped counts only alone
+        if self.timeline is None or order < self.kept:
+            self.kept, self.timeline, self.collectives = order, timeline, dict(self.trace.collectives)
 
     def finish(self):
         """Stop the profiler, which writes its trace, and close the progress bar."""
@@ -211,7 +212,7 @@ def free_memory_of_a_rank(me, device) -> float:
     return min(free if device.type == "cuda" else free / nodes.count(node) for node, free in every)
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 def utilization(

@@ -310,8 +310,8 @@ class TransformerTraining(Training):
         ),
         Conflict(
             {"optimizer": muon.WAYS[1:]},
-            {"strategy": ("single", "ddp")},
-            "--optimizer {c.optimizer} is for matrices that FSDP2 shards: use muon with --strategy {c.strategy}",
+            {"strategy": ("single", "ddp", "pipeline")},
+            "--optimizer {c.optimizer} is for matrices that FSDP2 shards, and here none is: use --optimizer muon",
         ),
         Conflict(
             {"strategy": "fsdp1"},

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from labkit import UserError
 from labkit.running.options import flag
-from labkit.training import dcp_reading, manifest
+from labkit.training import dcp_reading, loss_scaling, manifest
 from labkit.training.checkpoint_folder import (
     CheckpointFolder,
     Path,
@@ -148,15 +148,20 @@ def load(path: Path, model, optimizer, run: dict | None = None, narrow: bool = T
     # Learning rate, weight decay and so on are this run's own options: only the optimizer's state is loaded.
     groups = optimizer_state.pop("param_groups")
     state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
-    reader = dcp_reading.Reader(path)
+    reader, scaler = dcp_reading.Reader(path), loss_scaling.scaler_of(optimizer)
     try:
-        reader.read_metadata()  # DCP does it, too, but PyTorch 2.11 hides why it failed
+        metadata = reader.read_metadata()  # DCP does it, too, but PyTorch 2.11 hides why it failed
         _check_listed(path, reader, saved)
+        # A run in another format has saved no scale: it begins at the default.
+        if scaler.is_enabled() and any(name.startswith("loss_scaling.") for name in metadata.state_dict_metadata):
+            state["loss_scaling"] = scaler.state_dict()
         dcp.load(state, storage_reader=reader, planner=dcp_reading.Planner())
     except Damaged:
         raise
     except (Exception, dcp.CheckpointException) as error:  # DCP's own is no Exception; it wraps the cause
         raise unreadable(path, error) from None
+    if "loss_scaling" in state:
+        scaler.load_state_dict(state["loss_scaling"])
     optimizer_state = state["optimizer"] | {"param_groups": groups}
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state, options=TRAINED)
     return state["step"]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from labkit.measuring import event_files, meters, records
 from labkit.running import preemption, progress
-from labkit.training import lr_schedule
+from labkit.training import loss_scaling, lr_schedule
 from labkit.training.shards import whole
 
 LOG_EVERY = 50  # steps between two reductions of the losses
@@ -195,4 +195,6 @@ class Loop:
             rate = measured["time"]["samples_per_second"]
             measured["tokens_per_second"] = rate and rate * self.seq_len
         own = {"first_step": self.first_step, "losses": self.losses, "checkpoints": self.saver.summary()}
+        if scaling := loss_scaling.summary(self.optimizer):
+            own["loss_scaling"] = scaling
         return own | measured

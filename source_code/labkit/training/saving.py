@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from labkit import Diverged, UserError
 from labkit.measuring.trace import local
-from labkit.training import checkpoint_folder, checkpoints, dcp_reading, dcp_writing, manifest
+from labkit.training import checkpoint_folder, checkpoints, dcp_reading, dcp_writing, loss_scaling, manifest
 from labkit.training.checkpoint_folder import CheckpointFolder, clear, name_of, rank0_then_broadcast, to_disk
 from labkit.training.ownership import TakenOver
 
@@ -243,9 +243,14 @@ def _stager() -> DefaultStager:
 
 
 def state_of(model, optimizer, step: int) -> dict:
-    """Return the state to save, {"model", "optimizer", "step"}: what is trained, without copying tensors. Collective."""
+    """Return the state to save, {"model", "optimizer", "step"}: what is trained, without copying tensors. Collective.
+
+    With --precision fp16 it also has the "loss_scaling".
+    """
     model_state, optimizer_state = get_state_dict(model, optimizer, options=checkpoints.TRAINED)
-    return {"model": model_state, "optimizer": optimizer_state, "step": step}
+    state = {"model": model_state, "optimizer": optimizer_state, "step": step}
+    scaler = loss_scaling.scaler_of(optimizer)
+    return state | {"loss_scaling": scaler.state_dict()} if scaler.is_enabled() else state
 
 
 def save(folder: str | Path, step: int, model, optimizer, run: dict | None = None, keep: int | None = None):

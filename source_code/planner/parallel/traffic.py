@@ -15,7 +15,7 @@ FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes after which DDP closes its fir
 
 def step_collectives(plan) -> list[dict]:
     """Return the collectives of a step of a ``Plan``: see ``Plan.traffic``."""
-    counts = norm_collectives(plan) + muon.collectives(plan)
+    counts = norm_collectives(plan) + scaler_collectives(plan) + muon.collectives(plan)
     if plan.strategy in ("ddp", "zero1"):
         for size in ddp_buckets(plan):
             counts["all-reduce", size, plan.ranks, None] += plan.reductions
@@ -69,6 +69,17 @@ def norm_collectives(plan) -> Counter:
     norms = sum(len(unit.shard_numels(trained=True)) for unit in plan.unit_sizes) * plan.itemsize
     dimensions = {"shard": plan.shards, "tensor": plan.tp_degree}
     return Counter({("all-reduce", norms, size, name): 1 for name, size in dimensions.items() if size > 1})
+
+
+def scaler_collectives(plan) -> Counter:
+    """Count the all-reduces of fp16's gradient scaler: the flag for an overflow, in fp32.
+
+    FSDP2's is a DTensor, which is reduced along the dimension in which gradients are sharded; FSDP1's goes to all ranks.
+    """
+    size, dimension = (plan.ranks, None) if plan.flat else (plan.shards, "shard")
+    if plan.precision != "fp16" or not plan.shards_parameters or size == 1:
+        return Counter()
+    return Counter({("all-reduce", FP32, size, dimension): 1})
 
 
 def tensor_parallel_collectives(plan) -> Counter:
