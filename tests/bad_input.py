@@ -140,7 +140,7 @@ BEFORE_ANYTHING_STARTS = {
         "--config FOLDER/stablelm.json --seq-len 65": "--seq-len 65 64",
         "--config FOLDER/deepspeed.json": "DeepSpeed --strategy deepspeed-3 config.json",
         "--config FOLDER/accelerate.yaml": "accelerate --strategy fsdp2 config.json",
-        "--gpu v100 --precision bf16": "v100 bf16 fp16 1.25e+14 --flops",
+        "--gpu v100 --precision bf16": "v100 no bf16 --precision fp16",
         "--config FOLDER/halved.json": "halved.json num_hidden_layers 1",
         "--config FOLDER/typed.json": "typed.json hidden_size '64' 1",
         "--config FOLDER/odd.json": "odd.json 15 odd",

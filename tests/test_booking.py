@@ -104,6 +104,7 @@ def test_a_measured_reserve_takes_the_place_of_the_published(tmp_path):
 NAMES = {  # as torch.cuda.get_device_name has them
     "Tesla V100-SXM2-32GB": "v100",
     "Tesla V100-SXM2-16GB": "v100-16",
+    "Tesla T4": "t4",
     "NVIDIA A100-SXM4-40GB": "a100-40",
     "NVIDIA A100-PCIE-40GB": "a100-40",
     "NVIDIA A100-SXM4-80GB": "a100",

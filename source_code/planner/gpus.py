@@ -1,10 +1,11 @@
 """GPUs: how much memory each has for a process, how fast it computes at most, and how much of both is unavailable.
 
 memory     GiB that PyTorch finds on it ("total capacity" in its out-of-memory messages, such as V100 16 GB:
-           iomgaa/Shift-GCN#34): less than in its name, as the driver reserves some; of an A10 22.1 to 22.2, by driver
-flops      operations per second, by number format, without sparsity, from NVIDIA's data sheets: bf16 with tensor cores
-           and fp32 sums, fp16 the same way where there is no bf16; RTX: from the whitepapers of Ampere GA102 and Ada; fp32 without them, as PyTorch multiplies unless TF32 is enabled; fp64 with them, where there
-           are any
+           iomgaa/Shift-GCN#34): less than in its name, as the driver reserves some; of an A10 22.1 to 22.2,
+           of a T4 14.56 to 14.76, by driver (Zheng-Chong/CatVTON#133, xinge008/Cylinder3D#109)
+flops      operations per second, by number format, without sparsity, from NVIDIA's data sheets: bf16 and fp16 with tensor
+           cores and fp32 sums; RTX: from the whitepapers of Ampere GA102 and Ada; fp32 without them, as PyTorch multiplies
+           unless TF32 is enabled; fp64 with them, where there are any. V100 and T4 have no bf16 in their tensor cores
 
 Imports no torch.
 """
@@ -44,27 +45,36 @@ class GPU:
         memory: GiB.
         flops: {number format: operations per second}.
         link: a key of ``cost.LINKS``.
+        flash: whether PyTorch's flash attention runs on it: from compute capability 8.0 on
+            (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
     """
 
     named: str
     memory: float
     flops: dict[str, float]
     link: str = "nvlink"
+    flash: bool = True
+
+
+def _tensor_cores(rate: float) -> dict[str, float]:
+    """Return the rate of a GPU whose tensor cores multiply bf16 as fast as fp16."""
+    return {"bf16": rate, "fp16": rate}
 
 
 GPUS = {
-    "v100-16": GPU("v100 16gb", 15.8, {"fp16": 125e12, "fp32": 15.7e12, "fp64": 7.8e12}),
-    "v100": GPU("v100 32gb", 31.7, {"fp16": 125e12, "fp32": 15.7e12, "fp64": 7.8e12}),
-    "a100-40": GPU("a100 40gb", 39.4, {"bf16": 312e12, "fp32": 19.5e12, "fp64": 19.5e12}),
-    "a100": GPU("a100 80gb", 79.2, {"bf16": 312e12, "fp32": 19.5e12, "fp64": 19.5e12}),
-    "h100": GPU("h100 80gb hbm3", 79.1, {"bf16": 989e12, "fp32": 67e12, "fp64": 67e12}),
-    "h200": GPU("h200", 139.7, {"bf16": 989e12, "fp32": 67e12, "fp64": 67e12}),
-    "b200": GPU("b200", 178.3, {"bf16": 2250e12, "fp32": 75e12, "fp64": 37e12}),
-    "l40s": GPU("l40s", 44.4, {"bf16": 362e12, "fp32": 91.6e12}, "pcie"),
-    "l4": GPU("l4", 21.9, {"bf16": 121e12, "fp32": 30.3e12}, "pcie"),
-    "a10": GPU("a10", 22.1, {"bf16": 125e12, "fp32": 31.2e12}, "pcie"),
-    "rtx3090": GPU("rtx 3090", 23.7, {"bf16": 71e12, "fp32": 35.6e12}, "pcie"),
-    "rtx4090": GPU("rtx 4090", 23.5, {"bf16": 165e12, "fp32": 82.6e12}, "pcie"),
+    "v100-16": GPU("v100 16gb", 15.8, {"fp16": 125e12, "fp32": 15.7e12, "fp64": 7.8e12}, flash=False),
+    "v100": GPU("v100 32gb", 31.7, {"fp16": 125e12, "fp32": 15.7e12, "fp64": 7.8e12}, flash=False),
+    "t4": GPU("t4", 14.5, {"fp16": 65e12, "fp32": 8.1e12}, "pcie", flash=False),
+    "a100-40": GPU("a100 40gb", 39.4, _tensor_cores(312e12) | {"fp32": 19.5e12, "fp64": 19.5e12}),
+    "a100": GPU("a100 80gb", 79.2, _tensor_cores(312e12) | {"fp32": 19.5e12, "fp64": 19.5e12}),
+    "h100": GPU("h100 80gb hbm3", 79.1, _tensor_cores(989e12) | {"fp32": 67e12, "fp64": 67e12}),
+    "h200": GPU("h200", 139.7, _tensor_cores(989e12) | {"fp32": 67e12, "fp64": 67e12}),
+    "b200": GPU("b200", 178.3, _tensor_cores(2250e12) | {"fp32": 75e12, "fp64": 37e12}),
+    "l40s": GPU("l40s", 44.4, _tensor_cores(362e12) | {"fp32": 91.6e12}, "pcie"),
+    "l4": GPU("l4", 21.9, _tensor_cores(121e12) | {"fp32": 30.3e12}, "pcie"),
+    "a10": GPU("a10", 22.1, _tensor_cores(125e12) | {"fp32": 31.2e12}, "pcie"),
+    "rtx3090": GPU("rtx 3090", 23.7, _tensor_cores(71e12) | {"fp32": 35.6e12}, "pcie"),
+    "rtx4090": GPU("rtx 4090", 23.5, _tensor_cores(165e12) | {"fp32": 82.6e12}, "pcie"),
 }
 # In the names of others: a slice of a GPU, an H100 or H200 with other clocks, a laptop's, China's RTX 4090 D, an RTX 3090 Ti
 OTHERS = {"mig", "nvl", "laptop", "d", "ti"}

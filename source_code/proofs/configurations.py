@@ -163,7 +163,7 @@ CHOICES = {
     "dropout": (True, False),
     "batch_size": (1, 2, 3, 4, 5),
     "seq_len": (8, 13, 20, 27, 32, 34, 40),
-    "precision": ("fp32", "bf16", "fp64"),
+    "precision": ("fp32", "bf16", "fp16", "fp64"),
     "recompute": ("none", "full", "selective", "alternate"),
     "recompute_every": (1, 1, 2, 3),
     "offload_activations": (False, False, False, True),

@@ -31,8 +31,18 @@ CONFLICTS = (
     ),
     Conflict(
         {"flops": None},
+        {"lacks_bf16": True},
+        "{c.gpu} has no bf16: use --precision fp16, which takes as much memory, and scales the loss",
+    ),
+    Conflict(
+        {"flops": None},
         {"peak_known": False},
-        "no peak is known of {c.gpu} in {c.precision}{c.known_in_fp16}: give --flops, or another --precision",
+        "no peak is known of {c.gpu} in {c.precision}: give --flops, or another --precision",
+    ),
+    Conflict(
+        {"precision": "fp16"},
+        {"simulates": True},
+        "--precision fp16 is not simulated: use bf16, which takes as much memory",
     ),
     *leave_out(
         {"sweep": True},

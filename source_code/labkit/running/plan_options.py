@@ -177,10 +177,9 @@ class Config(TransformerTraining):
         return self.precision in self.booked.flops
 
     @property
-    def known_in_fp16(self) -> str:
-        """What is known instead of a GPU without bf16: fp16 takes as much memory."""
-        fp16 = self.booked.flops.get("fp16")
-        return f" (in fp16, which takes as much memory, {fp16:g} are published)" if fp16 else ""
+    def lacks_bf16(self) -> bool:
+        """Whether to compute in bf16 on a GPU that has fp16 only."""
+        return self.precision == "bf16" and not self.peak_known
 
     @property
     def memory(self) -> float:

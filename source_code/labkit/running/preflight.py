@@ -26,9 +26,7 @@ def check(config, me):
     on_cpu = me.device.type == "cpu"
     if config.precision == "bf16" and not on_cpu and torch.cuda.get_device_capability(me.device) < (8, 0):
         fp16 = " or fp16" if "fp16" in choices_of(type(config).__dataclass_fields__["precision"]) else ""
-        raise UserError(
-            f"{torch.cuda.get_device_name(me.device)} does not compute in bf16: use --precision fp32{fp16}"
-        )
+        raise UserError(f"{torch.cuda.get_device_name(me.device)} does not compute in bf16: use --precision fp32{fp16}")
     if config.strategy == "fsdp1" and config.cpu_offload and on_cpu:
         raise UserError(
             "FSDP1's --cpu-offload needs a GPU (it page-locks memory); --strategy fsdp2 shows it on the CPU"

@@ -1,7 +1,7 @@
 """Attention as each of PyTorch's kernels computes it: what it allocates, saves, and does in backward. Imports no torch.
 
-PyTorch chooses a GPU's kernel by the number format: flash for bf16 (or cuDNN's on Hopper, whose tensors are as large);
-memory-efficient for fp32, with grouped heads only from PyTorch 2.15 on; otherwise math, several operators with the whole
+PyTorch chooses a GPU's kernel by the number format: flash for bf16 and fp16 (or cuDNN's on Hopper, whose tensors are as
+large); memory-efficient for fp32, and for fp16 on a V100 or T4, which flash does not run on, with grouped heads only from PyTorch 2.15 on; otherwise math, several operators with the whole
 matrix in memory. The CPU has a flash attention of its own for all formats.
 
 Sources: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (the choice), attention.cpp (math), flash_attn/flash_api.cpp
@@ -44,7 +44,7 @@ class Heads:
         return self.kv_heads < self.query_heads
 
 
-def kernel(on_gpu: bool, itemsize: int, grouped: bool, torch: tuple[int, int]) -> str:
+def kernel(on_gpu: bool, itemsize: int, grouped: bool, torch: tuple[int, int], flash: bool = True) -> str:
     """Return which kernel PyTorch chooses: "cpu", "flash", "efficient", or "math".
 
     Args:
@@ -52,12 +52,13 @@ def kernel(on_gpu: bool, itemsize: int, grouped: bool, torch: tuple[int, int]) -
         itemsize: bytes per element of queries, keys, and values.
         grouped: see ``Heads.grouped``.
         torch: PyTorch's version.
+        flash: whether the GPU can run it (``gpus.GPU``).
     """
     if not on_gpu:
         return "cpu"
-    if itemsize == BF16:
+    if itemsize == BF16 and flash:
         return "flash"
-    return "efficient" if itemsize == FP32 and (not grouped or torch >= GROUPED_EFFICIENT) else "math"
+    return "efficient" if itemsize in (FP32, BF16) and (not grouped or torch >= GROUPED_EFFICIENT) else "math"
 
 
 def fused(

@@ -61,6 +61,7 @@ class Tape(Autograd):
         self.fused, self.autocast, self.workspaces, self.torch = fused, autocast, workspaces, torch
         self.casts = {}  # parameter → its CastParameter, which autocast caches until it ends, if it is trained
         self.norm_gradients_in_fp32 = False  # whether a norm's weight gets its gradient as it is computed
+        self.flash = True  # whether the GPU runs flash attention
         self.casts_inputs = False  # whether FSDP casts what a block takes to the format that it computes in
 
     def recompute(self, frame: CheckpointFrame):
@@ -394,4 +395,4 @@ class Tape(Autograd):
         return self.record(out, lambda gradient: [(node, gradient)]) if node else out
 
     def _attention_kernel(self, itemsize: int, heads: Heads) -> str:
-        return attention.kernel(self.fused, itemsize, heads.grouped, self.torch)
+        return attention.kernel(self.fused, itemsize, heads.grouped, self.torch, self.flash)

@@ -67,6 +67,7 @@ class Plan:
         torch: PyTorch's version, where versions differ.
         weights: the format of parameters, gradients, and optimizer state: "fp32", or "bf16" if precision is.
         offload: FSDP2: what persists is in the CPU's memory, where the optimizer steps.
+        flash: whether the GPU runs flash attention (``gpus.GPU``).
         pipeline: the stage whose blueprint it is.
 
     Raises:
@@ -91,6 +92,7 @@ class Plan:
     torch: tuple[int, int] = (2, 15)
     weights: str = "fp32"
     offload: bool = False
+    flash: bool = True
     pipeline: Stage | None = None
 
     def __post_init__(self):
@@ -110,7 +112,9 @@ class Plan:
             raise UserError("weights in 4 bits are predicted for single and ddp, with --precision bf16, not for this")
         scaled = self.strategy in ("single", "ddp", "fsdp1", "fsdp2") and self.tp_degree == 1 and not self.pipeline
         if self.precision == "fp16" and (not scaled or self.offload):
-            raise UserError("--precision fp16 is planned for single, ddp, fsdp1 and fsdp2, without offload, not for this")
+            raise UserError(
+                "--precision fp16 is planned for single, ddp, fsdp1 and fsdp2, without offload, not for this"
+            )
         if self.offload and self.strategy != "fsdp2":
             raise UserError(f"offload is predicted for fsdp2, not for {self.strategy}")
         if self.optimizer in muon.WAYS:

@@ -44,6 +44,7 @@ class Step:
         self.tape = getattr(rules, "Tape", Tape)(
             plan.on_gpu, 2 if plan.autocast else None, plan.on_gpu and plan.workspaces, plan.torch
         )
+        self.tape.flash = plan.flash
         self.units = plan.make_units()
         # DeepSpeed's buckets do not end where a module does: no two modules do the same.
         self.skipped = [] if plan.deepspeed else self.find_skipped(plan.blueprint)
