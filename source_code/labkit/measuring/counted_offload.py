@@ -4,42 +4,34 @@ On the CPU, ``torch.autograd.graph.save_on_cpu`` copies nothing, since device an
 stood in for by NumPy arrays: they are no tensors, so what a trace sees is the device's side alone.
 """
 
+import numpy
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 
-class CountedOffload(saved_tensors_hooks):
-    """A context in which tensors saved for backward are stored as NumPy arrays until backward needs them.
-
-    Args:
-        stays: stays(tensor) → whether a saved tensor is left on the device.
+class CountedBus:
+    """Copy tensors to NumPy arrays and back, and count the bytes: ``saved_tensors_hooks(bus.down, bus.up)``.
 
     Attributes:
         bytes: {"down" or "up": copied so far}.
     """
 
-    def __init__(self, stays=lambda tensor: False):
+    def __init__(self):
         self.bytes = {"down": 0, "up": 0}
 
-        def pack(tensor):
-            if stays(tensor):
-                return tensor
-            self.bytes["down"] += tensor.nbytes
-            return tensor.dtype, _array(tensor).copy()
+    def down(self, tensor):
+        """Return a copy on the host, which is no tensor."""
+        self.bytes["down"] += tensor.nbytes
+        array = numpy.empty(tensor.nbytes, numpy.uint8)
+        _as_tensor(array, tensor).copy_(tensor)
+        return array, torch.empty_like(tensor, device="meta")
 
-        def unpack(packed):
-            if isinstance(packed, torch.Tensor):
-                return packed
-            dtype, array = packed
-            tensor = torch.empty(array.shape, dtype=dtype)
-            _array(tensor)[...] = array
-            self.bytes["up"] += tensor.nbytes
-            return tensor
-
-        super().__init__(pack, unpack)
+    def up(self, on_host):
+        """Return a new tensor with what ``down`` copied."""
+        array, like = on_host
+        self.bytes["up"] += array.nbytes
+        return torch.empty(like.shape, dtype=like.dtype).copy_(_as_tensor(array, like))
 
 
-def _array(tensor):
-    """Return a NumPy view of a tensor; NumPy has no bf16."""
-    tensor = tensor.detach()
-    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+def _as_tensor(array, like):
+    """Return a tensor that shares an array's bytes, with the dtype (NumPy has no bf16) and shape of another tensor."""
+    return torch.from_numpy(array).view(like.dtype).view(like.shape)
