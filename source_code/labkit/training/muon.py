@@ -59,8 +59,9 @@ def refuse_empty_shards(matrices: list):
     Raises:
         UserError: a rank has no rows of a matrix that is not tall.
     """
+    shards = shard_group(matrices)
+    ranks = shards.size() if shards else 1
     for matrix in matrices:
-        ranks = matrix.device_mesh.size() if isinstance(matrix, DTensor) else 1
         if planned.leaves_rank_empty(tuple(matrix.shape), ranks):
             raise UserError(planned.without_rows("x".join(map(str, matrix.shape)), ranks))
 

@@ -22,6 +22,7 @@ from planner import UserError
 WAYS = ("muon", "muon-gather", "muon-dtensor")  # values of --optimizer
 ITERATIONS = 5
 BF16 = 2  # bytes
+KEY = ("kind", "bytes", "ranks", "dimension")  # of a collective
 COUNTER = 4  # bytes of AdamW's step counter of a tensor
 
 
@@ -105,6 +106,9 @@ def check(plan):
         raise UserError(f"Muon is not predicted for {plan.strategy}: take fsdp2, ddp, or single")
     if plan.tp_degree > 1 or plan.offload or any(module.frozen for module in plan.blueprint.modules):
         raise UserError("Muon is not predicted with tensor parallelism, offload, or frozen parameters: take adamw")
+    blocks = [module for module in plan.blueprint.modules if module.kind == "block"]
+    if any(len(shape) > 2 for module in blocks for shape in module.parameters.values()):
+        raise UserError("Muon is not predicted for experts, which are stacked in one parameter: take adamw")
     if plan.optimizer == "muon-dtensor":
         if plan.replicas > 1:
             raise UserError("muon-dtensor on a mesh with replicas is not predicted: take muon, or muon-gather")

@@ -17,6 +17,7 @@ from functools import cache
 
 from planner.models.flops import hardware_flops, model_flops
 from planner.ops.autograd import FP32
+from planner.parallel import muon
 from planner.parallel.pipeline import bubble
 from planner.step.plan import Plan
 from planner.timing import overlap
@@ -51,7 +52,7 @@ NETWORKS = {
 # How often a backend sends all but one of n parts of a tensor along its ring. (A broadcast or a reduction to one rank
 # sends all of it along n − 1 of n edges, which is as much on average.) gloo makes a reduce-scatter from an all-reduce, of
 # which it keeps a part (chapter 02).
-RING = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "broadcast": 1, "reduce": 1}
+RING = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "broadcast": 1, "reduce": 1, "all-to-all": 1}
 PASSES = {"ring": RING, "gloo": RING | {"reduce-scatter": 2}}
 
 
@@ -78,6 +79,9 @@ def ring_bytes(collective: dict, plan: Plan, node_size: int, backend: str = "rin
     passes = PASSES[backend][collective["kind"]]
     edge = passes * (n - 1) / n * collective["bytes"]
     stride = {"shard": plan.tp_degree, "replicate": plan.ranks // n}.get(dimension, 1)
+    if collective["kind"] == "all-to-all":  # no ring: each part goes to another rank, in n − 1 steps
+        leaving = _parts_to_other_nodes(plan.ranks, n, stride, node_size) / n * collective["bytes"]
+        return {"rank": edge, "node": leaving, "steps": n - 1}
     return {"rank": edge, "node": _leaving_edges(plan.ranks, n, stride, node_size) * edge, "steps": passes * (n - 1)}
 
 
@@ -118,6 +122,17 @@ def _leaving_edges(ranks: int, n: int, stride: int, node_size: int) -> int:
     return max(edges.values())
 
 
+@cache
+def _parts_to_other_nodes(ranks: int, n: int, stride: int, node_size: int) -> int:
+    """Return how many parts leave one node in an all-to-all, in the groups of n ranks with this stride."""
+    parts = Counter()
+    for rank in range(ranks):
+        first = rank - rank // stride % n * stride  # of the rank's group
+        nodes = [(first + position * stride) // node_size for position in range(n)]
+        parts[rank // node_size] += sum(node != rank // node_size for node in nodes)
+    return max(parts.values())
+
+
 def collective_seconds(
     collective: dict, plan: Plan, node_size: int, link: Link, network: Link, backend: str = "ring"
 ) -> float:
@@ -153,6 +168,11 @@ def step_time(plan: Plan, node_size: int, link: Link, network: Link, flops: floa
         backend: "ring", or "gloo".
     """
     compute = hardware_flops(plan) / flops
+    orthogonalizing = muon.step_flops(plan) / flops  # in the optimizer's step, where nothing hides what Muon exchanges
+    exchanging = sum(
+        count * collective_seconds(dict(zip(muon.KEY, key, strict=True)), plan, node_size, link, network, backend)
+        for key, count in muon.collectives(plan).items()
+    )
     share = bubble(plan.pipeline.stages, plan.micro_batches) if plan.pipeline else 0.0
     waiting = compute * share / (1 - share)
     times = {True: [], False: []}  # of a tensor group, and the others: (seconds, count)
@@ -171,12 +191,14 @@ def step_time(plan: Plan, node_size: int, link: Link, network: Link, flops: floa
         shortest = max(busy, others) + min(last, compute)
     else:
         shortest = overlap.step_end(plan, timed, busy, blocking=backend == "gloo")
+    shortest += orthogonalizing + exchanging
+    compute += orthogonalizing
     return {
         "compute": compute,
         "bubble": waiting,
         "communication": of_group + others,
         "exposed": shortest - compute - waiting,
-        "serial": busy + others,
+        "serial": busy + orthogonalizing + others,
         "overlapped": shortest,
     }
 
