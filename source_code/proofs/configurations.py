@@ -9,6 +9,7 @@ from importlib import import_module
 from random import Random
 
 from labkit.running.options import choices_of
+from planner.parallel import muon
 
 
 def listed() -> list[dict]:
@@ -25,6 +26,11 @@ def listed() -> list[dict]:
     for optimizer in ("adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd"):
         configs += [gpt(1, strategy="single", optimizer=optimizer)]
         configs += [gpt(2, strategy="fsdp2", optimizer=optimizer)]
+    configs += [gpt(1, strategy="single", optimizer="muon"), gpt(2, strategy="ddp", optimizer="muon")]
+    for way in muon.WAYS:
+        configs += [gpt(ranks, strategy="fsdp2", optimizer=way) for ranks in (1, 2, 3)]
+        configs += [gpt(4, strategy="fsdp2", optimizer=way, precision="bf16", recompute="full")]
+    configs += [gpt(4, strategy="fsdp2", optimizer=way, mesh="2x2") for way in ("muon", "muon-gather")]
     for recompute in ("none", "full", "selective"):
         configs += [gpt(1, strategy="single", recompute=recompute, tied=True)]
         configs += [gpt(2, strategy="ddp", recompute=recompute)]
@@ -116,6 +122,9 @@ def choices() -> list[dict]:
     # On the CPU what is offloaded stays in the same memory: the same bytes, on two sides (chapter 06).
     configs += [gpt(3, **fsdp2, cpu_offload=True), gpt(2, **fsdp2, **bf16, cpu_offload=True, accumulate=2)]
     configs += [gpt(4, **fsdp1, **pure, clip=1.0), gpt(2, **fsdp1, **wrapped, **bf16, **parts)]
+    fp16 = {"precision": "fp16"}  # as bf16, and what the gradient scaler adds
+    configs += [gpt(2, **fsdp1, **fp16, clip=1.0), gpt(4, **fsdp2, **fp16, mesh="2x2", accumulate=2)]
+    configs += [gpt(2, **fsdp2, **fp16, optimizer="adamw-fused", lora=4), gpt(2, strategy="ddp", **fp16)]
     configs += [gpt(4, **fsdp2, **wrapped, **pure, **parts, recompute="full")]
     return configs
 
@@ -169,7 +178,7 @@ CHOICES = {
     "offload_activations": (False, False, False, True),
     "weights": ("fp32", "fp32", "bf16"),
     "loss_chunks": (1, 1, 3),
-    "optimizer": ("adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd"),
+    "optimizer": ("adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd", *muon.WAYS),
     "accumulate": (1, 1, 2, 3, 4),
     "sync": ("every", "last"),
     "clip": (None, 1.0),
