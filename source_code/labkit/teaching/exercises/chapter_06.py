@@ -1,33 +1,21 @@
 """Exercises of chapter 06, CPU offload."""
 
+from functools import partial
+from math import ceil, prod
+
 import torch
 import torch.nn.functional as F
-from planner import predict
+from planner.models import networks
+from planner.models.shapes import GPT_SHAPES
+from planner.parallel import pinned
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from labkit.measuring.counted_offload import CountedBus
 from labkit.measuring.trace import local
-from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
-
-MIB = 2**20
-
-
-def _persistent(ranks: int) -> dict:
-    return predict.persistent("fsdp2", "size", ranks)
-
-
-def _saved(ranks: int, batch: int) -> int:
-    """Return how many bytes offload removes from the peak."""
-    host = ("parameters", "gradients", "optimizer state")
-    snapshots = predict.snapshots("fsdp2", "size", ranks, batch).values()
-    device = max(sum(size for name, size in terms.items() if name not in host) for terms in snapshots)
-    return max(map(predict.total, snapshots)) - device
-
-
-PERSISTENT = _persistent(8)
-PARAMETERS, RANKS, BUS = 8_030_261_248, 8, 31.5e9
-ONE_WAY = PARAMETERS / RANKS * 4 / BUS * 1e3  # milliseconds to transfer a rank's shards once
+from labkit.teaching.exercises import Do, on_ranks, unanswered
 
 
 class Bus:
@@ -131,6 +119,112 @@ def _hosting(step: dict, number: int) -> str | None:
     return None
 
 
+# Activations on the host, on real ranks: without the parameters that FSDP gathers again
+
+
+def _all_saved(block, bus):
+    return bus.down, bus.up
+
+
+def _activations_only(block, bus):
+    def pack(tensor):
+        gathered = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+        return tensor if tensor.untyped_storage().data_ptr() in gathered else bus.down(tensor)
+
+    return pack, lambda packed: packed if isinstance(packed, torch.Tensor) else bus.up(packed)
+
+
+def _under(hooks, forward, x):
+    with saved_tensors_hooks(*hooks):
+        return forward(x)
+
+
+def _with_hooks(me, offload_hooks) -> dict | None:
+    """Run forward and backward of two units under hooks: {"bytes", "gradients"}; None if there are no hooks."""
+    torch.manual_seed(7)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)) for _ in range(2))).double()
+    mesh, bus = init_device_mesh("cpu", (me.world_size,)), CountedBus()
+    for block in model:
+        hooks = offload_hooks(block, bus)
+        if unanswered(hooks):
+            return None
+        block.forward = partial(_under, hooks, block.forward)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    numbers = torch.Generator().manual_seed(me.rank)
+    F.mse_loss(model(torch.randn(5, 6, generator=numbers, dtype=torch.float64)), torch.ones(5, 6).double()).backward()
+    return {"bytes": bus.bytes, "gradients": [local(parameter.grad) for parameter in model.parameters()]}
+
+
+def _compared(me, offload_hooks) -> str:
+    """Describe what is wrong with the learner's hooks on this rank."""
+    if (found := _with_hooks(me, offload_hooks)) is None:
+        return "not answered yet"
+    right, everything = (_with_hooks(me, hooks) for hooks in (_activations_only, _all_saved))
+    down, up, least = found["bytes"]["down"], found["bytes"]["up"], right["bytes"]["down"]
+    if down == 0:
+        return "not quite: nothing came down: pack returns bus.down(tensor) for what the block has computed"
+    if down == everything["bytes"]["down"]:
+        return f"not quite: {down - least} of {down} bytes are gathered parameters, which FSDP brings back without this bus"
+    if down > least:
+        return (
+            f"not quite: {down - least} bytes of gathered parameters still crossed: autograd also saves weight.t(), "
+            "which is no nn.Parameter, but has a parameter's storage"
+        )
+    if down < least:
+        return f"not quite: {least - down} of {least} bytes of activations stayed on the device"
+    if up != down:
+        return f"not quite: {down} bytes came down and {up} went up: each saved tensor is unpacked once here"
+    pairs = zip(found["gradients"], right["gradients"], strict=True)
+    return "right" if all(torch.equal(a, b) for a, b in pairs) else "not quite: the gradients differ"
+
+
+def judge_offload_hooks(offload_hooks) -> str:
+    results = on_ranks(_compared, offload_hooks, ranks=2)
+    return next((result for result in results if result != "right"), "right")
+
+
+# The host's memory
+
+NODES = (("tiny", 3, 3), ("llama3-8b", 8, 8), ("llama3-8b", 12, 4))  # (model, ranks, ranks on a node)
+
+
+def shapes_of(preset: str) -> list[tuple]:
+    """Return the shape of each parameter of a preset."""
+    return [shape for module in networks.gpt(GPT_SHAPES[preset], 1, 8).modules for shape in module.parameters.values()]
+
+
+def host_bytes(shapes, ranks, on_node, *, pin=pinned.allocated, pin_state=int, gradients=True, rows=ceil) -> int:
+    """Return the bytes of parameters, gradients and Adam's two moments of the ranks on a node."""
+    each = [4 * int(rows(shape[0] / ranks) * prod(shape[1:])) for shape in shapes]
+    return on_node * sum((1 + gradients) * pin(size) + 2 * pin_state(size) for size in each)
+
+
+SLIPS = {
+    "that is one rank; every rank of the node has its shards there": lambda *job: host_bytes(*job) / job[2],
+    "each pinned tensor takes the next power of two": lambda *job: host_bytes(*job, pin=int),
+    "the optimizer's state is not pinned, so nothing rounds it up": lambda *job: host_bytes(
+        *job, pin_state=pinned.allocated
+    ),
+    "the shards of the gradients come down, too, and are pinned": lambda *job: host_bytes(*job, gradients=False),
+    "FSDP2 cuts whole rows: a shard has ceil(rows / ranks) of them": lambda *job: host_bytes(*job, rows=float),
+}
+
+
+def judge_host_bytes(answer) -> str:
+    for preset, ranks, on_node in NODES:
+        job = shapes_of(preset), ranks, on_node
+        found = answer(*job)
+        if unanswered(found):
+            return "not answered yet"
+        if found == (right := host_bytes(*job)):
+            continue
+        about = f"{preset} on {ranks} ranks, {on_node} of them on the node"
+        slip = next((slip for slip, wrong in SLIPS.items() if abs(wrong(*job) - found) < 1), None)
+        return f"not quite: {about}: {slip or f'{found:,.0f} bytes, and it should be {right:,}'}"
+    return "right"
+
+
 def _judge(answer) -> str:
     ranks, rows, columns = 3, 6, 4
     numbers = torch.Generator().manual_seed(6)
@@ -215,54 +309,48 @@ def host_step(device, gradients, host, optimizer, bus):
         there.copy_(bus.up(mine))
 """,
     ),
-    "06.1": Predict(
-        "What offload takes off eight ranks' peak",
-        level=1,
-        minutes=4,
-        answer=_saved(8, 8) / MIB,
-        unit="MiB",
-        slips={
-            "that is the parameters alone; Adadelta's state moves with them": PERSISTENT["parameters"] / MIB,
-            "you counted the gradients' shards, too: at the peak none has been reduced yet": (
-                predict.total(PERSISTENT) + PERSISTENT["parameters"]
-            )
-            / MIB,
-            "that is one element of state per parameter; Adadelta has two": 2 * PERSISTENT["parameters"] / MIB,
-            "that is the whole model; a rank has an eighth of it": predict.total(_persistent(1)) / MIB,
-        },
-        hint="Which of a rank's bytes at the peak does offload move? Its shard of the parameters, and two elements of "
-        "Adadelta's state for each of them. Rounding up to whole rows adds a little.",
+    "06.1": Do(
+        "Offload what a block saves, except its parameters",
+        level=2,
+        minutes=10,
+        judge=judge_offload_hooks,
+        hint="In forward, block.parameters() are the gathered parameters. Autograd may save a view of one, so compare\n"
+        "tensor.untyped_storage().data_ptr() with theirs. What pack returns, unpack receives: leave a tensor as it is.",
         solution="""
-# The peak is at the same point of the step with and without offload, before the first reduce-scatter. The difference
-# is therefore what offload moves: the rank's parameters, and two elements of Adadelta's state for each.
-fc1 = 16 * (9216 + 1)  # 16 of its 128 rows: 9,216 weights and a bias each
-conv1, conv2 = 4 * (9 + 1), 8 * (32 * 9 + 1)  # 4 of 32 rows, 8 of 64
-fc2 = 2 * (128 + 1)  # 2 of 10 rows: rounded up
-elements = fc1 + conv1 + conv2 + fc2  # 150,082
-counters = 4 * 8  # the optimizer's step counter for each of the eight tensors
-answer = (4 * 3 * elements + counters) / 2**20
+import torch
+
+
+def offload_hooks(block, bus):
+    def pack(tensor):  # called in forward, when block.parameters() are the gathered ones
+        gathered = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+        return tensor if tensor.untyped_storage().data_ptr() in gathered else bus.down(tensor)
+
+    def unpack(packed):
+        return packed if isinstance(packed, torch.Tensor) else bus.up(packed)
+
+    return pack, unpack
 """,
     ),
-    "06.2": Predict(
-        "The bus under eight billion parameters",
+    "06.2": Do(
+        "The host memory of a node",
         level=2,
-        minutes=5,
-        answer=3 * ONE_WAY,
-        unit="milliseconds",
-        slips={
-            "that is one transfer; freed parameters go up twice, and gradients come down": ONE_WAY,
-            "that is two transfers; the second gather of a freed unit, or the gradients, are missing": 2 * ONE_WAY,
-            "that is the whole model on one bus; a rank moves its shard": 3 * RANKS * ONE_WAY,
-            "that counts elements, not bytes: each has 4": 3 * ONE_WAY / 4,
-            "that is in seconds; the question is in milliseconds": 3 * ONE_WAY / 1e3,
-        },
-        hint="How many times does each element of a rank's shard cross the bus in a step? Up before forward, up again "
-        "before backward because it was freed, and its gradient down.",
+        minutes=8,
+        judge=judge_host_bytes,
+        hint="Per parameter: a shard has ceil(rows / ranks) whole rows, of 4 bytes per element. Parameter and gradient are\n"
+        "pinned, each in a block of 1 << (size - 1).bit_length() bytes; the two moments are ordinary memory.",
         solution="""
-shard = 8_030_261_248 / 8 * 4  # bytes of parameters on one rank
-crossed = shard + shard + shard  # up for forward, up for backward, the gradient down
-answer = crossed / 31.5e9 * 1e3
-# Twelve bytes per element of the shard, divided by the bus's bandwidth. The optimizer's time has to be measured on your machine.
+from math import ceil, prod
+
+
+def host_bytes(shapes, ranks, on_node):
+    total = 0
+    for shape in shapes:
+        size = 4 * ceil(shape[0] / ranks) * prod(shape[1:])
+        block = 1 << (size - 1).bit_length()  # the next power of two
+        total += 2 * block + 2 * size  # parameter and gradient are pinned, Adam's two moments are not
+    return on_node * total
+# Of Llama 3 8B, shards take 1.10 times their size on 8 ranks, and 1.65 times on 6: the rows of most of its
+# matrices, 4,096 or 14,336, divided by 6 are far from a power of two.
 """,
     ),
     "06.3": Do(
