@@ -289,7 +289,7 @@ ROOMS = [  # of 09.2: (what it is about, arguments of choose, its answer)
     ("8B, much room", (32, BLOCK, 20 * GIB, GIB, 8, False), False),
     ("8B, little room, a mesh per unit", (32, BLOCK, 10 * GIB, GIB, 8, False), True),
     ("8B, little room, one mesh for all units", (32, BLOCK, 10 * GIB, GIB, 8, True), 8),
-    ("large blocks, a mesh per unit", (20, 8 * BLOCK, 40 * GIB, GIB // 2, 4, False), 4),
+    ("large blocks, a mesh per unit", (20, 8 * BLOCK, 30 * GIB, GIB // 2, 4, False), 4),
     ("8B, room for the eighths alone", (32, BLOCK, 2 * GIB, GIB, 8, True), True),
 ]
 
