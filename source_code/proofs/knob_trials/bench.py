@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from labkit.measuring.trace import StepTrace, local, peak, total
+from labkit.measuring.trace import StepTrace, local, peak, tensors_in, total
 from planner.models.blueprint import AbstractModule, Blueprint
 from planner.ops.autograd import INT64
 from planner.step.plan import Plan
@@ -286,11 +286,16 @@ class Chain(nn.Module):
 CHAIN = {
     before * after * FP32: n for n, before, after in zip(Chain.NAMES, Chain.WIDTHS, Chain.WIDTHS[1:], strict=False)
 }
-OPERATORS = {"c10d::_allgather_base_": ("gather", 0), "c10d::_reduce_scatter_base_": ("reduce", 1)}
+OPERATORS = {
+    "c10d::_allgather_base_": ("gather", 0),
+    "c10d::allgather_": ("gather", 0),  # FSDP1's, on a CPU
+    "c10d::_reduce_scatter_base_": ("reduce", 1),
+    "c10d::reduce_scatter_": ("reduce", 1),
+}
 
 
 class Order(TorchDispatchMode):
-    """Record the order of a ``Chain``'s gathers, forwards, and reductions: "gather a, forward a, …"."""
+    """Record the order of a ``Chain``'s gathers, forwards, backwards, and reductions."""
 
     def __init__(self, model):
         super().__init__()
@@ -302,9 +307,12 @@ class Order(TorchDispatchMode):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if operator._schema.name in OPERATORS:
             kind, position = OPERATORS[operator._schema.name]
-            tensor = args[position]
-            self.events.append(f"{kind} {CHAIN[tensor.numel() * FP32]}")
-        return operator(*args, **(kwargs or {}))
+            size = sum(tensor.nbytes for tensor in tensors_in(args[position]))
+            self.events.append(f"{kind} {CHAIN[size]}")
+        result = operator(*args, **(kwargs or {}))
+        if operator._schema.name == "aten::mm" and result.nbytes in CHAIN:  # the gradient of a layer's weight
+            self.events.append(f"backward {CHAIN[result.nbytes]}")
+        return result
 
 
 def order_of(model, steps: int = 1) -> str:

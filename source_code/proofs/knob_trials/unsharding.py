@@ -146,8 +146,7 @@ def embedding_stays_sharded(me):
         for module in (*model, model):
             fully_shard(module, mesh=mesh_of(me))
         model[0].set_unshard_in_backward(gathered)
-        code = lambda model=model: model(torch.arange(16)).sum().backward()
-        counts[gathered] = watch(model, code).traffic
+        counts[gathered] = watch(model, lambda model=model: model(torch.arange(16)).sum().backward()).traffic
     embedding, linear = 16 * 8 * 4, 8 * 8 * 4
     predicted = traffic(all_gather={embedding: 1, linear: 2}, reduce_scatter={embedding: 1, linear: 1})
     saved = counts[True][f"all-gather of {embedding}"] - counts[False][f"all-gather of {embedding}"]
@@ -167,7 +166,7 @@ def chain(me):
 
 FORWARD = "gather d, gather a, forward a, gather b, forward b, gather c, forward c, forward d"
 # The input needs no gradient, so that nothing runs after a's backward: it ends with the root's, in a final callback.
-BACKWARD = "gather c, gather b, reduce c, gather a, reduce b, reduce d, reduce a"
+BACKWARD = "gather c, backward d, gather b, backward c, reduce c, gather a, backward b, reduce b, backward a, reduce d, reduce a"
 
 
 @trial("FSDPModule.set_modules_to_forward_prefetch", "not called")
@@ -187,7 +186,7 @@ def forward_prefetch(me):
 def backward_prefetch(me):
     model = chain(me)
     model.c.set_modules_to_backward_prefetch([model.b, model.a])
-    backward = "gather c, gather b, gather a, reduce c, reduce b, reduce d, reduce a"
+    backward = BACKWARD.replace("gather a, ", "").replace("gather b, ", "gather b, gather a, ")
     return {"order": f"{FORWARD}, {backward}"}, {"order": order_of(model)}
 
 
