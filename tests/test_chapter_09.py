@@ -41,11 +41,11 @@ def test_a_loop_that_frees_parameters_between_micro_batches_is_noticed():
             'accumulate = yours_or_ours("09.0", accumulate)': (
                 'from answers import altered\n\naccumulate = altered("09.0", ("set_reshard_after_backward(last)", "train()"))'
             ),
-            '"max_steps": 4': '"max_steps": 3',
+            '"lora": {"lora": 4}, "ahead_3": {"prefetch": 3},': "",
             "ran = dict(zip(RUNS": "freed = lab.on_ranks(train_each, [{}])[0][0]\nran = dict(zip(RUNS",  # its own cell draws
         },
         until="kept_last =",
-        skip=("plane(",),
+        skip=("plane(", "persistent_lora", "freed_traffic, unit"),
     )
     failed = [line.split(":")[0].split("  ")[1] for line in lines if line.startswith("FAIL")]
     assert failed == [

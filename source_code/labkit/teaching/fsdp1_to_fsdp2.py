@@ -99,12 +99,14 @@ def auto_wrap_policy(x):
     return units == 3, f"{units} units: two layers and the root"
 
 
-@row("`ignored_modules`, `ignored_states`", "`ignored_params={…}`")
+@row("`ignored_modules`, `ignored_states`", "`ignored_params={…}`. **Trap** of both: their gradients are not reduced")
 def ignored(x):
-    model = toy().to(x.device)
+    model, scale = toy().to(x.device), torch.distributed.get_rank() + 1
     wrapped(model, ignored_params={model[2].bias})
     kinds = [isinstance(model[2].bias, DTensor), isinstance(model[2].weight, DTensor)]
-    return kinds == [False, True], "the bias stays whole, the weight is sharded"
+    (scale * model(x)).sum().backward()
+    own = (model[2].bias.grad == scale * len(x)).all().item()  # this rank's, not the mean over ranks
+    return kinds == [False, True] and own, "the bias stays whole, with each rank's own gradient; the weight is sharded"
 
 
 @row("`device_id`, `param_init_fn`", "build on `meta`, shard, `to_empty(device=…)`, fill in the values")
@@ -151,7 +153,10 @@ def reduced_in(model, x) -> str:
     return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in seen.dtypes))
 
 
-WIDE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)  # since 2.15, FSDP2 reduces fp32 parameters in fp32 unless reduce_dtype is set
+WIDE = tuple(map(int, torch.__version__.split(".")[:2])) >= (
+    2,
+    15,
+)  # since 2.15, FSDP2 reduces fp32 parameters in fp32 unless reduce_dtype is set
 
 
 @row(
