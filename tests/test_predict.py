@@ -263,8 +263,6 @@ def test_without_optimizer_state_the_first_step_needs_less():
 
 
 def test_what_is_not_predicted_says_so():
-    with refused("FSDP1", "FSDP2"):
-        plan(strategy="fsdp1", lora=4)
     with refused("one rank"):
         plan(strategy="fsdp1", ranks=1)
 
@@ -289,6 +287,16 @@ def test_to_keep_as_small_a_part_as_the_shard_is_to_keep_nothing(mesh, shards):
 def test_clipping_sends_norms(options, sent):
     clipped, free = (memory_proof.counted(plan(clip=norm, **options).traffic()) for norm in (1.0, None))
     assert clipped - free == sent and not free - clipped
+
+
+def test_fsdp1_has_gradients_of_frozen_parameters_and_states_of_trained_ones():
+    frozen = plan(strategy="fsdp1", ranks=3, lora=4)
+    block = frozen.unit_sizes[1]
+    reduced = {c["bytes"] for c in frozen.traffic() if c["kind"] == "reduce-scatter"}
+    assert reduced == {4 * block.numel()} and sum(p.numel for p in block.updated) < block.numel() / 50
+    adapters = [block.updated_numels(rank) for rank in range(3)]
+    assert sum(map(sum, adapters)) == sum(parameter.numel for parameter in block.updated)
+    assert max(map(sum, adapters)) == sum(adapters[frozen.for_peak_rank().rank])
 
 
 def test_fsdp1_gathers_once_a_step_what_it_keeps_while_gradients_wait():

@@ -41,6 +41,8 @@ def listed() -> list[dict]:
         configs += [gpt(4, strategy="fsdp2", reshard_after_forward=keep)]
     configs += [gpt(3, strategy="fsdp1", reshard_after_forward="false"), gpt(4, strategy="fsdp1", mesh="2x2")]
     configs += [gpt(2, strategy="fsdp2", lora=4), gpt(3, strategy="fsdp2", lora=3, recompute="full")]
+    flat = {"strategy": "fsdp1", "lora": 3}
+    configs += [gpt(3, **flat), gpt(2, **flat, wrap="blocks+embeddings", recompute="full", precision="bf16")]
     configs += [gpt(2, strategy=strategy, accumulate=3, sync="last") for strategy in ("ddp", "fsdp1", "fsdp2")]
     configs += [gpt(2, strategy="fsdp2", accumulate=2), gpt(4, strategy="fsdp2", prefetch=2)]
     configs += [gpt(3, strategy="fsdp2", tied=True), gpt(2, strategy="fsdp1", precision="bf16")]

@@ -20,15 +20,18 @@ class Unit:
         shards: ranks among which they are sharded.
         flat: sharded as one flat tensor (FSDP1), or each parameter along its first dimension (FSDP2); both are padded to
             equal shards.
+        alignment: elements to a multiple of which a flat tensor pads what lies before each parameter; 1: no padding.
         kind: the name that terms have of its tensors.
-        parameters: {(module, name): AbstractParameter}, without those tied to another.
+        parameters: {(module, name): AbstractParameter}, without those tied to another. FSDP1 computes gradients of all
+            parameters of a flat tensor if one of them is trained.
+        updated: those that the optimizer updates.
         replicated: those that every rank of a tensor group has whole.
         gathered: the storage of the gathered parameters, while it is alive.
         retained: the storage of the part that stays after forward, with --reshard-after-forward N.
     """
 
-    def __init__(self, modules: list, tied: dict, shards: int, flat: bool, itemsize: int):
-        self.shards, self.flat, self.modules = shards, flat, modules
+    def __init__(self, modules: list, tied: dict, shards: int, flat: bool, itemsize: int, alignment: int = 1):
+        self.shards, self.flat, self.modules, self.alignment = shards, flat, modules, alignment
         wrapped = len(modules) == 1 or (modules and modules[0].grouped_with_next)
         self.kind = modules[-1].kind if wrapped else "root"
         self.parameters = {
@@ -39,23 +42,54 @@ class Unit:
             for name, shape in module.parameters.items()
             if name not in tied
         }
+        self.updated = [parameter for parameter in self.parameters.values() if parameter.trained]
+        if flat and self.updated:
+            for parameter in self.parameters.values():
+                parameter.trained = True
         self.replicated = [p for (module, name), p in self.parameters.items() if name in module.replicated]
         self.gathered = self.retained = None
 
     def numel(self, trained: bool = False) -> int:
-        """Return the elements of all parameters, or of those that are trained."""
+        """Return the elements of all parameters, or of those that have gradients, a flat tensor's padding included."""
+        if self.flat:
+            return self._flat()[1] if self._chosen(trained) else 0
         return sum(parameter.numel for parameter in self._chosen(trained))
 
     def shard_numel(self, trained: bool = False) -> int:
-        """Return the elements that one rank holds of all parameters, or of those that are trained, padding included."""
+        """Return the elements that one rank holds of all parameters, or of those that have gradients, padding included."""
         return sum(self.shard_numels(trained))
 
     def shard_numels(self, trained: bool = False) -> list[int]:
-        """Return the elements of each tensor that one rank holds, and the optimizer updates, padding included."""
-        shapes = [parameter.shape for parameter in self._chosen(trained)]
+        """Return the elements of each tensor that one rank holds, or holds a gradient of, padding included."""
         if self.flat:
-            return [ceil(sum(map(prod, shapes)) / self.shards)] if shapes else []
+            return [ceil(self._flat()[1] / self.shards)] if self._chosen(trained) else []
+        shapes = [parameter.shape for parameter in self._chosen(trained)]
         return [ceil(shape[0] / self.shards) * prod(shape[1:]) for shape in shapes]
+
+    def updated_numels(self, rank: int) -> list[int]:
+        """Return the elements of each tensor that the optimizer of a rank updates.
+
+        They are those of ``shard_numels``, unless a flat tensor has frozen parameters, too: then (with
+        ``use_orig_params``) they are what lies in this rank's shard of each parameter that is trained.
+        """
+        if not self.flat or len(self.updated) in (0, len(self.parameters)):
+            return self.shard_numels(trained=True)
+        (shard,), (begins, _) = self.shard_numels(), self._flat()
+        first = rank % self.shards * shard
+        ends = [min(begins[p] + p.numel, first + shard) - max(begins[p], first) for p in self.updated]
+        return [numel for numel in ends if numel > 0]
+
+    def _flat(self) -> tuple[dict, int]:
+        """Return ({parameter: its first element in the flat tensor}, elements of the flat tensor).
+
+        As ``FlatParamHandle._init_flat_param_and_metadata`` does (torch/distributed/fsdp/_flat_param.py).
+        """
+        begins, total = {}, 0
+        for parameter in self.parameters.values():
+            total += -total % self.alignment
+            begins[parameter] = total
+            total += parameter.numel
+        return begins, total + (-total % self.shards if self.alignment > 1 else 0)
 
     def _chosen(self, trained):
         return [parameter for parameter in self.parameters.values() if parameter.trained or not trained]
@@ -170,8 +204,11 @@ class FSDP1(Sharded):
 
     def post_backward(self, unit: Unit):
         """Pack the gradients, cast and pad them if necessary, and reduce them; without sync they wait unsharded."""
-        size = unit.numel(trained=True)
-        packed = self.hold("reduce-scatter", unit, "packed gradients", size * self.plan.compute_itemsize)
+        size, itemsize = unit.numel(trained=True), self.plan.compute_itemsize
+        padding = size - sum(parameter.numel for parameter in unit.parameters.values()) if size else 0
+        zeros = self.hold("reduce-scatter", unit, "gradients of padding", padding * itemsize) if padding else None
+        packed = self.hold("reduce-scatter", unit, "packed gradients", size * itemsize)
+        del zeros
         for parameter in unit.parameters.values():
             parameter.gradient = None
         if not self.syncs:

@@ -50,7 +50,9 @@ def unit_collectives(plan, unit: Unit, is_root: bool) -> Counter:
     stays = plan.flat and plan.reshard == "false"
     counts["all-gather", gathered, plan.shards, shard] += reductions if stays else plan.micro_batches
     # The root stays gathered from forward to backward, and so does a separately wrapped head, except under FSDP1.
-    if not is_root and plan.reshard != "false" and (plan.flat or unit.kind != "head"):
+    # FSDP1 does not gather a unit for backward if its output needs no gradient: embeddings below the first trained unit.
+    needed = not plan.flat or unit.updated or unit.kind != "embedding"
+    if not is_root and plan.reshard != "false" and needed and (plan.flat or unit.kind != "head"):
         group = (plan.reshard_degree, None) if plan.reshard_degree else (plan.shards, shard)
         counts["all-gather", gathered, *group] += plan.micro_batches
     counts["reduce-scatter", shard_bytes * plan.shards, plan.shards, shard] += reductions

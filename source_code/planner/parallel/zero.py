@@ -58,10 +58,14 @@ def bucket_numel(plan) -> int:
 def peak_rank_candidates(plan) -> list[int]:
     """Return the candidates for the rank with the highest peak, to within the bytes of a parameter.
 
-    In stages 1 and 2 it is the last rank if activations are high as backward begins, with the gradients of its part.
+    In stages 1 and 2 it is the last rank if activations are high as backward begins, with the gradients of its part. Under
+    FSDP1 with frozen parameters it is the one whose shards have most of the trained ones.
     """
     if plan.strategy == "zero1":
         sizes = [sum(part) for part in partition_parameters(parameter_numels(plan), plan.ranks)]
+        return [sizes.index(max(sizes))]
+    if plan.flat and any(len(unit.updated) < len(unit.parameters) for unit in plan.unit_sizes):
+        sizes = [sum(sum(unit.updated_numels(rank)) for unit in plan.unit_sizes) for rank in range(plan.shards)]
         return [sizes.index(max(sizes))]
     return [0, plan.ranks - 1] if plan.strategy in UNEVEN else [0]
 

@@ -16,6 +16,7 @@ from planner.step.simulation import Step, optimizer_temporary
 from planner.step.stage_simulation import StageStep
 
 HALF = ("bf16", "fp16")  # precisions of two bytes
+ALIGNMENT = 16  # bytes: where FSDP1 with use_orig_params lets a parameter begin in a flat tensor
 STEP_COUNTER = 4  # bytes: the number of steps done, for each tensor that Adam or Adadelta updates
 # An optimizer's state: for each element that it updates, except the counter.
 ADAM = ("step counters", "first moments", "second moments")
@@ -96,8 +97,6 @@ class Plan:
     pipeline: Stage | None = None
 
     def __post_init__(self):
-        if self.flat and any(module.frozen for module in self.blueprint.modules):
-            raise UserError("frozen parameters in FSDP1's flat tensors are not predicted: take FSDP2")
         if self.flat and self.shards == 1:
             raise UserError("FSDP1 on one rank shards nothing (NO_SHARD), and is not predicted: take another strategy")
         if self.tp_degree > 1 and self.strategy not in ("fsdp2", "single"):
@@ -163,7 +162,7 @@ class Plan:
         """The elements of each tensor that the optimizer updates on this rank."""
         if self.deepspeed or self.strategy == "zero1":
             return zero.optimizer_numels(self)
-        return [numel for unit in self.unit_sizes for numel in unit.shard_numels(trained=True)]
+        return [numel for unit in self.unit_sizes for numel in unit.updated_numels(self.rank)]
 
     @property
     def optimizer_groups(self) -> list[list[int]]:
@@ -228,10 +227,11 @@ class Plan:
         return self.make_units()
 
     def make_units(self) -> list[Unit]:
-        """Return new units, the root first."""
-        return [
-            Unit(modules, self.blueprint.tied, self.shards, self.flat, self.compute_itemsize) for modules in self.units
-        ]
+        """Return new units, the root first. With frozen parameters the labs give FSDP1 ``use_orig_params``, which aligns."""
+        aligned = self.flat and any(module.frozen for module in self.blueprint.modules)
+        alignment = ALIGNMENT // self.compute_itemsize if aligned else 1
+        shared = self.blueprint.tied, self.shards, self.flat, self.compute_itemsize, alignment
+        return [Unit(modules, *shared) for modules in self.units]
 
     def persistent(self) -> dict[tuple[str, str], int]:
         """Return what a rank stores from step to step on its device: {(category, name): bytes}."""
