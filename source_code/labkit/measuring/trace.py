@@ -200,6 +200,10 @@ class StepTrace(TorchDispatchMode):
     def _see(self, tensor, category=None):
         if tensor.device.type == "meta" and not self._on_meta:  # one for its shape, beside fake tensors of a device
             return
+        if hasattr(tensor, "__tensor_flatten__"):  # a wrapper (labkit/training/quantized_gather.py) has no memory itself
+            for name in tensor.__tensor_flatten__()[0]:
+                self._see(getattr(tensor, name), category)
+            return
         self._see_storage(tensor.untyped_storage(), category)
 
     def _see_storage(self, storage, category):
