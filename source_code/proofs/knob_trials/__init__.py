@@ -7,3 +7,5 @@ reducing    how gradients are reduced
 precision   number formats and offload
 fsdp1       FSDP1's constructor
 """
+
+GROUPS = ("sharding", "unsharding", "reducing", "precision", "fsdp1")  # the files that have trials

@@ -37,24 +37,22 @@ class Trial:
         ranks: how many run it.
         function: function(this rank) → (predicted, measured): two dicts with the same keys. The prediction takes nothing
             from the run.
-        since: PyTorch's first version that has it.
     """
 
     knob: str
     setting: str
     ranks: int
     function: Callable
-    since: tuple[int, int] = (2, 11)
 
 
 TRIALS: list[Trial] = []
 
 
-def trial(knob: str, setting: str, ranks: int = 2, since: tuple[int, int] = (2, 11)):
+def trial(knob: str, setting: str, ranks: int = 2):
     """Add the decorated function to ``TRIALS``."""
 
     def add(function):
-        TRIALS.append(Trial(knob, setting, ranks, function, since))
+        TRIALS.append(Trial(knob, setting, ranks, function))
         return function
 
     return add

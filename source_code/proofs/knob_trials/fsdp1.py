@@ -186,8 +186,8 @@ def no_limit(me):
 def flat(me):
     """The optimizer sees one flat parameter in each unit."""
     model = wrapped(use_orig_params=False)
-    names = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
-    return plan(me) | {"names": {"_flat_param"}}, trace(me, model).summary | {"names": names}
+    names = sorted({name.rpartition(".")[2] for name, _ in model.named_parameters()})
+    return plan(me) | {"names": ["_flat_param"]}, trace(me, model).summary | {"names": names}
 
 
 @trial("FullyShardedDataParallel: use_orig_params", "True")
@@ -196,8 +196,8 @@ def original(me):
     prediction = plan(me)
     prediction["between steps"] += WEIGHTS // me.world_size
     model = wrapped(use_orig_params=True)
-    names = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
-    return prediction | {"names": {"weight"}}, trace(me, model).summary | {"names": names}
+    names = sorted({name.rpartition(".")[2] for name, _ in model.named_parameters()})
+    return prediction | {"names": ["weight"]}, trace(me, model).summary | {"names": names}
 
 
 @trial("FullyShardedDataParallel: use_orig_params", "True, with layers[0].weight frozen")

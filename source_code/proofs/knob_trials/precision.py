@@ -24,7 +24,6 @@ from proofs.knob_trials.bench import (
 
 BF16, FP32 = torch.bfloat16, torch.float32
 REDUCES_AS_STORED = (2, 15)  # from this PyTorch on, gradients are reduced in the parameters' own format by default
-OVERRIDE = (2, 15)  # the first PyTorch with param_dtype_override_fn
 
 
 def halves(**kinds: dict[int, int]) -> dict[str, int]:
@@ -95,7 +94,7 @@ def inputs(me):
     return {"input in fp32": "RuntimeError", "input in bf16": "nothing", "True makes of 257": 256.0}, measured
 
 
-@trial("MixedPrecisionPolicy.param_dtype_override_fn", "norms stay in fp32, of a unit in bf16", since=OVERRIDE)
+@trial("MixedPrecisionPolicy.param_dtype_override_fn", "norms stay in fp32, of a unit in bf16")
 def override(me):
     """Two formats in one unit are gathered as bytes."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.LayerNorm(WIDTH, bias=False))

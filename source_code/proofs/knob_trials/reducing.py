@@ -27,10 +27,6 @@ from proofs.knob_trials.bench import (
     watch,
 )
 
-LAST = (2, 15)  # the first PyTorch with manual finalization, and with a group for reduce-scatters alone
-UNUSED = (2, 12)
-BUFFERS = (2, 14)
-
 
 def only_last(name: str):
     """Return a function for ``step``'s ``before``: call a method with whether it is the last micro-batch."""
@@ -106,7 +102,7 @@ def not_the_last(me):
     return {"packed gradients left": LAYER}, {"packed gradients left": found.snapshots[-1]["reduce-scatter"]}
 
 
-@trial("FSDPModule.set_manual_backward_finalization", "True", since=LAST)
+@trial("FSDPModule.set_manual_backward_finalization", "True")
 def manual(me):
     """Two units wait for finalize_backward, the first layer and the root: their input needs no gradient."""
     model, found = _backward_alone(me, by_hand)
@@ -115,7 +111,7 @@ def manual(me):
     return {"reduced by backward": LAYERS - 1, "reduced by finalize_backward": 2}, measured
 
 
-@trial("FSDPModule.finalize_backward", "not called before an optimizer step", since=LAST)
+@trial("FSDPModule.finalize_backward", "not called before an optimizer step")
 def not_finalized(me):
     """Nothing refuses: the optimizer skips the parameters whose gradients were not reduced."""
     parameters = []
@@ -128,7 +124,7 @@ def not_finalized(me):
     }
 
 
-@trial("GradientReductionHandle.wait", "of finalize_backward(async_op=True)", since=LAST)
+@trial("GradientReductionHandle.wait", "of finalize_backward(async_op=True)")
 def finalized_later(me):
     """Until wait(), forward is refused, and the packed gradient of the last unit, the root, stays."""
     model, _ = _backward_alone(me, by_hand)
@@ -287,7 +283,7 @@ def hook(me):
     return {"gradient": 4 * 2.5, "bytes": [16, 16]}, {"gradient": gradient(me, model), "bytes": sizes}
 
 
-@trial("FSDPModule.set_separate_reduce_scatter_group", "True, on the root and all below", since=LAST)
+@trial("FSDPModule.set_separate_reduce_scatter_group", "True, on the root and all below")
 def separate_group(me):
     model = sharded(me)
     before = process_groups.count()
@@ -296,7 +292,7 @@ def separate_group(me):
     return planned(me.world_size) | {"new process groups": 1}, trace(me, model).summary | found
 
 
-@trial("FSDPModule.set_separate_reduce_scatter_group", "True, on one unit after another", since=LAST)
+@trial("FSDPModule.set_separate_reduce_scatter_group", "True, on one unit after another")
 def group_of_each_unit(me):
     """Units share a group only within one call, even if they share their mesh."""
     model = sharded(me)
@@ -335,13 +331,13 @@ def unused(me):
     return traffic(reduce_scatter={64: 1}) | {"second gradient": "none"}, _unused(me, 1, False)
 
 
-@trial("FSDPModule.set_reduce_scatter_unused_params", "True; a layer that no rank uses", since=UNUSED)
+@trial("FSDPModule.set_reduce_scatter_unused_params", "True; a layer that no rank uses")
 def unused_reduced(me):
     """Zeros are reduced for it, and its gradient is zero instead of None: an optimizer with weight decay changes it."""
     return traffic(reduce_scatter={128: 1}) | {"second gradient": 0.0}, _unused(me, 1, True)
 
 
-@trial("FSDPModule.set_reduce_scatter_unused_params", "True; a layer that only rank 1 uses", since=UNUSED)
+@trial("FSDPModule.set_reduce_scatter_unused_params", "True; a layer that only rank 1 uses")
 def used_by_one_rank(me):
     """Rank 1's gradient is 2, rank 0 adds zero."""
     return traffic(reduce_scatter={128: 1}) | {"second gradient": 1.0}, _unused(me, 1 + me.rank, True)
@@ -354,14 +350,14 @@ def _highest_retained(me, buffers: int) -> int:
     return trace(me, model).highest("reduce-scatter")
 
 
-@trial("FSDPModule.set_reduce_scatter_max_input_buffers", "1, the default; 2; 3", since=BUFFERS)
+@trial("FSDPModule.set_reduce_scatter_max_input_buffers", "1, the default; 2; 3")
 def buffers(me):
     """With the packed gradients of so many layers, there is one layer's own gradient, and the head's until the end."""
     predicted = {str(n): (n + 1) * LAYER + HEAD for n in (1, 2, 3)}
     return predicted, {str(n): _highest_retained(me, n) for n in (1, 2, 3)}
 
 
-@trial("FSDPModule.set_reduce_scatter_max_input_buffers", "3, called after the first forward", since=BUFFERS)
+@trial("FSDPModule.set_reduce_scatter_max_input_buffers", "3, called after the first forward")
 def buffers_too_late(me):
     """The limit is read once, as the first forward begins: later calls change nothing, and nothing says so."""
     model = sharded(me)

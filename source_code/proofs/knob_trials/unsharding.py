@@ -75,7 +75,7 @@ def wait(me):
     return predicted, {"left": found.left, "highest": found.highest("all-gather")}
 
 
-@trial("FSDPModule.set_keep_unsharded_storage", "True", since=(2, 15))
+@trial("FSDPModule.set_keep_unsharded_storage", "True")
 def keep(me):
     """Nothing is freed that was gathered; everything is gathered again all the same."""
     model = sharded(me)
@@ -279,7 +279,7 @@ def forward_method(me):
     return predicted, found.traffic | {"before": before}
 
 
-@trial("FSDPModule.reset_iter_state", "after a forward that raised in layers[2]", since=(2, 14))
+@trial("FSDPModule.reset_iter_state", "after a forward that raised in layers[2]")
 def reset(me):
     """What was gathered when the exception came stays gathered until then; the next step is as if nothing had been."""
     model, other = sharded(me), sharded(me)
