@@ -1,11 +1,13 @@
 """Chapter 06: its verdicts can fail, and its exercises say what is wrong."""
 
 from dataclasses import replace
+from math import ceil, prod
 
+import gpt_fsdp
 import pytest
 import torch
 from forked import by_value
-from labkit.teaching.exercises import check
+from labkit.teaching.exercises import chapter_06, check
 from planner import predict
 
 from notebooks import FOLDER, read, run_broken
@@ -17,26 +19,29 @@ def failed(lines, claim):
 
 @pytest.mark.long
 def test_without_the_policy_nothing_crosses_the_bus():
-    lines = run_broken(
-        "06", {"CPUOffloadPolicy(pin_memory=False), OffloadPolicy()]": "OffloadPolicy(), OffloadPolicy()]"}
-    )
-    assert failed(lines, "bytes up per step") and failed(lines, "bytes down per step")
-    assert not failed(lines, "largest difference")
+    lines = run_broken("06", {"runs = [(CPUOffloadPolicy(pin_memory=False), None)": "runs = [(OffloadPolicy(), None)"})
+    assert failed(lines, "up per step, parameters") and failed(lines, "down per step, gradients")
+    assert not failed(lines, "computing in bf16") and not failed(lines, "largest difference")
 
 
 @pytest.mark.long
-def test_a_category_on_the_wrong_side_and_another_run_are_seen():
+def test_a_wrong_side_another_run_and_inputs_that_stay_are_seen():
     lines = run_broken(
         "06",
         {
             '"parameters", "gradients", "optimizer state")': '"parameters", "gradients")',
             'without = lab.run("mnist_fsdp.py", **settings, batch_size=BATCH': 'without = lab.run("mnist_fsdp.py", **settings, batch_size=16',
+            'if way in ("everything saved", "block inputs")': 'if way == "everything saved"',
+            "block.forward = under(offload_hooks(block, bus)": "block.forward = under((bus.down, bus.up)",
         },
-        until='verdict("device side',
-        skip=("on_ranks", "crossed"),
+        until="all ways",
+        skip=("train_by_hand", "points ="),
     )
-    assert failed(lines, "peak of all tensors, with offload")
+    assert failed(lines, "peak of all tensors, with and without offload")
     assert failed(lines, "device side at its peak") and failed(lines, "host side at its peak")
+    assert failed(lines, "device peak, FSDP's offload") and failed(lines, "parameters among everything saved")
+    assert failed(lines, "block inputs, down") and failed(lines, "device peak, block inputs")
+    assert not failed(lines, "device peak, recomputed") and not failed(lines, "all ways")
 
 
 @pytest.mark.long
@@ -49,10 +54,9 @@ def test_with_a_small_batch_activations_are_not_the_peak():
             "at_least=0.5": "at_least=0.6",
         },
         until="shares =",
-        skip=("on_ranks", "crossed", "with_offload", "predicted["),
+        skip=("train_by_hand", "predicted["),
     )
-    assert failed(lines, "share saved where activations are the peak")
-    assert failed(lines, "share saved where what persists is the peak")
+    assert failed(lines, "share taken off, all ranks") and failed(lines, "share taken off, one rank")
 
 
 def said(number, answer, capsys):
@@ -189,6 +193,72 @@ def test_a_wrong_host_step_is_told_what_is_wrong(answer, words, capsys):
             by_hand(*given, **changes)
 
     assert words in said("06.0", by_value(answer), capsys)
+
+
+def on_leaves(block, bus):
+    """Leaves parameters on the device, but not their views."""
+    stays = torch.nn.Parameter
+    pack = lambda tensor: tensor if isinstance(tensor, stays) else bus.down(tensor)  # noqa: E731
+    return pack, lambda packed: packed if isinstance(packed, torch.Tensor) else bus.up(packed)
+
+
+def first_only(block, bus):
+    """Moves one tensor."""
+
+    def pack(tensor):
+        return tensor if bus.bytes["down"] else bus.down(tensor)
+
+    return pack, lambda packed: packed if isinstance(packed, torch.Tensor) else bus.up(packed)
+
+
+def twice_up(block, bus):
+    pack, _ = chapter_06._activations_only(block, bus)
+    return pack, lambda packed: packed if isinstance(packed, torch.Tensor) else (bus.up(packed), bus.up(packed))[1]
+
+
+def doubled(block, bus):
+    pack, unpack = chapter_06._activations_only(block, bus)
+    return pack, lambda packed: 2 * unpack(packed)
+
+
+@pytest.mark.parametrize(
+    "hooks, words",
+    [
+        (lambda block, bus: (lambda tensor: tensor, lambda packed: packed), "nothing came down"),
+        (lambda block, bus: (bus.down, bus.up), "are gathered parameters"),
+        (on_leaves, "are gathered parameters"),
+        (first_only, "bytes of activations stayed"),
+        (twice_up, "unpacked once here"),
+        (doubled, "the gradients differ"),
+        (lambda block, bus: None, "not answered yet"),
+    ],
+)
+def test_wrong_hooks_are_told_what_is_wrong(hooks, words, capsys):
+    assert words in said("06.1", by_value(hooks), capsys)
+
+
+@pytest.mark.parametrize("slip", chapter_06.SLIPS)
+def test_wrong_host_bytes_are_told_what_is_wrong(slip, capsys):
+    assert slip in said("06.2", lambda *job: chapter_06.SLIPS[slip](*job), capsys)
+
+
+@pytest.mark.parametrize("ranks", [8, 12])
+def test_the_exercises_host_bytes_are_the_planners(ranks):
+    options = {"preset": "llama3-8b", "batch_size": 1, "seq_len": 8, "optimizer": "adamw-fused", "cpu_offload": True}
+    plan = predict.transformer_plan(gpt_fsdp.Config(**options), ranks, on_gpu=True)
+    counters = plan.host_memory()["optimizer state", "step counters"]
+    host = chapter_06.host_bytes(chapter_06.shapes_of("llama3-8b"), ranks, 1)
+    assert predict.total(plan.host_memory()) - counters == host
+
+
+def test_what_the_solution_says_of_rounding_is_so():
+    def factor(ranks):
+        sizes = [4 * ceil(rows / ranks) * prod(rest) for rows, *rest in chapter_06.shapes_of("llama3-8b")]
+        return sum(map(chapter_06.pinned.allocated, sizes)) / sum(sizes)
+
+    assert [f"{factor(ranks):.2f}" for ranks in (2, 4, 8, 16)] == ["1.10"] * 4
+    assert [f"{factor(ranks):.2f}" for ranks in (3, 6, 12, 13)] == ["1.65"] * 3 + ["1.79"]
+    assert max(range(2, 17), key=factor) == 13
 
 
 @pytest.mark.parametrize(("ranks", "said"), [(1, "{:.1f} MB less on one rank"), (4, "and {:.1f} on four")])

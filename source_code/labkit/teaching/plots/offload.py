@@ -56,8 +56,8 @@ def two_sides(record: dict, on_host: tuple):
     below.set_xticks([])
     plots.headline(
         figure,
-        "Memory that stays on the device, and memory that offload moves",
-        f"{plots.caption(record)}\nmeasured by category on a CPU, put on a side by the rule; no GPU was there",
+        "Memory assigned to the device, and to the host",
+        f"{plots.caption(record)}\nmeasured by category on a CPU, sides assigned by the rule; no GPU was there",
     )
     plots.category_legend(figure, names)
     plots.show(figure)
@@ -76,8 +76,8 @@ def side_bars(record: dict, on_host: tuple, predicted: dict[str, int], guess: fl
     plots.memory_bars(axes, [(name, terms, predicted[name]) for name, terms in rows], {"device side": guess})
     plots.headline(
         figure,
-        "One memory, or two sides of a bus",
-        f"{plots.caption(record)}\nsolid: measured by category on a CPU, outlined: predicted, diamond: your guess",
+        "One memory, or two assigned sides",
+        f"{plots.caption(record)}\nsolid: measured by category on a CPU, outlined: predicted{', diamond: your guess' if guess else ''}",
     )
     plots.category_legend(figure, plots.handles_of(axes))
     plots.show(figure)
@@ -133,7 +133,7 @@ def against_batch(points: dict, lines: dict, record: dict):
     plots.headline(
         figure,
         "Roughly the same bytes saved, a smaller and smaller share",
-        f"{record['hardware']} · {record['data']['name']}\nmarks: measured by category; lines: predicted, dotted with offload",
+        f"{record['hardware']} · {record['data']['name']}\nmarks: measured by category, sides assigned; lines: predicted, dotted with offload",
     )
     plots.show(figure)
 
