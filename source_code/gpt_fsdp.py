@@ -29,6 +29,7 @@ from labkit.running import options, preflight, ranks
 from labkit.running.lab_options import TransformerTraining
 from labkit.running.options import Conflict, several
 from labkit.training import checkpoints, loss_scaling, models, muon, post_forward_mesh, recompute, saving, text
+from labkit.training.bf16_adamw import BF16AdamW
 from labkit.training.loop import Loop, keep_norm
 from labkit.training.shards import count_units, part_of
 from labkit.training.tensor_parallel import tensor_parallel
@@ -183,6 +184,8 @@ def make_optimizer(model, config):
         return torch.optim.SGD(trained, lr=config.lr, momentum=momentum, foreach=True)
     if config.optimizer.startswith("muon"):
         return muon.make(model, config)
+    if config.optimizer == "adamw-bf16":
+        return BF16AdamW(parameter_groups(model, config), config.lr, seed=config.seed)
     how = {"adamw": {"foreach": True}, "adamw-fused": {"fused": True}, "adamw-for-loop": {"foreach": False}}
     return torch.optim.AdamW(parameter_groups(model, config), lr=config.lr, **how[config.optimizer])
 

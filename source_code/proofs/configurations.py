@@ -124,6 +124,8 @@ def choices() -> list[dict]:
     # On the CPU what is offloaded stays in the same memory: the same bytes, on two sides (chapter 06).
     configs += [gpt(3, **fsdp2, cpu_offload=True), gpt(2, **fsdp2, **bf16, cpu_offload=True, accumulate=2)]
     configs += [gpt(4, **fsdp1, **pure, clip=1.0), gpt(2, **fsdp1, **wrapped, **bf16, **parts)]
+    half = {"optimizer": "adamw-bf16"}
+    configs += [gpt(2, **fsdp2, **half), gpt(2, **fsdp1, **half, **pure), gpt(4, **fsdp2, **half, **pure, mesh="2x2")]
     fp16 = {"precision": "fp16"}  # as bf16, and what the gradient scaler adds
     configs += [gpt(2, **fsdp1, **fp16, clip=1.0), gpt(4, **fsdp2, **fp16, mesh="2x2", accumulate=2)]
     configs += [gpt(2, **fsdp2, **fp16, optimizer="adamw-fused", lora=4), gpt(2, strategy="ddp", **fp16)]
@@ -180,7 +182,7 @@ CHOICES = {
     "offload_activations": (False, False, False, True),
     "weights": ("fp32", "fp32", "bf16"),
     "loss_chunks": (1, 1, 3),
-    "optimizer": ("adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd", *muon.WAYS),
+    "optimizer": ("adamw", "adamw-fused", "adamw-for-loop", "adamw-bf16", "momentum", "sgd", *muon.WAYS),
     "accumulate": (1, 1, 2, 3, 4),
     "sync": ("every", "last"),
     "clip": (None, 1.0),

@@ -309,6 +309,11 @@ class TransformerTraining(Training):
             )
         ),
         Conflict(
+            {"optimizer": "adamw-bf16"},
+            {"precision": "fp64"},
+            "--optimizer adamw-bf16 computes in fp32: leave --precision fp64 out, or use adamw",
+        ),
+        Conflict(
             {"optimizer": muon.WAYS[1:]},
             {"strategy": ("single", "ddp", "pipeline")},
             "--optimizer {c.optimizer} is for matrices that FSDP2 shards, and here none is: use --optimizer muon",
@@ -364,9 +369,10 @@ class TransformerTraining(Training):
     sync: Literal["every", "last"] = option("every", "after which micro-batch of a step the ranks average gradients")
     clip: float | None = option(None, "maximum global norm of the gradient", above=0, resumed="print")
     compile: bool = option(False, "compile each block's forward")
-    optimizer: Literal["adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd", *muon.WAYS] = option(
+    optimizer: Literal["adamw", "adamw-fused", "adamw-for-loop", "adamw-bf16", "momentum", "sgd", *muon.WAYS] = option(
         "adamw",
-        "optimizer; adamw is PyTorch's foreach implementation; muon updates the blocks' matrices, and AdamW the rest: under "
+        "optimizer; adamw is PyTorch's foreach implementation; adamw-bf16 has states in bf16, and rounds them, and weights "
+        "in bf16, stochastically; muon updates the blocks' matrices, and AdamW the rest: under "
         "FSDP2 each on its owner; muon-gather: on all ranks; muon-dtensor: by torch.optim.Muon",
         resumed=True,
     )

@@ -8,11 +8,11 @@ from typing import NamedTuple
 from planner import UserError
 from planner.models.networks import Blueprint
 from planner.ops import quantization
-from planner.ops.autograd import FP32
+from planner.ops.autograd import BF16, FP32
 from planner.parallel import muon, pinned, traffic, zero
 from planner.parallel.pipeline import Stage
 from planner.parallel.strategies import Unit
-from planner.step.simulation import Step, optimizer_temporary
+from planner.step.simulation import Step, optimizer_temporary_bytes
 from planner.step.stage_simulation import StageStep
 
 HALF = ("bf16", "fp16")  # precisions of two bytes
@@ -25,6 +25,7 @@ STATES = {
     "adamw": ADAM,
     "adamw-fused": ADAM,
     "adamw-for-loop": ADAM,
+    "adamw-bf16": ADAM,
     "adamw-8bit": (),  # planner/ops/quantization.py has them
     **dict.fromkeys(muon.WAYS, ()),  # planner/parallel/muon.py has them
     "momentum": ("momentum",),
@@ -105,6 +106,8 @@ class Plan:
             raise UserError("DeepSpeed trains in fp32 or bf16: give another --precision")
         if self.deepspeed and self.optimizer == "adamw-8bit":
             raise UserError("8-bit Adam under DeepSpeed is not predicted: take another strategy or optimizer")
+        if self.optimizer == "adamw-bf16" and (self.deepspeed or self.strategy == "zero1" or self.precision == "fp64"):
+            raise UserError("--optimizer adamw-bf16 is not for ZeRO's optimizers, nor for fp64: take adamw")
         if any(m.quantized for m in self.blueprint.modules) and (
             self.strategy not in ("single", "ddp") or self.precision != "bf16" or self.weights != "fp32"
         ):
@@ -254,7 +257,7 @@ class Plan:
             terms[category, pinned.ROUNDING] = pinned.rounding(numel * self.itemsize for numel in sizes)
         if "step counters" in STATES[self.optimizer]:
             terms["optimizer state", "step counters"] = len(numels) * STEP_COUNTER
-        temporary = optimizer_temporary(self.optimizer, numels) * self.itemsize
+        temporary = optimizer_temporary_bytes(self, numels)
         return terms | {("temporary", "intermediate results"): temporary}
 
     def _offloaded_activations(self) -> dict[tuple[str, str], int]:
@@ -271,7 +274,7 @@ class Plan:
         held = sum(unit.shard_numel() for unit in units) * self.itemsize
         quantized = [p.numel for unit in units for p in unit.parameters.values() if p.quantized]
         held += sum(quantization.nf4_bytes(numel) - numel * self.itemsize for numel in quantized)
-        trained = sum(updated) * self.itemsize
+        moments = sum(updated) * (BF16 if self.optimizer == "adamw-bf16" else self.itemsize)
         terms = zero.persistent_state(self) if self.deepspeed else {("parameters", "parameters"): held}
         if self.blueprint.buffers:
             terms["parameters", "buffers"] = self.blueprint.buffers
@@ -284,7 +287,7 @@ class Plan:
             terms |= {("optimizer state", name): size for name, size in muon.states(self).items()}
         for name in STATES[self.optimizer]:
             if name != "step counters":
-                terms["optimizer state", name] = trained
+                terms["optimizer state", name] = moments
             elif not self.on_gpu or self.optimizer == "adamw-fused":  # other counters stay in the CPU's memory
                 terms["optimizer state", name] = len(updated) * STEP_COUNTER
         return terms

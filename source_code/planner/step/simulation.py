@@ -61,7 +61,7 @@ class Step:
         """Run the step, and return the peak of each phase: {phase: (bytes, {(category, name): bytes})}."""
         plan, tape = self.plan, self.tape
         terms = plan.persistent().items()
-        state_itemsize = 1 if plan.optimizer == "adamw-8bit" else plan.itemsize
+        state_itemsize = {"adamw-8bit": 1, "adamw-bf16": 2}.get(plan.optimizer, plan.itemsize)
         held = [
             tape.hold(*term, size, state_itemsize if term[0] == "optimizer state" else plan.parameter_itemsize)
             for term, size in terms
@@ -81,11 +81,8 @@ class Step:
         if plan.optimizer in muon.WAYS:
             held += [tape.hold(*term, size, muon.itemsize(plan)) for term, size in muon.temporary(plan).items()]
             return tape.snapshots
-        # PyTorch's default for Adadelta: all tensors of a GPU at once, DTensors too; the CPU's one after another.
-        foreach = {"foreach_adadelta": plan.on_gpu}
-        numels = [optimizer_temporary(plan.optimizer, group, **foreach) for group in plan.optimizer_groups]
-        numel = 0 if plan.offload else max(numels)
-        held.append(tape.hold("temporary", "intermediate results", numel * plan.itemsize))
+        size = 0 if plan.offload else max(optimizer_temporary_bytes(plan, group) for group in plan.optimizer_groups)
+        held.append(tape.hold("temporary", "intermediate results", size))
         return tape.snapshots
 
     def run_micro_batches(self):
@@ -198,6 +195,19 @@ class Step:
         return {
             name: of_root[tied[name]] if name in tied else unit.parameters[module, name] for name in module.parameters
         }
+
+
+def optimizer_temporary_bytes(plan, sizes: list[int]) -> int:
+    """Return the bytes of the optimizer's intermediate results at their peak.
+
+    Args:
+        plan: the ``Plan``.
+        sizes: elements of the tensors that it updates, in order.
+    """
+    if plan.optimizer == "adamw-bf16":  # both moments, random numbers, and in bf16 the gradient or weight, all in fp32
+        return (4 if plan.weights == "bf16" else 3) * FP32 * max(sizes, default=0)
+    # PyTorch's default for Adadelta: all tensors of a GPU at once, DTensors too; the CPU's one after another.
+    return optimizer_temporary(plan.optimizer, sizes, foreach_adadelta=plan.on_gpu) * plan.itemsize
 
 
 def optimizer_temporary(optimizer: str, sizes: list[int], foreach_adadelta: bool = False) -> int:
