@@ -28,7 +28,7 @@ CASES = {
     "fsdp1, clipped": {"strategy": "fsdp1", "clip": 0.4},
     "fsdp2, adapters": {"strategy": "fsdp2", "lora": 2},
 }
-STEPS, SAFE, HIGH = 6, 2.0**8, 2.0**40  # scales at which these gradients do not overflow, and do
+STEPS, SAFE, HIGH = 5, 2.0**8, 2.0**40  # scales at which these gradients do not overflow, and do
 
 
 def configured(**given):
@@ -89,10 +89,22 @@ def resumed(me, strategy, folder):
     return run.train(range(3, STEPS)), again.train(range(3, STEPS)), *states
 
 
+def resumed_in_bf16(me, strategy, folder):
+    """(Losses of the steps after a checkpoint, those of a run that resumes from it, the dtypes of its states)."""
+    given = {"strategy": strategy, "precision": "bf16", "optimizer": "adamw-bf16"}
+    run, again = (Run(me, configured(**given)) for _ in range(2))
+    run.train(range(3))
+    save(folder, 3, run.model, run.optimizer)
+    checkpoints.load(checkpoints.latest(folder), again.model, again.optimizer)
+    dtypes = {value.dtype for state in again.optimizer.state.values() for value in state.values() if value.ndim}
+    return run.train(range(3, STEPS)), again.train(range(3, STEPS)), dtypes
+
+
 def everything(me, folder):
     """All that is asked of four ranks: starting them takes longer than each of these runs."""
     found = {("overflow", s, o): overflowing(me, s, o) for s, o in OVERFLOWS}
     found |= {("resumed", strategy): resumed(me, strategy, f"{folder}/{strategy}") for strategy in SHARDED}
+    found |= {("bf16", s): resumed_in_bf16(me, s, f"{folder}/bf16-{s}") for s in SHARDED}
     for name, given in CASES.items():
         run = Run(me, configured(**given))
         found["losses", name] = run.train(range(STEPS)), loss_scaling.summary(run.optimizer)
@@ -115,6 +127,7 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fp16")
     for strategy in SHARDED:
         (folder / strategy).mkdir()
+        (folder / f"bf16-{strategy}").mkdir()
     return notebook_ranks.on_ranks(by_value(everything), folder, ranks=4, cluster=HERE, timeout=100)
 
 
@@ -166,6 +179,13 @@ def test_a_resumed_run_has_the_scale_and_the_losses_of_the_other(strategy, resul
         ahead, again, loaded, saved = rank["resumed", strategy]
         assert loaded == saved and saved["scale"] == 512.0 and saved["_growth_tracker"] == 3
         assert again == ahead
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_optimizer_states_in_bf16_resume_equally(strategy, results):
+    for rank in results:
+        ahead, again, dtypes = rank["bf16", strategy]
+        assert again == ahead and dtypes == {torch.bfloat16}
 
 
 def test_a_record_counts_the_skipped_steps(results):

@@ -51,6 +51,12 @@ class BF16AdamW(torch.optim.Optimizer):
                 state["step"] += 1
                 self._update(local(parameter), local(parameter.grad), state, group, number)
 
+    def load_state_dict(self, state_dict: dict):
+        """Load a state as every optimizer does, except that the moments stay in bf16: others cast them as the weights."""
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            state |= {name: state[name].to(torch.bfloat16) for name in ("exp_avg", "exp_avg_sq") if name in state}
+
     def _update(self, weight, gradient, state, group, number: int):
         """Update a tensor; number: of the parameter."""
         step, (beta1, beta2) = int(state["step"]), group["betas"]
