@@ -30,8 +30,9 @@ LAWS = {  # what to remember of each chapter, in a few words; its notebook has t
     "15": "one sequence's activations need more than FSDP",
     "16": "runs fail in few ways, and each leaves a trace",
     "17": "your model peaks where its config.json says",
+    "18": "Muon needs whole matrices: let each have an owner",
 }
-ROWS = {"one small network": range(4), "": range(4, 8), "a transformer": range(8, 12), " ": range(12, 18)}
+ROWS = {"one small network": range(4), "": range(4, 8), "a transformer": range(8, 12), " ": range(12, 16), "  ": range(16, 19)}
 
 
 @dataclass

@@ -255,7 +255,7 @@ def test_of_an_all_to_all_what_leaves_a_node_is_for_ranks_on_others():
 def test_what_torch_cannot_update_is_refused(small, monkeypatch):
     small(UNEVEN)
     config = gpt_fsdp.Config(optimizer="muon-dtensor")
-    with pytest.raises(UserError, match="no rows of a 36x36 matrix, as on 64 ranks"):
+    with pytest.raises(UserError, match="on a 36x36 matrix that 64 ranks shard"):
         config.plan(64, on_gpu=False)
     assert config.plan(12, on_gpu=False).traffic()
     with pytest.raises(UserError, match="replicas is not predicted"):

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from planner.parallel import muon as planned
 from torch.distributed.tensor import DTensor
 
-from labkit import UserError
 from labkit.measuring.replaced import replaced
 from labkit.measuring.trace import local
 from labkit.training.weight_decay import groups_of
@@ -46,24 +45,12 @@ def make(model, config) -> torch.optim.Optimizer:
     settings = {"lr": config.lr, "weight_decay": config.weight_decay, "momentum": MOMENTUM}
     dtype = torch.float64 if config.precision == "fp64" else torch.bfloat16
     if config.optimizer == "muon-dtensor":
-        refuse_empty_shards(matrices)
+        shards = shard_group(matrices)
+        planned.check_dtensor([tuple(matrix.shape) for matrix in matrices], shards.size() if shards else 1)
         muon = TorchMuon(matrices, dtype=dtype, adjust_lr_fn="match_rms_adamw", **settings)
     else:
         muon = Muon(matrices, owner_computes=config.optimizer == "muon", dtype=dtype, **settings)
     return Combined(muon, torch.optim.AdamW(groups_of(others, config), lr=config.lr, foreach=True))
-
-
-def refuse_empty_shards(matrices: list):
-    """Refuse what torch.optim.Muon cannot update.
-
-    Raises:
-        UserError: a rank has no rows of a matrix that is not tall.
-    """
-    shards = shard_group(matrices)
-    ranks = shards.size() if shards else 1
-    for matrix in matrices:
-        if planned.leaves_rank_empty(tuple(matrix.shape), ranks):
-            raise UserError(planned.without_rows("x".join(map(str, matrix.shape)), ranks))
 
 
 def newton_schulz(matrix):

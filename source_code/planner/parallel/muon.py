@@ -112,18 +112,23 @@ def check(plan):
     if plan.optimizer == "muon-dtensor":
         if plan.replicas > 1:
             raise UserError("muon-dtensor on a mesh with replicas is not predicted: take muon, or muon-gather")
-        if empty := [shape for shape in matrices(plan) if leaves_rank_empty(shape, plan.shards)]:
-            raise UserError(without_rows("x".join(map(str, empty[0])), plan.shards))
+        check_dtensor(matrices(plan), plan.shards)
 
 
-def leaves_rank_empty(shape: tuple[int, int], ranks: int) -> bool:
-    """Return whether torch.optim.Muon fails on a DTensor of this shape, because a rank has none of a wide matrix's rows."""
-    return shape[0] <= shape[1] and not shard_rows(shape[0], ranks)[-1]
+def check_dtensor(shapes: list[tuple[int, int]], ranks: int):
+    """Check that torch.optim.Muon can update DTensors of these shapes, sharded by rows.
 
+    It fails on a matrix with fewer rows than ranks, which DTensor replicates to multiply it (PyTorch 2.15).
 
-def without_rows(shape: str, ranks: int) -> str:
-    """Return the sentence that refuses muon-dtensor."""
-    return f"muon-dtensor fails where a rank has no rows of a {shape} matrix, as on {ranks} ranks: use --optimizer muon"
+    Raises:
+        UserError: it cannot.
+    """
+    for rows, columns in shapes:
+        if rows < ranks:
+            raise UserError(
+                f"torch.optim.Muon fails on a {rows}x{columns} matrix that {ranks} ranks shard, as it has fewer rows: "
+                "use --optimizer muon"
+            )
 
 
 # Collectives
