@@ -4,28 +4,34 @@ from math import ceil
 
 import pytest
 import torch
+from answers import altered
 from forked import by_value
 from labkit.teaching.exercises import check
 from labkit.teaching.exercises.chapter_08 import SHAPES, all_but_down, reference_kept, the_labs
+from labkit.teaching.exercises.int8_gather import PackedGather
+from labkit.training.short_adamw import ShortAdamW, round_stochastically
 from planner import predict
 from planner.models import networks, shapes
-from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from notebooks import run_broken
 
 # The cells that need a run
-NEED_A_RUN = ("lab.run(", "lab.on_ranks(", "total(", "about_guess(g", "claims", "trained", "most(full", "trials")
+NEED_A_RUN = (
+    "lab.run(",
+    "lab.on_ranks(",
+    "total(",
+    "about_guess(g",
+    "claims",
+    "trained",
+    "table",
+    "trials",
+    "overflow",
+)
 
 # What is broken: text → replacement, up to which cell, without which cells, and the claims that must then fail
 BREAKS = {
-    "the first run recomputes": (
-        {'precision="fp32", max': 'precision="fp32", recompute="full", max'},
-        "NBVAL_CHECK_OUTPUT",
-        (),
-        ["peak of a rank in fp32"],
-    ),
     "more ranks divide nothing": (
         {'"batch_size": 1, "max_steps": 4}': '"batch_size": 1, "max_steps": 4, "strategy": "ddp"}'},
         "activations over everything else, 8 ranks",
@@ -33,35 +39,43 @@ BREAKS = {
         ["activations over everything else, 8 ranks"],
     ),
     "the run in bf16 is one in fp32": (
-        {'precision="bf16", max': 'precision="fp32", max'},
+        {'precision="bf16", max_steps=4)\ntitle': 'precision="fp32", max_steps=4)\ntitle'},
         "gathered in a step, bf16",
         ("about_guess(g", "by_ranks"),
         ["gathered in a step, bf16"],
     ),
     "nothing is recomputed": (
-        {'recompute="full", max': 'recompute="none", max'},
-        "activations at their most, full",
-        ("by_ranks", "trained", "def losses", "bf16 = lab.run", 'bf16["memory"]'),
+        {'recompute=name, max_steps=4) for': 'recompute="none", max_steps=4) for'},
+        "activations at their most, {name}",
+        ("by_ranks", "trained", "def losses", 'bf16["memory"]', "overflow", "claims"),
         ["activations at their most, full"],
     ),
     "weights are frozen": (
-        {
-            "    model = GPT(shape)\n    for block in model.blocks:\n        gpt_fsdp": (
-                "    model = GPT(shape)\n    gpt_fsdp.models.add_lora(model, 4)\n"
-                "    for block in model.blocks:\n        gpt_fsdp"
-            ),
-        },
-        "operations with full recomputation",
+        {"    if lora:\n        add_lora(model, lora)\n": "    add_lora(model, 4)\n"},
+        "all weights trained: full over none",
         NEED_A_RUN,
-        ["operations with full recomputation, over those without"],
+        ["operations, recomputation none", "operations, recomputation selective", "operations, recomputation full",
+         "all weights trained: full over none"],
+    ),
+    "the base is trained": (
+        {"        add_lora(model, lora)\n": "        pass\n"},
+        "LoRA: full over none",
+        NEED_A_RUN,
+        ["LoRA: full over none"],
+    ),
+    "each rank looks at its own shard": (
+        {"on_ranks(overflow, each, ranks=4)": "on_ranks(overflow, True, ranks=4)"},
+        "ranks that skip the step",
+        ("lab.run(", "by_ranks", "trained", "claims", "Int8Gather"),
+        ["ranks that skip the step"],
     ),
     "no dropout": (
         {"dropout(x, 0.1)": "dropout(x, 0.0)"},
         "random state not preserved",
-        (*NEED_A_RUN, "counted", "crossing"),
+        (*NEED_A_RUN, "counted", "crossing", "packed_bytes"),
         ["gradient's relative error, random state not preserved"],
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.long
@@ -99,51 +113,82 @@ def recomputed(block):
     return lambda *inputs: checkpoint(forward, *inputs, use_reentrant=False)
 
 
-def all_of_them(blocks, n):
+def all_of_them(blocks):
     for block in blocks:
         block.forward = recomputed(block)
 
 
-def from_the_last(blocks, n):
-    for number, block in enumerate(blocks):
-        if number % n == n - 1:
-            block.forward = recomputed(block)
+# The solution of 08.2 with a slip: (text, replacement), and what it is told
+SLIPS = [
+    (("(needs_gradient + trained)", "2"), "a frozen base, its first matrix trained, nothing recomputed"),
+    (("(needs_gradient + trained)", "(1 + trained)"), "all weights trained, nothing recomputed"),
+    (("if recompute and needs_gradient", "if recompute"), "the first two blocks frozen, full recomputation"),
+    (("needs_gradient = needs_gradient or trained", "needs_gradient = trained"), "nothing recomputed"),
+    (("total, needs_gradient = 0, False", "total, needs_gradient = 0, True"), "all weights trained"),
+]
 
 
-def without_gradients(blocks, n):
-    for block in blocks[::n]:
-        block.forward = torch.no_grad()(block.forward)
+@pytest.mark.parametrize(("slip", "said"), SLIPS, ids=[said for _, said in SLIPS])
+def test_a_wrong_count_of_operations_hears_where(slip, said, capsys):
+    check("08.2", altered("08.2", slip))
+    out = capsys.readouterr().out
+    assert "not quite" in out and said in out
 
 
-def twice_as_much(blocks, n):
-    """Recomputes, and changes what is computed."""
-    for block in blocks[::n]:
-        forward = recomputed(block)
-        block.forward = lambda *inputs, forward=forward: 2 * forward(*inputs)
+def packing(pack, unpack):
+    """A PackedGather with these functions."""
+    return type("Packing", (PackedGather,), {"pack": staticmethod(pack), "unpack": staticmethod(unpack)})
 
 
-def late_binding(blocks, n):
-    for number, block in enumerate(blocks):
-        if number % n == 0:
-            forward = block.forward
-            block.forward = lambda *inputs: checkpoint(forward, *inputs, use_reentrant=False)  # noqa: B023
+def by_its_maximum(shard):
+    """One scale for a whole shard, which is not gathered."""
+    return ((shard * 127 / shard.abs().max()).round().to(torch.int8),)
+
+
+def divided_by_zero(shard):
+    scales = shard.abs().amax(dim=1, keepdim=True) / 127
+    return (shard / scales).round().to(torch.int8), scales
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (all_of_them, "4 blocks, n = 2: block 1 is recomputed; recompute only 0, n, 2n"),
-        (from_the_last, "block 0 saves all its tensors"),
-        (without_gradients, "gets no gradient"),
-        (twice_as_much, "the gradient of the input differs"),
-        (late_binding, "differs"),
-        (lambda blocks, n: blocks.nothing, "raises AttributeError"),
-        (lambda blocks, n: nn.ModuleList(blocks), "block 0 saves all its tensors"),
+        (packing(lambda shard: (shard,), lambda whole: whole), "gathered as 100% of them"),
+        (packing(lambda shard: (shard.half(),), lambda whole: whole.float()), "gathered as 50% of them"),
+        (packing(by_its_maximum, lambda numbers: numbers / 127), "are off by"),
+        (packing(divided_by_zero, lambda numbers, scales: numbers * scales), "a row of zeros: rank 0's rows are off"),
+        (packing(lambda shard: (shard[:1],), lambda whole: whole), "unpack returns (2, 128)"),
+        (packing(lambda shard: None, lambda *gathered: None), "not answered yet"),
     ],
 )
-def test_a_wrong_recomputation_hears_why(wrong, said, capsys):
-    check("08.2", wrong)
+def test_a_wrong_packing_hears_why(wrong, said, capsys):
+    check("08.1", wrong)
     assert said in capsys.readouterr().out
+
+
+def test_stochastic_rounding_is_right_on_average():
+    torch.manual_seed(0)
+    x = torch.full((100_000,), 1 + 2**-9)  # a quarter of the way from 1 to the next bf16
+    rounded = round_stochastically(x)
+    assert rounded.dtype == torch.bfloat16
+    assert set(rounded.unique().tolist()) == {1.0, 1 + 2**-7}
+    assert (rounded.float().mean() - x[0]).abs() < 2**-13  # more than ten standard deviations of the mean
+
+
+def test_in_fp32_the_short_optimizer_is_adamw():
+    torch.manual_seed(0)
+    mine = [torch.nn.Parameter(torch.randn(5, 3)) for _ in range(2)]
+    theirs = [torch.nn.Parameter(parameter.detach().clone()) for parameter in mine]
+    short = ShortAdamW(mine, 1e-2, torch.float32)
+    adamw = torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0)
+    for _ in range(5):
+        for one, other in zip(mine, theirs, strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        short.step()
+        adamw.step()
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 MM = torch.ops.aten.mm.default
@@ -184,28 +229,33 @@ def all_sharded(model, mesh):
     fully_shard(model, mesh=mesh)
 
 
-def all_blocks(model, mesh, excess, kept, given):
-    all_of_them(model.blocks, 1)
+def all_blocks(model, mesh, excess, kept, given, most):
+    all_of_them(model.blocks)
     all_sharded(model, mesh)
 
 
-def the_last_blocks(model, mesh, excess, kept, given):
-    all_of_them(model.blocks[-ceil(excess / (kept - given)) :], 1)
+def the_last_blocks(model, mesh, excess, kept, given, most):
+    all_of_them(model.blocks[-ceil(excess / (kept - given)) :])
     all_sharded(model, mesh)
 
 
-def input_forgotten(model, mesh, excess, kept, given):
+def input_forgotten(model, mesh, excess, kept, given, most):
     """As if the input were saved too."""
-    all_of_them(model.blocks[: ceil(excess / kept)], 1)
+    all_of_them(model.blocks[: ceil(excess / kept)])
     all_sharded(model, mesh)
 
 
-def one_unit(model, mesh, excess, kept, given):
+def one_unit(model, mesh, excess, kept, given, most):
     all_of_them(model.blocks[: ceil(excess / (kept - given))], 1)
     fully_shard(model, mesh=mesh)
 
 
-def half_the_output(model, mesh, excess, kept, given):
+def never_refuses(model, mesh, excess, kept, given, most):
+    all_of_them(model.blocks[: ceil(excess / (kept - given))])
+    all_sharded(model, mesh)
+
+
+def half_the_output(model, mesh, excess, kept, given, most):
     for block in model.blocks[: ceil(excess / (kept - given))]:
         forward = recomputed(block)
         block.forward = lambda *inputs, forward=forward: forward(*inputs) / 2
@@ -222,6 +272,7 @@ def half_the_output(model, mesh, excess, kept, given):
         (input_forgotten, "recompute more of them"),
         (one_unit, "make each block a unit"),
         (half_the_output, "differs"),
+        (never_refuses, "raise ValueError"),
     ],
 )
 def test_a_wrong_choice_of_blocks_hears_why(wrong, said, capsys):

@@ -4,35 +4,18 @@ from collections import Counter
 from functools import partial
 
 import torch
-from planner import predict
 from planner.models.shapes import GPTShape
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 from labkit.measuring.trace import StepTrace, local, peak
-from labkit.running.lab import Lab
-from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
+from labkit.teaching.exercises import Do, on_ranks, unanswered
+from labkit.teaching.exercises.int8_gather import judge_int8_gather
 from labkit.training.models import ATTENTION_OPERATORS, GPT, Block, rotary
-
-MIB = 2**20
-
-
-def _plan(batch, recompute="full"):
-    return Lab(ranks=4, device="cpu").plan("gpt_fsdp.py", recompute=recompute, batch_size=batch)
-
-
-def _peak(batch, recompute="full"):
-    return predict.total(_plan(batch, recompute).peak()[1]) / MIB
-
-
-def _only_doubled(*categories):
-    """Return the peak at 8 sequences, with the terms of these categories doubled."""
-    terms = _plan(8).peak()[1].items()
-    return sum(size * (2 if category in categories else 1) for (category, _), size in terms) / MIB
-
 
 # Bytes that autograd saves for backward in a real block
 
@@ -55,61 +38,6 @@ def _inputs(shape, length, dtype=torch.float32):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, length, shape.hidden_size, generator=generator).to(dtype).requires_grad_()
     return x, rotary(length, shape.head_dim, x)
-
-
-SMALL = GPTShape(
-    num_hidden_layers=4, hidden_size=16, num_attention_heads=2, num_key_value_heads=1, intermediate_size=40
-)
-
-
-def _blocks(count):
-    torch.manual_seed(2)
-    return torch.nn.ModuleList(Block(SMALL) for _ in range(count))
-
-
-def _run(blocks, x, rotation):
-    for block in blocks:
-        x = block(x, rotation)
-    return x
-
-
-def _gradients(blocks, x, rotation):
-    x.grad = None
-    _run(blocks, x, rotation).square().mean().backward()
-    return {"the input": x.grad} | {name: p.grad for name, p in blocks.named_parameters()}
-
-
-def judge_recompute_every(recompute_every) -> str:
-    x, rotation = _inputs(SMALL, 6)
-    whole = 2 * 6 * 4  # bytes of one element per token, over all tokens
-    block_input = whole * SMALL.hidden_size  # bytes saved per recomputed block
-    for count, n in ((4, 2), (4, 1), (5, 3), (4, 4)):
-        plain, changed = _blocks(count), _blocks(count)
-        returned = recompute_every(changed, n)
-        where = f"{count} blocks, n = {n}"
-        each = [_saved_bytes(block, x, rotation, [*block.parameters(), *rotation, x]) for block in plain]
-        left = [_saved_bytes(block, x, rotation, [*block.parameters(), *rotation, x]) for block in changed]
-        if returned is None and left == each and [type(b) for b in changed] == [type(b) for b in plain]:
-            return "not answered yet" if (count, n) == (4, 2) else f"not quite: {where}: no block is recomputed"
-        for number in range(count):
-            recomputed, wanted = left[number] < each[number], number % n == 0
-            if recomputed and not wanted:
-                return f"not quite: {where}: block {number} is recomputed; recompute only 0, n, 2n, …"
-            if wanted and not recomputed:
-                kind = "saves all its tensors" if left[number] == each[number] else "saves more than before"
-                return f"not quite: {where}: block {number} {kind}; it should be recomputed"
-        for (name, one), other in zip(
-            _gradients(plain, x, rotation).items(), _gradients(changed, x, rotation).values(), strict=True
-        ):
-            if other is None:
-                return f"not quite: {where}: {name} gets no gradient"
-            if not torch.equal(one, other):
-                return f"not quite: {where}: the gradient of {name} differs"
-        held = _saved_bytes(lambda y, r, b=changed: _run(b, y, r), x, rotation, [*changed.parameters(), *rotation])
-        right = sum(block_input if number % n == 0 else each[number] + block_input for number in range(count))
-        if held > right:
-            return f"not quite: {where}: {held:,} bytes are saved for backward; {right:,} are enough"
-    return "right"
 
 
 def reference_kept(shape, itemsize) -> int:
@@ -171,21 +99,43 @@ def _step(me, prepare, *about) -> dict:
     }
 
 
-def _budgets(me, prepare) -> tuple:
-    """Run one step without recomputation and one under each budget: (plain, [(budget, step), …])."""
+def _all_recomputed(model, mesh):
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    _plainly_sharded(model, mesh)
+
+
+def _refuses(me, prepare, *about) -> bool:
+    try:
+        _step(me, prepare, *about)
+    except ValueError:
+        return True
+    return False
+
+
+def _budgets(me, prepare) -> dict:
+    """Run one step without recomputation, and one under each budget."""
     x, rotation = _inputs(STACK, LENGTH)
     block = Block(STACK)
     saved = _saved_bytes(block, x, rotation, [*block.parameters(), *rotation]) * SEQUENCES // len(x)
     block_input = SEQUENCES * LENGTH * STACK.hidden_size * 4
     plain = _step(me, _plainly_sharded)
+    most = plain["peak"] - _step(me, _all_recomputed)["peak"]
     # With several blocks, the excess is barely more than one block fewer saves: ignoring the input gives one too few
     excesses = [round((count - (0.5 if count == 1 else 0.96)) * (saved - block_input)) for count in WANTED]
-    return plain, [(plain["peak"] - excess, _step(me, prepare, excess, saved, block_input)) for excess in excesses]
+    about = (saved, block_input, most)
+    return {
+        "plain": plain,
+        "steps": [(plain["peak"] - excess, _step(me, prepare, excess, *about)) for excess in excesses],
+        "most": most,
+        # More than all blocks save, although the division asks for no more blocks than there are
+        "refused": {excess: _refuses(me, prepare, excess, *about) for excess in (most + 1, round(1.1 * most))},
+    }
 
 
 def judge_prepare(prepare) -> str:
     results = on_ranks(_budgets, prepare, ranks=2)
-    plain, steps = results[0]
+    plain, steps = results[0]["plain"], results[0]["steps"]
     for wanted, (budget, step) in zip(WANTED, steps, strict=True):
         if not step["sharded"] and not step["recomputed"]:
             return "not answered yet"
@@ -193,12 +143,17 @@ def judge_prepare(prepare) -> str:
             return "not quite: make each block a unit, then the model: fully_shard(block), fully_shard(model)"
         if message := _over(step, budget, wanted, plain["peak"]):
             return f"not quite: {message}"
-    for rank, (plain, steps) in enumerate(results):
-        for name, right in plain["gradients"].items():
-            if any(step["gradients"].get(name) is None for _, step in steps):
+    for rank, result in enumerate(results):
+        for name, right in result["plain"]["gradients"].items():
+            if any(step["gradients"].get(name) is None for _, step in result["steps"]):
                 return f"not quite: {name} gets no gradient"
-            if not all(torch.equal(step["gradients"][name], right) for _, step in steps):
+            if not all(torch.equal(step["gradients"][name], right) for _, step in result["steps"]):
                 return f"not quite: on rank {rank} the gradient of {name} differs"
+    for excess, refused in results[0]["refused"].items():
+        if not refused:
+            return (
+                f"not quite: excess {excess:,} bytes: all blocks together save {results[0]['most']:,}; raise ValueError"
+            )
     return "right"
 
 
@@ -214,6 +169,51 @@ def _over(step, budget, wanted, before) -> str:
     if len(chosen) > wanted:
         return f"{about} the peak is {step['peak']:,}; {wanted} of them are enough"
     return ""
+
+
+# Operations of a step, with some weights frozen
+
+TOKENS = 3
+MLP = ((16, 40), (40, 16))  # (columns, rows) of a block's two matrices
+PATTERNS = {  # which weights of each block are trained
+    "all weights trained": ((True, True), (True, True), (True, True)),
+    "all trained, one block": ((True, True),),
+    "a frozen base, its first matrix trained": ((True, False), (False, False), (False, False)),
+    "the first two blocks frozen": ((False, False), (False, False), (True, True), (False, True)),
+    "the second matrix of each block trained": ((False, True), (False, True), (False, True)),
+    "a frozen block between trained ones": ((False, True), (False, False), (True, False)),
+}
+
+
+def counted_operations(pattern, recompute) -> int:
+    """Return the operations of a forward and a backward of MLP blocks, as PyTorch counts them while they run."""
+    torch.manual_seed(6)
+    with FlopCounterMode(display=False) as counter:
+        x = torch.randn(TOKENS, MLP[0][0])
+        for trained in pattern:
+            layers = [torch.nn.Linear(*size, bias=False) for size in MLP]
+            for layer, one in zip(layers, trained, strict=True):
+                layer.requires_grad_(one)
+            # tanh saves its output, so that recomputation needs the block's last matmul, too
+            block = torch.nn.Sequential(*(part for layer in layers for part in (layer, torch.nn.Tanh())))
+            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+        x.sum().backward()
+    return counter.get_total_flops()
+
+
+def judge_operations(operations) -> str:
+    for what, pattern in PATTERNS.items():
+        blocks = [
+            [(rows * columns, one) for (columns, rows), one in zip(MLP, trained, strict=True)] for trained in pattern
+        ]
+        for recompute in (False, True):
+            answer, right = operations(blocks, TOKENS, recompute), counted_operations(pattern, recompute)
+            if unanswered(answer):
+                return "not answered yet"
+            if answer != right:
+                where = f"{what}, {'full recomputation' if recompute else 'nothing recomputed'}"
+                return f"not quite: {where}: {answer:,} operations; PyTorch counts {right:,}, {right / answer if answer else 0:.3f} times as many"
+    return "right"
 
 
 # A selective policy that saves no more than needed
@@ -301,10 +301,11 @@ EXERCISES = {
     "08.0": Do(
         title="as few blocks as the budget asks for",
         level=2,
-        minutes=10,
+        minutes=12,
         judge=judge_prepare,
         hint="A recomputed block still saves its input, so each one frees kept - given bytes: how many do you need for the excess?\n"
-        "Which ones? The peak is at the start of backward, which needs the last block's tensors at once.",
+        "Which ones? The peak is at the start of backward, which needs the last block's tensors at once.\n"
+        "The division ends where another moment becomes the highest: what does most say about an excess above it?",
         solution='''
 from functools import partial
 from math import ceil
@@ -313,8 +314,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 
-def prepare(model, mesh, excess, kept, given):
+def prepare(model, mesh, excess, kept, given, most):
     """Recompute as few blocks as lower the peak by excess bytes, then shard."""
+    # Each block saves kept - given, until another moment is the highest. That moment limits all choices to `most`.
+    if excess > most:
+        raise ValueError(f"recomputation saves {most:,} bytes at most, not {excess:,}")
     # The first ones: the last block's saved tensors are needed at the peak, recomputed or not.
     for block in model.blocks[: ceil(excess / (kept - given))]:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -323,50 +327,53 @@ def prepare(model, mesh, excess, kept, given):
     fully_shard(model, mesh=mesh)
 ''',
     ),
-    "08.1": Predict(
-        title="peak with twice the batch",
-        level=2,
-        minutes=6,
-        answer=_peak(16),
-        unit="MiB",
-        slips={
-            "that is the peak of batch 8: activations and their gradients double": _peak(8),
-            "that is twice the peak: the model state does not grow with the batch": 2 * _peak(8),
-            "the gradients of activations (temporary) double too": _only_doubled("activations"),
-            "that is without recomputation": _peak(16, "none"),
-            "the activations double too, not only their gradients (temporary)": _only_doubled("temporary"),
-        },
-        hint="Activations, and the gradients of activations (temporary), double. Everything else depends only on the model.",
-        solution="""
-# The terms that depend on tokens double; parameters, optimizer state, gathered and packed buffers do not change. On
-# paper, the peak is in the backward of block 2. In the plan, block 3 is slightly higher: one more input is alive, and
-# less of the model.
-from labkit.running.lab import Lab
-from planner import predict
+    "08.1": Do(
+        title="a quarter of the bytes",
+        level=3,
+        minutes=15,
+        judge=judge_int8_gather,
+        hint="int8 goes from -127 to 127: divide by a scale that takes the largest element there, and round. unpack needs\n"
+        "the scale again. Whose? Each rank has its own rows: gather the scales, too, one for each row. A row may be zero.",
+        solution='''
+import torch
+from labkit.teaching.exercises.int8_gather import PackedGather
 
-where, terms = Lab(ranks=4, device="cpu").plan("gpt_fsdp.py", recompute="full", batch_size=16).peak()
-answer = predict.total(terms) / 2**20
-""",
-        tolerance=0.004,
+
+class Int8Gather(PackedGather):
+    """A weight that is gathered as int8, with one fp32 scale for each row."""
+
+    @staticmethod
+    def pack(shard):
+        # The scales are gathered with their rows: no rank has to know another's maximum. clamp: a row of zeros
+        scales = shard.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / 127
+        return (shard / scales).round().to(torch.int8), scales
+
+    @staticmethod
+    def unpack(numbers, scales):
+        return numbers * scales
+''',
     ),
     "08.2": Do(
-        title="every n-th block recomputed",
-        level=1,
-        minutes=3,
-        judge=judge_recompute_every,
-        hint="block.forward = … replaces a block's forward: functools.partial(checkpoint, block.forward,\n"
-        "use_reentrant=False) runs the old one through checkpoint. blocks[::n] is every n-th block.",
+        title="operations with frozen weights",
+        level=2,
+        minutes=10,
+        judge=judge_operations,
+        hint="Go through the matrices from first to last, and keep track of one thing: does the input need a gradient?\n"
+        "The data need none; behind the first trained matrix, everything does. Which of the three matmuls of a matrix\n"
+        "run: forward, gradient of the input, gradient of the weight? Which blocks does backward never reach?",
         solution='''
-from functools import partial
-
-from torch.utils.checkpoint import checkpoint
-
-def recompute_every(blocks, n):
-    """Recompute every n-th block in backward, starting with the first, instead of saving its tensors."""
-    for number, block in enumerate(blocks):
-        if number % n == 0:
-            # partial binds this block's forward: a lambda would use the last one of the loop
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+def operations(blocks, tokens, recompute):
+    """Return the floating-point operations of a forward and a backward; blocks: [[(elements, trained), …], …]."""
+    total, needs_gradient = 0, False  # whether the input of what comes next needs a gradient: the data need none
+    for block in blocks:
+        forward = sum(2 * elements * tokens for elements, _ in block)
+        total += forward
+        for elements, trained in block:
+            total += 2 * elements * tokens * (needs_gradient + trained)  # for the input, and for the weight
+            needs_gradient = needs_gradient or trained
+        if recompute and needs_gradient:  # backward never reaches a frozen block below the first trained matrix
+            total += forward
+    return total
 ''',
     ),
     "08.3": Do(

@@ -3,14 +3,16 @@
 import matplotlib.pyplot as plt
 
 from labkit.measuring.trace import CATEGORIES
-from labkit.teaching.plots import COLOURS, MIB, PREDICTED, caption, headline, show, time_bars
+from labkit.teaching.plots import COLOURS, MIB, PREDICTED, headline, show
 
 TONES = ("#f2f2f2", "#d9d9d9", "#bdbdbd", "#969696", "#737373", "#525252")
 PHASE_COLUMN = 1  # a snapshot of a record's timeline is [phase, bytes by category …]
 LINES = {
     "fp32": ("#0072B2", "-", "fp32"),
     "bf16": ("#E69F00", "--", "bf16, fp32 master weights"),
+    "bf16, and moments": ("#009E73", ":", "bf16, fp32 master weights, bf16 moments"),
     "bf16 throughout": ("#D55E00", "-.", "bf16 throughout"),
+    "stochastic rounding": ("#CC79A7", (0, (5, 1)), "bf16 throughout, stochastic rounding"),
 }
 SPLIT = {"none": ("#0072B2", "nothing recomputed"), "full": ("#D55E00", "full recomputation")}
 
@@ -21,7 +23,7 @@ def most(record: dict, category: str) -> int:
     return max(snapshot[column] for snapshot in record["memory"]["timeline"])
 
 
-def kept(rows: list[tuple[str, dict, dict]], title: str, under: str):
+def kept(rows: list[tuple[str, dict, dict]], title: str):
     """Draw the bytes per token that a block saves for backward: rows of (label, {tensor: bytes} measured, predicted)."""
     figure, axes = plt.subplots(figsize=(10, 0.7 * len(rows) + 1.9), layout="constrained")
     widest = max(sum(parts.values()) for _, parts, _ in rows)
@@ -29,9 +31,9 @@ def kept(rows: list[tuple[str, dict, dict]], title: str, under: str):
         left = 0
         for tone, size in zip(TONES, parts.values(), strict=False):
             axes.barh(place, size, left=left, color=tone, edgecolor="black", linewidth=0.8, height=0.62)
-            if size > 0.07 * widest:
-                dark = TONES.index(tone) > 2
-                axes.text(left + size / 2, place, f"{size:,}", ha="center", va="center", color="w" if dark else "k")
+            dark = TONES.index(tone) > 2
+            about = {"ha": "center", "va": "center", "color": "w" if dark else "k", "fontsize": 11}
+            axes.text(left + size / 2, place, f"{size:,}", rotation=0 if size > 0.06 * widest else 90, **about)
             left += size
         axes.barh(place, sum(predicted.values()), height=0.78, **PREDICTED)
         axes.text(left + widest * 0.01, place, f"{left:,}", va="center", fontweight="bold")
@@ -41,27 +43,8 @@ def kept(rows: list[tuple[str, dict, dict]], title: str, under: str):
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
     axes.set(xlim=(0, widest * 1.12), xlabel="bytes per token that one block saves for backward")
-    headline(figure, title, under)
+    headline(figure, title, "one block of the preset tiny on the CPU; solid: measured, outlined: predicted")
     figure.legend(handles, names, loc="outside lower left", ncols=3, fontsize=11)
-    show(figure)
-
-
-def cost(rows: list[tuple[str, dict, int, int]], title: str):
-    """Draw operations and time of a step: rows of (label, record, operations counted, operations predicted).
-
-    Operations are relative to those of the first row.
-    """
-    figure, (flops, time) = plt.subplots(1, 2, figsize=(11.5, 0.6 * len(rows) + 2.0), layout="constrained", sharey=True)
-    base = rows[0][2]
-    for place, (_, _, counted, predicted) in enumerate(rows):
-        flops.barh(place, counted / base, color="#666666", height=0.62)
-        flops.barh(place, predicted / base, height=0.76, **PREDICTED)
-        flops.text(counted / base, place, f"{counted / base:.3f}  ", va="center", ha="right", color="white")
-    flops.axvline(4 / 3, color="black", linestyle="--", linewidth=1)
-    flops.text(4 / 3, len(rows) / 2 - 0.5, " bound: 4/3", va="center")
-    flops.set(xlim=(0, 1.75), xlabel="floating-point operations of a step, relative")
-    time_bars(time, [(label, record["time"]["step"]) for label, record, _, _ in rows])
-    headline(figure, title, f"{caption(rows[0][1])}\nsolid: counted (left) and measured (right), outlined: predicted")
     show(figure)
 
 
