@@ -18,6 +18,7 @@ from labkit.running import launch, notebook_ranks, options
 from labkit.training import muon
 from planner.models import shapes
 from planner.parallel import muon as planned
+from planner.step import simulation
 from planner.step.plan import Plan
 from planner.timing import cost
 from proofs import memory
@@ -260,6 +261,17 @@ def test_what_torch_cannot_update_is_refused(small, monkeypatch):
     assert config.plan(12, on_gpu=False).traffic()
     with pytest.raises(UserError, match="replicas is not predicted"):
         dataclasses.replace(config, mesh="2x4").plan(8, on_gpu=False)
+
+
+def test_lion_keeps_one_moment_of_adamws_two():
+    """It is planned only, by its authors' code: momentum and gradient with their factors, their sum, the last update."""
+    lion, adamw = (
+        plan.plan_from_options(options.parse(plan.Config, "", ["--optimizer", o])) for o in ("lion", "adamw")
+    )
+    state = {name: size for (category, name), size in lion.persistent().items() if category == "optimizer state"}
+    assert state == {"momentum": adamw.persistent()["optimizer state", "first moments"]}
+    assert simulation.optimizer_temporary("lion", [10, 7, 20]) == 7 + 3 * 20
+    assert simulation.optimizer_temporary("lion", []) == 0
 
 
 def test_owners_compute_less_and_exchange_less():

@@ -69,5 +69,5 @@ def test_a_plan_is_compared_with_what_the_figure_is_of():
 
 
 def test_a_refusal_names_the_model_and_no_temporary_file():
-    figure = {"model": "t5-3b", "options": {"ranks": 8, "optimizer": "muon"}}
+    figure = {"model": "t5-3b", "options": {"ranks": 8, "optimizer": "shampoo"}}
     assert published.planned(figure)["refused"].startswith("--optimizer is one of")

@@ -78,9 +78,9 @@ CONFLICTS = (
         Conflict(
             {"simulate": True},
             excluded,
-            "neither --cpu-offload, adamw-8bit nor nf4 is simulated: leave --simulate out",
+            "neither --cpu-offload, adamw-8bit, lion nor nf4 is simulated: leave --simulate out",
         )
-        for excluded in ({"cpu_offload": True}, {"optimizer": "adamw-8bit"}, {"frozen": "nf4"})
+        for excluded in ({"cpu_offload": True}, {"optimizer": ("adamw-8bit", "lion")}, {"frozen": "nf4"})
     ),
     *leave_out(
         {"offload_activations": True},

@@ -64,7 +64,8 @@ class Config(TransformerTraining):
     optimizer: Literal[tuple(STATES)] = redeclared(
         TransformerTraining,
         "optimizer",
-        help="optimizer; adamw is PyTorch's foreach implementation; adamw-8bit is bitsandbytes' (not validated)",
+        help="optimizer; adamw is PyTorch's foreach implementation; muon: see gpt_fsdp.py; adamw-8bit is bitsandbytes', and "
+        "lion its authors' (not validated)",
     )
     device: Literal["auto", "cpu", "cuda"] = redeclared(
         TransformerTraining,

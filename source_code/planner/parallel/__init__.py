@@ -3,6 +3,7 @@
 Each module may import those above it:
 
   mesh           how ranks are arranged: a grid with named dimensions
+  muon           Muon: who gets which matrix whole, what that takes, and what is exchanged
   strategies     what DDP and FSDP gather, free, and reduce around each unit
   zero           how ZeroRedundancyOptimizer and DeepSpeed's stages partition a model
   deepspeed      what DeepSpeed's stages gather, free, and reduce, and when

@@ -28,6 +28,7 @@ STATES = {
     "adamw-bf16": ADAM,
     "adamw-8bit": (),  # planner/ops/quantization.py has them
     **dict.fromkeys(muon.WAYS, ()),  # planner/parallel/muon.py has them
+    "lion": ("momentum",),  # not validated: no lab trains with it (google/automl, lion/lion_pytorch.py)
     "momentum": ("momentum",),
     "sgd": (),
 }

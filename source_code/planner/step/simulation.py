@@ -227,4 +227,6 @@ def optimizer_temporary(optimizer: str, sizes: list[int], foreach_adadelta: bool
         return sum(sizes)
     if optimizer == "adamw-for-loop":  # the square root and the denominator of one, with the denominator before
         return max((before + 2 * size for before, size in pairs), default=0)
+    if optimizer == "lion":  # momentum and gradient, each times its factor, and their sum, with the update before
+        return max((before + 3 * size for before, size in pairs), default=0)
     return 0
