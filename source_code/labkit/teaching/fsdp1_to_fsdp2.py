@@ -6,6 +6,7 @@ device, and returns (whether FSDP2 did it, a description of what was observed).
 
 import inspect
 import warnings
+from collections import Counter
 
 import torch
 from torch import nn
@@ -131,26 +132,29 @@ def use_orig_params(x):
 # When and how parameters are gathered and gradients reduced
 
 
-class ReducedIn(TorchDispatchMode):
-    """Collect the data types that reduce-scatters take."""
+class Collectives(TorchDispatchMode):
+    """Count FSDP's collectives, by kind, and collect the data types of reduced gradients."""
 
     def __init__(self):
         super().__init__()
-        self.dtypes = set()
+        self.calls, self.reduced_in = Counter(), set()
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # DTensor first: it turns this into operators on local tensors
+        if "allgather" in str(operator):
+            self.calls["all-gather"] += 1
         if "reduce_scatter" in str(operator):
-            self.dtypes.add(args[1].dtype)
+            self.calls["reduce-scatter"] += 1
+            self.reduced_in.add(args[1].dtype)
         return operator(*args, **(kwargs or {}))
 
 
 def reduced_in(model, x) -> str:
     """Return the data type in which a step reduces gradients, such as "bfloat16"."""
-    with ReducedIn() as seen:
+    with Collectives() as seen:
         model(x).sum().backward()
-    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in seen.dtypes))
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in seen.reduced_in))
 
 
 WIDE = tuple(map(int, torch.__version__.split(".")[:2])) >= (

@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import warnings
-from collections import Counter
 
 import torch
 import torch.distributed as dist
@@ -12,9 +10,9 @@ from planner.models.shapes import GPTShape
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 
 from labkit.teaching.exercises import Do, on_ranks, unanswered
+from labkit.teaching.fsdp1_to_fsdp2 import Collectives
 from labkit.training import models
 
 GIB = 2**30
@@ -227,24 +225,22 @@ def gradients_in_one_process(ranks: int, step: int) -> dict[str, torch.Tensor]:
 
 def _accumulated(me, accumulate):
     """Return of two steps: (its result, {collective: calls}, parameters still whole, {parameter: gradient or None})."""
-    warnings.filterwarnings("ignore", ".*returned a view tensor")  # CommDebugMode decomposes a linear layer
     model = small_gpt(me.device)
     mesh = init_device_mesh(me.device.type, (me.world_size,))
     for unit in [*model.blocks, model]:
         fully_shard(unit, mesh=mesh)
     steps = []
     for step, count in enumerate(MICRO_BATCHES):
-        with CommDebugMode() as seen:
+        with Collectives() as seen:
             result = accumulate(model, batches_of(me.rank, me.device, count, seed=step))
-        calls = Counter()
-        for operator, count in seen.get_comm_counts().items():
-            calls["reduce-scatter" if "reduce" in str(operator) else "all-gather"] += count
         whole = sorted(_whole(model))
         for unit in model.modules():
             if isinstance(unit, FSDPModule):
                 unit.reshard()
         grads = {name: p.grad for name, p in model.named_parameters()}
-        steps.append((None if unanswered(result) else result, calls, whole, {n: _full(g) for n, g in grads.items()}))
+        steps.append(
+            (None if unanswered(result) else result, seen.calls, whole, {n: _full(g) for n, g in grads.items()})
+        )
         model.zero_grad()
     return steps
 
@@ -370,7 +366,7 @@ def choose(units, unit_bytes, room, communicator, n, shared):
         return False  # no second all-gather at all
     communicators = 1 if shared else units  # of a mesh's two groups, the one of n ranks communicates
     if units * unit_bytes / n + communicators * communicator <= room:
-        return n  # the second all-gather stays inside a node
+        return n  # gathers inside a node; with a mesh per unit it may need more memory than False!
     return True
 """,
     ),
