@@ -6,6 +6,9 @@ stood in for by NumPy arrays: they are no tensors, so what a trace sees is the d
 
 import numpy
 import torch
+import torch.nn.functional as F
+
+from labkit.measuring.trace import StepTrace
 
 
 class CountedBus:
@@ -35,3 +38,45 @@ class CountedBus:
 def _as_tensor(array, like):
     """Return a tensor that shares an array's bytes, with the dtype (NumPy has no bf16) and shape of another tensor."""
     return torch.from_numpy(array).view(like.dtype).view(like.shape)
+
+
+def watch_the_bus() -> list[tuple[str, int]]:
+    """Return a list that grows by ("up" or "down", bytes) with each copy that FSDP2's offload requests in this process.
+
+    With ``pin_memory=False`` FSDP2 calls ``tensor.to(device, non_blocking=True)`` on the way up (``all_gather_inputs``) and
+    ``non_blocking=False`` on the way down (``foreach_reduce``); without a GPU, ``to`` then copies nothing.
+    """
+    asked, original = [], torch.Tensor.to
+
+    def to(tensor, *args, **options):
+        if "non_blocking" in options:
+            asked.append(("up" if options["non_blocking"] else "down", tensor.nbytes))
+        return original(tensor, *args, **options)
+
+    torch.Tensor.to = to
+    return asked
+
+
+def traced_steps(me, model, optimizer, inputs, targets, counted=(), steps: int = 3) -> tuple[list, list[dict]]:
+    """Train a language model for a few steps; return its losses, and the last step's ``StepTrace.timeline``.
+
+    Args:
+        me: this rank.
+        model, optimizer: what is trained.
+        inputs, targets: token ids, (batch, length) each.
+        counted: lists and dicts of counts that begin anew in each step.
+        steps: how many.
+    """
+    step, losses = StepTrace(model, optimizer, me.device), []
+    step.batch = inputs, targets
+    for _ in range(steps):
+        for counts in counted:
+            counts.update(up=0, down=0) if isinstance(counts, dict) else counts.clear()
+        with step:
+            loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        previous = loss.detach()  # one loss stays alive, as in the labs
+        losses.append(previous.item())
+    return losses, step.timeline()
