@@ -9,7 +9,6 @@ from forked import by_value
 from labkit.teaching.exercises import check
 from labkit.teaching.exercises.chapter_08 import SHAPES, all_but_down, reference_kept, the_labs
 from labkit.teaching.exercises.int8_gather import PackedGather
-from labkit.training.short_adamw import ShortAdamW, round_stochastically
 from planner import predict
 from planner.models import networks, shapes
 from torch.distributed.fsdp import fully_shard
@@ -120,8 +119,7 @@ def all_of_them(blocks):
 
 # The solution of 08.2 with a slip: (text, replacement), and what it is told
 SLIPS = [
-    (("(needs_gradient + trained)", "2"), "a frozen base, its first matrix trained, nothing recomputed"),
-    (("(needs_gradient + trained)", "(1 + trained)"), "all weights trained, nothing recomputed"),
+    (("(needs_gradient + trained)", "(trained + trained)"), "all weights trained, nothing recomputed"),
     (("if recompute and needs_gradient", "if recompute"), "the first two blocks frozen, full recomputation"),
     (("needs_gradient = needs_gradient or trained", "needs_gradient = trained"), "nothing recomputed"),
     (("total, needs_gradient = 0, False", "total, needs_gradient = 0, True"), "all weights trained"),
@@ -145,18 +143,12 @@ def by_its_maximum(shard):
     return ((shard * 127 / shard.abs().max()).round().to(torch.int8),)
 
 
-def divided_by_zero(shard):
-    scales = shard.abs().amax(dim=1, keepdim=True) / 127
-    return (shard / scales).round().to(torch.int8), scales
-
-
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
         (packing(lambda shard: (shard,), lambda whole: whole), "gathered as 100% of them"),
         (packing(lambda shard: (shard.half(),), lambda whole: whole.float()), "gathered as 50% of them"),
         (packing(by_its_maximum, lambda numbers: numbers / 127), "are off by"),
-        (packing(divided_by_zero, lambda numbers, scales: numbers * scales), "a row of zeros: rank 0's rows are off"),
         (packing(lambda shard: (shard[:1],), lambda whole: whole), "unpack returns (2, 128)"),
         (packing(lambda shard: None, lambda *gathered: None), "not answered yet"),
     ],
@@ -164,31 +156,6 @@ def divided_by_zero(shard):
 def test_a_wrong_packing_hears_why(wrong, said, capsys):
     check("08.1", wrong)
     assert said in capsys.readouterr().out
-
-
-def test_stochastic_rounding_is_right_on_average():
-    torch.manual_seed(0)
-    x = torch.full((100_000,), 1 + 2**-9)  # a quarter of the way from 1 to the next bf16
-    rounded = round_stochastically(x)
-    assert rounded.dtype == torch.bfloat16
-    assert set(rounded.unique().tolist()) == {1.0, 1 + 2**-7}
-    assert (rounded.float().mean() - x[0]).abs() < 2**-13  # more than ten standard deviations of the mean
-
-
-def test_in_fp32_the_short_optimizer_is_adamw():
-    torch.manual_seed(0)
-    mine = [torch.nn.Parameter(torch.randn(5, 3)) for _ in range(2)]
-    theirs = [torch.nn.Parameter(parameter.detach().clone()) for parameter in mine]
-    short = ShortAdamW(mine, 1e-2, torch.float32)
-    adamw = torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0)
-    for _ in range(5):
-        for one, other in zip(mine, theirs, strict=True):
-            one.grad = torch.randn_like(one)
-            other.grad = one.grad.clone()
-        short.step()
-        adamw.step()
-    for one, other in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 MM = torch.ops.aten.mm.default
@@ -246,7 +213,7 @@ def input_forgotten(model, mesh, excess, kept, given, most):
 
 
 def one_unit(model, mesh, excess, kept, given, most):
-    all_of_them(model.blocks[: ceil(excess / (kept - given))], 1)
+    all_of_them(model.blocks[: ceil(excess / (kept - given))])
     fully_shard(model, mesh=mesh)
 
 

@@ -90,8 +90,8 @@ def losses(curves: dict[str, dict], title: str, under: str):
     for name, curve in curves.items():
         colour, line, label = LINES[name]
         steps = range(1, len(curve["losses"]) + 1)
-        loss.plot(steps, curve["losses"], line, color=colour, label=label, linewidth=2)
-        changed.plot(steps, [100 * share for share in curve["changed"]], line, color=colour, linewidth=2)
+        loss.plot(steps, curve["losses"], linestyle=line, color=colour, label=label, linewidth=2)
+        changed.plot(steps, [100 * share for share in curve["changed"]], linestyle=line, color=colour, linewidth=2)
     for axes in (loss, changed):
         axes.locator_params(axis="x", integer=True)
     loss.set(xlabel="step", ylabel="loss [nats per token]")
