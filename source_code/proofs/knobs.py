@@ -13,7 +13,6 @@ not tried; its row names a source.
 
 import dataclasses
 import enum
-import importlib
 import inspect
 import json
 from collections.abc import Iterator
@@ -27,14 +26,14 @@ from labkit.running.options import Options, option, parse
 from labkit.training import fsdp2_internals
 from torch.distributed import fsdp
 
-from proofs import knob_trials
-from proofs.knob_trials import bench
+from proofs.knob_trials import bench, fsdp1, fsdp1_precision, precision, reducing, sharding, unsharding
 from proofs.knob_trials.bench import Trial
 
 ROWS = launch.SOURCE / "samples" / "knobs.json"
+GROUPS = (sharding, unsharding, reducing, precision, fsdp1, fsdp1_precision)  # the files that have trials
 SECONDS = 300  # that the trials of one number of ranks may take
 OLDEST, NEWEST = "2.11", (2, 15)  # PyTorch's versions of which the rows tell
-# Names of torch.distributed.fsdp that configure checkpoints (chapter 13), and neither memory nor traffic of a step
+# Names of torch.distributed.fsdp that configure checkpoints (chapter 07), and neither memory nor traffic of a step
 CHECKPOINTS = ("StateDict", "OptimState")
 
 
@@ -95,10 +94,8 @@ def unexplained(found: list[str], explained: dict[str, dict]) -> dict[str, list[
 
 
 def trials() -> list[Trial]:
-    """Return all trials, in the order of ``knob_trials.GROUPS``."""
-    for group in knob_trials.GROUPS:
-        importlib.import_module(f"proofs.knob_trials.{group}")
-    return bench.TRIALS
+    """Return all trials, in the order of ``GROUPS``."""
+    return [each for group in GROUPS for each in bench.TRIALS if each.function.__module__ == group.__name__]
 
 
 def possible() -> list[Trial]:

@@ -34,7 +34,7 @@ This page is written by `python -m proofs.knobs_page`, from [samples/knobs.json]
 [09](../notebooks/09_fsdp2.ipynb) shows what to do with them.
 
 The names are those that the installed PyTorch has; a test fails if one has no row here. *Since* is 2.11, the oldest PyTorch
-that the course supports, if that has the knob.
+that the course supports, if that has the knob; all of FSDP1's are in it.
 
 Each setting ran on 2 to 4 ranks with gloo, on a network of four linear layers of 4,096 bytes, each a unit, and a head of 2,048,
 the root's, in fp32, with SGD. Where a trial is of something else, such as the value of a gradient, its network is smaller. The

@@ -7,5 +7,3 @@ reducing    how gradients are reduced
 precision   number formats and offload
 fsdp1       FSDP1's constructor
 """
-
-GROUPS = ("sharding", "unsharding", "reducing", "precision", "fsdp1")  # the files that have trials

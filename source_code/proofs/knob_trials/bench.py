@@ -202,8 +202,8 @@ class Traced:
         """The step's collectives: {"kind of bytes": how many}."""
         found = Counter()
         for (kind, size, _), count in self.collectives.items():
-            found[f"{kind} of {size}"] += count
-        return dict(found)
+            found[kind, size] += count
+        return {f"{kind} of {size}": found[kind, size] for kind, size in sorted(found)}
 
     @property
     def between(self) -> int:
