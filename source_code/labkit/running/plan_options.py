@@ -82,7 +82,9 @@ class Config(TransformerTraining):
     flops: float | None = option(
         None, "peak FLOP/s of a rank (default: from the GPU's data sheet, for --precision)", least=1
     )
-    efficiency: float = option(0.4, "fraction of --flops that training reaches", least=1e-6, at_most=1)
+    efficiency: float = option(
+        cost.EFFICIENCY, "fraction of --flops that training reaches (0.39 compiled)", least=1e-6, at_most=1
+    )
     link: str | None = option(None, f"within a node: {', '.join(cost.LINKS)}, or GB/s per rank (default: the GPU's)")
     network: str = option(
         "infiniband",

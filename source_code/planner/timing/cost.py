@@ -38,6 +38,12 @@ class Link:
     source: str
 
 
+# Share of a GPU's published peak that computing attains, operations counted as the hardware does them: fitted to
+# torchtitan's eager runs of Llama 3.1 8B with FSDP2 in bf16, 5,762 tokens per second of a GPU on 8 H100s and 5,605 on 128
+# (benchmarks/llama3_h100_202412_torchtitan.md, December 2024; their H100s are limited to 500 W). Compiled, the same runs
+# attained 0.39.
+EFFICIENCY = 0.33
+
 # Published peaks; a measured figure (chapter 02) is better.
 LINKS = {
     "nvlink": Link(450e9, 3e-6, "NVLink 4, one direction: NVIDIA H100 data sheet"),
