@@ -32,7 +32,7 @@ COMMUNICATOR, REPORTED = 1.0, (0.4, 2.0)
 # Reserved over planned, the lowest and the highest of torchtitan's published eager runs (notebook 11 has them all, and the
 # compiled ones): the allocator holds free blocks that another stream cannot use, and rounds up. torchtitan's launch script
 # sets PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True since a5e57e4a9 (22 October 2024), before these runs: its segments
-# grow instead of leaving gaps between them. Without it, more may be reserved. (PYTORCH_ALLOC_CONF since torch 2.10.)
+# grow instead of leaving gaps between them. Without it, more may be reserved. (Newer name: PYTORCH_ALLOC_CONF.)
 RESERVE = (1.16, 1.22)
 
 
