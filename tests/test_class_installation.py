@@ -188,7 +188,7 @@ def test_the_copy_of_a_notebook_finds_the_course(learner):
     """Chapter 11 writes a file of its own, and starts a command of the course on it."""
     assert learner("make", "-s", "learner", folder=".")[0] == 0
     mine = learner.home / "my-fsdp-labs" / "notebooks"
-    cells = ("sys.path.insert", "def ask", "MINE =")
+    cells = ("sys.path.insert", "MINE =")
     code, said = learner(sys.executable, "-c", CELLS, "11_plan_before_you_train.ipynb", *cells, folder=mine)
     assert code == 0 and f"{learner.runs}/my_model.py:build: 402,776,064 parameters" in said, said
     # Jupyter shows no picture that lies outside the folder which it was started in, link or not.

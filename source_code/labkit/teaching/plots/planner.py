@@ -169,6 +169,34 @@ def save(figure, path: str):
         ) from None
 
 
+def published(rows: list[tuple], title: str, under: str):
+    """Draw published runs next to their plans, memory and speed: rows of (label, memory, speed).
+
+    memory: (planned GiB, GiB with the allocator's factor, published GiB). speed: (planned at least, planned at most,
+    published) tokens per second of a GPU; the last is None if it was not published.
+    """
+    figure, panels = plt.subplots(1, 2, figsize=(10, 0.42 * len(rows) + 2.2), sharey=True, layout="constrained")
+    colours = COLOURS["parameters"], COLOURS["optimizer state"]
+    for place, (_, (plan, reserved, theirs), (low, high, speed)) in enumerate(rows):
+        spans = (0, plan, reserved, theirs), (low, high, None, speed)
+        for panel, colour, (left, right, beyond, cross) in zip(panels, colours, spans, strict=True):
+            panel.barh(place, right - left, left=left, height=0.6, **look("predicted", colour))
+            if beyond:
+                panel.plot([right, beyond], [place, place], color=colour, linestyle=":", linewidth=2)
+                panel.plot([beyond], [place], "|", color=colour, markersize=14, markeredgewidth=2)
+            if cross:
+                panel.plot([cross], [place], "x", color="black", markersize=9, markeredgewidth=2.2, zorder=5)
+    panels[0].set_yticks(range(len(rows)), [label for label, *_ in rows])
+    panels[0].set_ylim(len(rows) - 0.5, -0.5)
+    labels = "memory of a GPU [GiB]", "tokens per second of a GPU"
+    for panel, label in zip(panels, labels, strict=True):
+        panel.tick_params(axis="y", length=0)
+        panel.set(xlabel=label, xlim=(0, None))
+    figure.suptitle(f"{title}\n\n", x=0.01, ha="left", fontweight="bold")
+    figure.text(0.01, 0.955, under, fontsize=11, va="top")
+    show(figure)
+
+
 def errors(panels: dict[str, dict[str, float]], title: str, under: str):
     """Draw signed relative errors of estimators, one panel per estimated quantity: {quantity: {estimator: error}}.
 
