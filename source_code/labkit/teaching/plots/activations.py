@@ -95,7 +95,7 @@ def losses(curves: dict[str, dict], title: str, under: str):
     for axes in (loss, changed):
         axes.locator_params(axis="x", integer=True)
     loss.set(xlabel="step", ylabel="loss [nats per token]")
-    changed.set(xlabel="step", ylabel="weights that the step changed [%]", ylim=(0, 104))
+    changed.set(xlabel="step", ylabel="weights changed [%]", ylim=(0, 104))
     headline(figure, title, under)
     figure.legend(*loss.get_legend_handles_labels(), loc="outside lower left", ncols=3, fontsize=11)
     show(figure)
