@@ -39,10 +39,8 @@ RUNS = [  # (lab, ranks, options)
 USES = [  # those whose steps are simulated
     (GPT, ranks, chosen)
     for ranks, chosen in (
-        (8, {}),
         (8, {"mesh": "8x1"}),
         (8, {"mesh": "replicate=2,shard=2,tensor=2"}),
-        (8, {"reshard_after_forward": "4"}),
         (16, {"mesh": "2x8", "reshard_after_forward": "4"}),
     )
 ]
