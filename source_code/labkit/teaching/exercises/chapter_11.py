@@ -273,19 +273,8 @@ def _difference_of_world(needs, room, answer, right) -> str:
 # 11.2: the largest term of 405B
 
 ASKED = {"preset": "llama3-405b", "ranks": 512, "gpu": "h100", **LONG}
-GIVEN = {
-    "preset",
-    "ranks",
-    "gpu",
-    "seq_len",
-    "gpu_memory",
-    "config",
-    "model",
-    "module",
-    "strategy",
-    "efficiency",
-    "flops",
-}
+GIVEN = {"preset", "config", "model", "module", "strategy", "ranks", "seq_len"}
+GIVEN |= {"gpu", "gpu_memory", "flops", "efficiency", "link", "network"}
 NUMERICS = {"precision", "weights", "optimizer", "lora", "frozen"}
 SLOWER = 0.9  # of the throughput without changes
 
