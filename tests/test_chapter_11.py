@@ -8,6 +8,7 @@ from answers import altered
 from labkit.running import options
 from labkit.teaching.exercises import chapter_11, check
 from planner import gpus
+from planner.cli import search
 
 from notebooks import FOLDER, code_cells, read, run_broken
 
@@ -53,6 +54,14 @@ def test_the_search_of_11_1_finds_what_plan_py_finds():
     ours = chapter_11.reference_world(needs, room, ripple=2**26, most=64)
     words = "--preset llama3-70b --batch-size 1 --seq-len 8192 --precision bf16 --recompute full --gpu h100 --find ranks --json"
     assert ours == json.loads(plan.answer(options.parse(plan.Config, "", words.split())))["found"]
+
+
+@pytest.mark.parametrize(("size", "world"), [("tiny", 22), ("small", 86), ("small", 52)])
+def test_plan_py_finds_a_world_below_some_that_need_more(size, world):
+    def needs(ranks):
+        return chapter_11.peak_bytes(chapter_11.tiny(ranks, size))
+
+    assert search.least(needs, needs(world), 1024) == one_by_one(needs, needs(world), 0, 1024) == world
 
 
 def one_by_one(needs, room, ripple, most):

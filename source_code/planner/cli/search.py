@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
-# Numbers below the boundary that are tried, too: padding makes a shard of 7 ranks larger than one of 6.
-NEIGHBORS_BELOW = 8
+# Numbers below the boundary that are tried, too. Padding makes gathered tensors larger on 7 ranks than on 6; of the small
+# presets, which gain little by more ranks, 86 ranks may need less than 127.
+NEIGHBORS_BELOW = 128
 
 
 def least(needs: Callable[[int], float], limit: float, last: int) -> int | None:
