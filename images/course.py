@@ -18,13 +18,13 @@ LAWS = {  # what to remember of each chapter, in a few words; its notebook has t
     "03": "ZeRO is three changes to DDP",
     "04": "one unit shards what is kept between steps",
     "05": "only the units in use are whole",
-    "06": "offload moves shards and optimizer state",
+    "06": "offload takes off the peak what you can calculate",
     "07": "saved by 4 ranks, continued on 2 or 3",
     "08": "after sharding, activations are the peak",
     "09": "a parameter is a DTensor; you set when it is whole",
     "10": "count the bytes that leave a node",
     "11": "predicted, simulated and measured agree",
-    "12": "the ratio of times is not the ratio of bytes",
+    "12": "call early and wait late: that hides communication",
     "13": "a stage of ZeRO says what is split",
     "14": "in JAX, a compiler writes the collectives",
     "15": "one sequence's activations need more than FSDP",
@@ -32,7 +32,13 @@ LAWS = {  # what to remember of each chapter, in a few words; its notebook has t
     "17": "your model peaks where its config.json says",
     "18": "Muon needs whole matrices: let each have an owner",
 }
-ROWS = {"one small network": range(4), "": range(4, 8), "a transformer": range(8, 12), " ": range(12, 16), "  ": range(16, 19)}
+ROWS = {
+    "one small network": range(4),
+    "": range(4, 8),
+    "a transformer": range(8, 12),
+    " ": range(12, 16),
+    "  ": range(16, 19),
+}
 
 
 @dataclass

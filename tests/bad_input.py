@@ -80,7 +80,6 @@ BEFORE_ANYTHING_STARTS = {
         "--recompute-every 2": "--recompute-every --recompute full selective alternate",
         "--preset 1b --wrap blocks+embeddings": "--wrap blocks+embeddings embedding head",
         "--wrap blocks+embeddings --strategy ddp": "--wrap --strategy fsdp1 fsdp2 ddp",
-        "--strategy fsdp1 --lora 4": "FSDP1 FSDP2",
         "--strategy fsdp1 --cpu-offload": "FSDP1 --cpu-offload fsdp2",
         "--mesh shard=4,tensor=2 --loss-chunks 2": "--mesh shard=4,tensor=2 --loss-chunks",
         "--mesh shard=4,tensor=2 --simulate": "tensor --simulate one_rank.py",

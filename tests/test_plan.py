@@ -122,11 +122,11 @@ def test_the_sweep_is_sorted_and_whole():
 def test_the_sweep_says_why_a_strategy_is_not_planned():
     words = "--preset llama3-70b --ranks 16 --lora 16 --recompute full --recompute-every 2"
     rows = {(row["strategy"], row["recompute"]): row for row in found(f"{words} --sweep")}
-    assert rows["fsdp1", "any"]["answer"] == "not planned" and "take FSDP2" in rows["fsdp1", "any"]["why"]
+    assert rows["deepspeed-3", "any"]["answer"] == "not planned" and "--lora" in rows["deepspeed-3", "any"]["why"]
     assert rows["deepspeed-3", "any"]["place"] is None
     assert rows["fsdp2", "full"]["peak"] == found(words)["peak"]
     lines = answer(f"{words} --sweep").splitlines()
-    assert "not planned: frozen parameters" in lines[-1] and "not planned" not in lines[5]
+    assert "not planned: --lora is not predicted" in lines[-1] and "not planned" not in lines[5]
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,8 @@ def test_draws_are_what_the_meters_say(seed):
 
 
 def test_the_committed_draws_are_predicted():
-    record = json.loads((REFERENCE / "memory-drawn-intel-xeon-2-cores.json").read_text())
+    (path,) = REFERENCE.glob("memory-drawn-*.json")
+    record = json.loads(path.read_text())
     assert len(record["rows"]) >= 300 and len({row["seed"] for row in record["rows"]}) >= 5
     for row in map(of_today, record["rows"]):
         predicted = predict.total(memory_proof.planned(row, row["rank"]).peak()[1])

@@ -200,7 +200,9 @@ class StepTrace(TorchDispatchMode):
     def _see(self, tensor, category=None):
         if tensor.device.type == "meta" and not self._on_meta:  # one for its shape, beside fake tensors of a device
             return
-        if hasattr(tensor, "__tensor_flatten__"):  # a wrapper (labkit/training/quantized_gather.py) has no memory itself
+        if hasattr(
+            tensor, "__tensor_flatten__"
+        ):  # a wrapper (labkit/training/quantized_gather.py) has no memory itself
             for name in tensor.__tensor_flatten__()[0]:
                 self._see(getattr(tensor, name), category)
             return

@@ -4,6 +4,7 @@ Each module may import those above it:
 
   pinned         sizes of pinned CPU memory, which offload uses
   mesh           how ranks are arranged: a grid with named dimensions
+  groups         process groups and communicators of a run, which take memory on a GPU
   muon           Muon: who gets which matrix whole, what that takes, and what is exchanged
   strategies     what DDP and FSDP gather, free, and reduce around each unit
   zero           how ZeroRedundancyOptimizer and DeepSpeed's stages partition a model

@@ -87,5 +87,7 @@ def arrange(ranks: int, mesh: str | None = None, reshard: str = "true") -> Mesh:
         raise UserError(f"--reshard-after-forward {reshard} does not divide the {arranged.shard} ranks of a model")
     if reshard.isdecimal() and arranged.tensor > 1 and int(reshard) != arranged.shard:
         # FSDP2 builds the groups of N ranks from its own part of the mesh, and each tensor rank would build others.
-        raise UserError(f"--reshard-after-forward {reshard} with tensor in --mesh hangs (torch 2.15): leave one of them out")
+        raise UserError(
+            f"--reshard-after-forward {reshard} with tensor in --mesh hangs (torch 2.15): leave one of them out"
+        )
     return arranged

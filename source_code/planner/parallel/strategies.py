@@ -200,7 +200,10 @@ class FSDP1(Sharded):
             unit.gathered = self.hold("all-gather", unit, "gathered parameters", self.gathered_bytes(unit))
             del cast
 
-    prefetch = unshard
+    def prefetch(self, unit: Unit):
+        """Gather ahead, unless the unit's output needs no gradient: see ``needed_in_backward``."""
+        if needed_in_backward(unit):
+            self.unshard(unit)
 
     def post_backward(self, unit: Unit):
         """Pack the gradients, cast and pad them if necessary, and reduce them; without sync they wait unsharded."""
@@ -227,10 +230,13 @@ class FSDP1(Sharded):
         self.gradients.pop((unit, "unsharded"), None)
 
 
-NORM_GRADIENTS_IN_FP32 = (
-    2,
-    15,
-)  # from this PyTorch on, FSDP2 leaves norms' gradients in the format of their computation
+def needed_in_backward(unit: Unit) -> bool:
+    """Return whether FSDP1 gathers a unit for backward: not embeddings that are frozen, whose output needs no gradient."""
+    return bool(unit.updated) or unit.kind != "embedding"
+
+
+# From this PyTorch on, FSDP2 leaves norms' gradients in the format of their computation
+NORM_GRADIENTS_IN_FP32 = (2, 15)
 
 
 class FSDP2(Sharded):

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from planner.ops.autograd import FP32
 from planner.parallel import muon, zero
-from planner.parallel.strategies import NORM_GRADIENTS_IN_FP32, Unit
+from planner.parallel.strategies import NORM_GRADIENTS_IN_FP32, Unit, needed_in_backward
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes after which DDP closes its first bucket, and each other
 
@@ -50,8 +50,7 @@ def unit_collectives(plan, unit: Unit, is_root: bool) -> Counter:
     stays = plan.flat and plan.reshard == "false"
     counts["all-gather", gathered, plan.shards, shard] += reductions if stays else plan.micro_batches
     # The root stays gathered from forward to backward, and so does a separately wrapped head, except under FSDP1.
-    # FSDP1 does not gather a unit for backward if its output needs no gradient: embeddings below the first trained unit.
-    needed = not plan.flat or unit.updated or unit.kind != "embedding"
+    needed = not plan.flat or needed_in_backward(unit)
     if not is_root and plan.reshard != "false" and needed and (plan.flat or unit.kind != "head"):
         group = (plan.reshard_degree, None) if plan.reshard_degree else (plan.shards, shard)
         counts["all-gather", gathered, *group] += plan.micro_batches
