@@ -5,7 +5,7 @@ from planner.models.shapes import GPTShape
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from labkit.measuring.differences import largest_difference
+from labkit.measuring.differences import largest, largest_difference
 from labkit.measuring.trace import StepTrace
 from labkit.teaching.exercises import on_ranks, unanswered
 from labkit.training.models import GPT
@@ -64,7 +64,7 @@ def _wrong_rounding(answer) -> str:
         if whole.shape != (8, COLUMNS):
             return f"{what}: unpack returns {tuple(whole.shape)}; the whole matrix has (8, {COLUMNS})"
         for rank, (shard, part) in enumerate(zip(shards, whole.chunk(2), strict=True)):
-            error = ((part - shard).abs().max() / shard.abs().max()).item()
+            error = largest_difference(part, shard) / largest(shard.abs())
             if not error <= ROUNDING:
                 return f"{what}: rank {rank}'s rows are off by {error:.1%} of their largest element; int8 needs 0.4%"
     return ""
