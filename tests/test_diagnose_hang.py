@@ -241,6 +241,25 @@ def test_stacks_that_change_are_read_while_they_stand_still(tmp_path):
     )
 
 
+def is_written_to_by_a_handler(folder) -> str:
+    """Return a rank's file after a call of a collective, if something else than the watcher has written to it."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    where = Path(folder, "where_0")
+    with flight_recorder.recorder(folder, quiet=QUIET):
+        with where.open("a") as file:
+            file.write("a handler's stack")
+        os.utime(where, (0, 0))
+        dist.all_reduce(torch.ones(4))
+        until(lambda: where.stat().st_mtime > 0)  # heartbeats of the watcher,
+        os.utime(where, (0, 0))
+        until(lambda: where.stat().st_mtime > 0)  # the second of which has seen the call
+        return where.read_text()
+
+
+def test_the_stack_of_a_signal_that_comes_right_after_a_collective_stays(tmp_path):
+    assert "a handler's stack" in forked(is_written_to_by_a_handler, tmp_path)
+
+
 def raises_without_room(folder) -> str:
     """What a training that fails says, where nothing more can be written."""
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)

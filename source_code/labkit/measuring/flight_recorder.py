@@ -155,8 +155,10 @@ def _watch(folder, rank, where, quiet, over, removing, written):
         looked = time.time()  # calls after this time may not be in the record
         if (now := _last_call()) != called:
             called, since = now, time.monotonic()
+            # Truncate only what this thread has written: SIGTERM's handler may be writing to where_<rank> right now.
             with removing, contextlib.suppress(OSError):
-                if not over.is_set():  # the record was of a pause: if the rank died now, it would be misleading
+                if written and not over.is_set():  # a record of a pause: if the rank died now, it would be misleading
+                    written.clear()
                     (folder / f"{FLIGHT}{rank}").unlink(missing_ok=True)
                     os.ftruncate(where.fileno(), head)
         elif written[-1:] != [called] and time.monotonic() - since > quiet:
