@@ -25,7 +25,7 @@ def many_nodes():
     d.text(20, 36, "What crosses the dashed line is what the network between the nodes must carry", 20, bold=True)
 
     d.text(20, 78, "Mesh 1 × 4: one ring of all ranks", 16, bold=True)
-    d.text(20, 100, "Every gather and every reduction passes the line, once each way.", 14, colour=SOFT)
+    d.text(20, 100, "Every all-gather and every reduction crosses the line, once each way.", 14, colour=SOFT)
     p = nodes(d, 20, 130, (0, 1, 3, 2))  # so that the ring is drawn as one
     half = RANK / 2
     d.line(p[0][0], p[0][1] + half, p[1][0], p[1][1] - half - 2, GATHER, 3, arrow=True)
@@ -34,8 +34,8 @@ def many_nodes():
     d.line(p[3][0] - half, p[3][1], p[0][0] + half + 2, p[0][1], GATHER, 3, arrow=True)
 
     x = 530
-    d.text(x, 78, "Mesh 2 × 2: a ring a node, and rings across", 16, bold=True)
-    d.text(x, 100, "Gathers stay at home. The line sees one all-reduce, of shards.", 14, colour=SOFT)
+    d.text(x, 78, "Mesh 2 × 2: a ring in each node, and rings across", 16, bold=True)
+    d.text(x, 100, "Only the all-reduce of sharded gradients crosses it.", 14, colour=SOFT)
     p = nodes(d, x, 130, range(4))
     for first in (0, 2):
         (left, top), (_, bottom) = p[first], p[first + 1]

@@ -1,16 +1,52 @@
-"""Exercises of chapter 10, many nodes."""
+"""Exercises of chapter 10, many nodes, and what its cells need in addition to them."""
 
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
 from functools import cache
 from itertools import product
 from typing import NamedTuple
 
+import psutil
 from planner import predict
 from planner.timing import cost
+from torch.distributed.device_mesh import DeviceMesh
 
+from labkit.running import launch
 from labkit.running.lab import Lab
-from labkit.teaching.exercises import Do, Predict, unanswered
+from labkit.teaching.exercises import Do, on_ranks, unanswered
+from labkit.training import checkpoints
 
-B = 3.4  # MB of parameters in 10.1
+
+def kill_one_rank(words: list[str], folder: str, **variables: str) -> list[str]:
+    """Run a Python command that starts ranks, and kill the last rank as soon as there is a checkpoint.
+
+    Args:
+        words: arguments of Python: torchrun, and a lab script that saves checkpoints to ``folder``.
+        folder: of the checkpoints.
+        variables: environment variables of the command.
+
+    Returns:
+        The lines that the command printed.
+
+    Raises:
+        RuntimeError: the command failed; the message is the end of what it printed.
+    """
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": launch.SOURCE}
+    agent = subprocess.Popen([sys.executable, *words], env=os.environ | variables, **options)
+    while agent.poll() is None and not checkpoints.latest(folder):
+        time.sleep(0.01)
+    script = next(word for word in words if word.endswith(".py"))
+    children = psutil.Process(agent.pid).children() if agent.poll() is None else []
+    if ranks := [child for child in children if script in child.cmdline()]:
+        os.kill(ranks[-1].pid, signal.SIGKILL)
+    printed, _ = agent.communicate(timeout=100)
+    if agent.returncode:
+        raise RuntimeError(printed[-3000:])
+    return printed.splitlines()
 
 
 class Way(NamedTuple):
@@ -137,6 +173,64 @@ def _slip(chosen) -> str:
     return ""
 
 
+# 10.1: a mesh for ranks that lie on nodes in any order
+
+PLACES = {  # {how six ranks lie: the node of each}
+    "dealt to two nodes in turn": "ABABAB",
+    "four on one node and two on another": "ABAABA",
+    "five on one node and one on another": "AAAAAB",
+}
+
+
+def _built(me, node_mesh) -> list:
+    """Return for each of PLACES what ``node_mesh`` built on this rank: (names, rows), what else it is, or None."""
+    found = []
+    for nodes in PLACES.values():
+        mesh = node_mesh(me, nodes[me.rank])
+        if isinstance(mesh, DeviceMesh):
+            mesh = mesh.mesh_dim_names, mesh.mesh.tolist()
+        elif not unanswered(mesh):
+            mesh = repr(mesh)
+        found.append(None if unanswered(mesh) else mesh)
+    return found
+
+
+def judge_mesh(node_mesh) -> str:
+    of_ranks = on_ranks(_built, node_mesh, ranks=len(next(iter(PLACES.values()))))
+    if all(mesh is None for found in of_ranks for mesh in found):
+        return "not answered yet"
+    for (where, nodes), of_place in zip(PLACES.items(), zip(*of_ranks, strict=True), strict=True):
+        for rank, mesh in enumerate(of_place):
+            if mesh != of_place[0]:
+                return f"not quite: six ranks, {where}: rank {rank} builds {mesh}, rank 0 {of_place[0]}; all must build the same"
+        if difference := mesh_differs(nodes, of_place[0]):
+            return f"not quite: six ranks, {where}: {difference}"
+    return "right"
+
+
+def mesh_differs(nodes: str, mesh) -> str | None:
+    """Return what is wrong with a mesh, or None.
+
+    Args:
+        nodes: the node of each rank.
+        mesh: (its dimensions' names, its rows), or what was returned instead.
+    """
+    if not isinstance(mesh, tuple):
+        return f"node_mesh should return a DeviceMesh, not {mesh}"
+    names, rows = mesh
+    if names != ("replicate", "shard"):
+        return f'the dimensions are named {names}; fully_shard replicates along the first: ("replicate", "shard")'
+    if missing := sorted(set(range(len(nodes))) - {rank for row in rows for rank in row}):
+        return f"rank {missing[0]} is in no row"
+    for row in rows:
+        if len(on := sorted({nodes[rank] for rank in row})) > 1:
+            return f"row {row} spans the nodes {' and '.join(on)}: its all-gathers cross the network"
+    longest = math.gcd(*(nodes.count(node) for node in set(nodes)))
+    if len(rows[0]) < longest:
+        return f"rows of {len(rows[0])} stay within nodes, but so do rows of {longest}, with smaller shards"
+    return None
+
+
 EXERCISES = {
     "10.0": Do(
         title="the least bytes out of a node that fit",
@@ -158,27 +252,30 @@ def choose(ways, nodes, per_node, limit):
     return min((way for way in ways if way.peak <= limit), key=leaves)
 """,
     ),
-    "10.1": Predict(
-        title="HSDP on four nodes of two",
-        level=1,
-        minutes=4,
-        answer=2 * 3 / 4 * B,
-        unit="MB",
-        slips={
-            "that is for two nodes: with four replicas, an all-reduce sends 2 × 3/4": B,
-            "that is DDP on eight ranks in one ring, 2 × 7/8": 2 * 7 / 8 * B,
-            "that is one of the two rings: both leave the node, each with half of the parameters": 2 * 3 / 4 * B / 2,
-            "each ring reduces half of the parameters, not all of them": 2 * 2 * 3 / 4 * B,
-            "that is full sharding on eight ranks": 3 * 7 / 8 * B,
-        },
-        hint="Two rings of four ranks leave a node, one for each of its ranks. How much does a ring of n send over one edge\n"
-        "to all-reduce a tensor? And how large is that tensor, if the model is sharded over two ranks?",
+    "10.1": Do(
+        title="rows that stay within nodes",
+        level=2,
+        minutes=10,
+        judge=judge_mesh,
+        hint="Gather all names with dist.all_gather_object, as check_mesh does, and list the ranks of each node. All rows of a mesh\n"
+        "have one length, and a node's ranks must fill whole rows: which lengths are possible for nodes of 4 and 2 ranks, or\n"
+        "of 5 and 1? DeviceMesh(me.device.type, rows, mesh_dim_names=(…)) takes rows in any order of ranks.",
         solution="""
-# Only the all-reduce of the shards leaves a node. The model is sharded over two ranks, so a shard is half of it,
-# and each of the node's two ranks is in its own ring with the other three nodes.
-parameters, n, shards = 3.4, 4, 2
-each_ring = 2 * (n - 1) / n * (parameters / shards)
-answer = shards * each_ring
+import math
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+def node_mesh(me, node):
+    nodes = [None] * me.world_size
+    dist.all_gather_object(nodes, node)  # so that every rank computes the same rows
+    ranks_of = {}
+    for rank, name in enumerate(nodes):
+        ranks_of.setdefault(name, []).append(rank)
+    # A row's length must divide the number of ranks of every node: the longest is their greatest common divisor.
+    length = math.gcd(*map(len, ranks_of.values()))
+    rows = [ranks[i : i + length] for ranks in ranks_of.values() for i in range(0, len(ranks), length)]
+    return DeviceMesh(me.device.type, rows, mesh_dim_names=("replicate", "shard"))
 """,
     ),
 }

@@ -1,11 +1,15 @@
 """Figures of chapter 10: bytes that leave a node, and steps over links of several speeds."""
 
+import math
+
+from matplotlib.lines import Line2D
+
 from labkit.teaching.plots import PREDICTED, STRATEGY_COLOURS, headline, plt, show
 
 STYLES = {  # colour, line and mark of each strategy
     "DDP": (STRATEGY_COLOURS["ddp"], "-", "o"),
     "FSDP2": (STRATEGY_COLOURS["fsdp2"], "-", "o"),
-    "FSDP2, kept": (STRATEGY_COLOURS["fsdp2"], ":", "s"),
+    "FSDP2, kept": (STRATEGY_COLOURS["fsdp2"], "--", "s"),
     "HSDP 2x2": ("#222222", "-", "^"),
 }
 MB = 1e6
@@ -32,68 +36,52 @@ def across(rows: dict[str, tuple[float, float]], guesses: dict, title: str, unde
     show(figure)
 
 
-def sweep(steps: dict, predicted: dict, spans: dict, title: str, under: str):
-    """Draw step time over the time the link needs per megabyte, an enlarged part near the crossing, and communication time.
+def sweep(steps: dict, predicted: dict, limit: float, guess: float | None, title: str, under: str):
+    """Draw step time over the link's speed, and measured divided by predicted step time.
 
-    An unthrottled link counts as infinitely fast: at that point the predicted line consists of compute and latency.
+    The speeds lie at the time that the link needs per byte, so that a prediction is a straight line. A link that is not
+    slowed is at 0; its predicted step consists of compute and latency, so it is not in the second panel.
 
-    steps, predicted: {name: {Mbit/s: seconds}}. spans: {name: {Mbit/s: (measured, least) communication time, divided by
-    the formula's}}.
+    Args:
+        steps, predicted: {name: {Mbit/s: seconds}}; infinity: not slowed.
+        limit: of the verdict on the slowest link, relative.
+        guess: ms of FSDP2's step on the slowest link, or None.
+        title, under: of the figure.
     """
-    figure, panels = plt.subplot_mosaic(
-        [["all", "zoom"], ["all", "ratio"]], figsize=(13, 7.6), layout="constrained", width_ratios=[3, 2.6]
-    )
-    speeds = list(next(iter(steps.values())))
-    for axes in (panels["all"], panels["zoom"]):
-        for name, (colour, line, mark) in STYLES.items():
-            _steps(axes, steps[name], predicted[name], line, {"marker": mark, "color": colour, "label": name})
-        axes.set_ylabel("step time [ms]")
-    panels["all"].set_ylim(0, None)
-    _name_speeds(panels["all"], speeds)
-    fast = sorted(speeds)[1:]  # without the slowest, which is far from where lines cross
-    _name_speeds(panels["zoom"], fast)
-    here = [1e3 * times[speed] for times in (*steps.values(), *predicted.values()) for speed in fast]
-    panels["zoom"].set(
-        xlim=(-2, 1.08 * _place(fast[0])), ylim=(0, 0.62 * max(here)), title="enlarged: where lines cross"
-    )
-    _shares(panels["ratio"], spans)
-    headline(figure, title, f"{under}\nsolid marks: measured; lines and outlined: predicted")
-    figure.legend(*panels["all"].get_legend_handles_labels(), loc="outside lower left", ncols=4, fontsize=11)
+    figure, (times, ratios) = plt.subplots(1, 2, figsize=(13, 6), layout="constrained", width_ratios=[3, 2])
+    speeds = sorted(next(iter(steps.values())))
+    for name, (colour, line, mark) in STYLES.items():
+        at = [_place(speed) for speed in speeds]
+        times.plot(at, [1e3 * predicted[name][speed] for speed in speeds], line, color=colour, linewidth=1.4)
+        times.plot(at, [1e3 * steps[name][speed] for speed in speeds], mark, color=colour, markersize=8)
+    if guess is not None:
+        times.plot(_place(speeds[0]), guess, "D", color="black", markersize=7, zorder=5)
+    times.set_ylim(0, None)
+    times.set_xticks([_place(s) for s in speeds], [f"{s:,}" if math.isfinite(s) else "∞" for s in speeds])
+    times.set(xlabel="speed of the link [Mbit/s], placed by its time per byte", ylabel="step time [ms]")
+    _ratios(ratios, steps, predicted, [speed for speed in reversed(speeds) if math.isfinite(speed)], limit)
+    marks = "filled marks: measured; lines: predicted" + "; diamond: your guess" * (guess is not None)
+    headline(figure, title, f"{under}\n{marks}")
+    handles = [Line2D([], [], color=colour, linestyle=line, marker=mark) for colour, line, mark in STYLES.values()]
+    figure.legend(handles, list(STYLES), loc="outside lower left", ncols=4, fontsize=11)
     show(figure)
 
 
 def _place(speed: float) -> float:
-    """Convert Mbit/s to ms per megabyte: on this axis, step time is a straight line."""
+    """Return the ms that a link of this many Mbit/s needs per megabyte."""
     return 8e3 / speed
 
 
-def _steps(axes, measured: dict, predicted: dict, line: str, style: dict):
-    places = [_place(speed) for speed in measured]
-    axes.plot(places, [1e3 * seconds for seconds in measured.values()], linestyle="none", markersize=7, **style)
-    axes.plot(places, [1e3 * predicted[speed] for speed in measured], line, color=style["color"], linewidth=1.3)
-    foretold = [speed for speed in measured if _place(speed)]
-    outline = {"markersize": 12, "markerfacecolor": "none", "markeredgecolor": "black", "markeredgewidth": 0.9}
-    at = [_place(speed) for speed in foretold]
-    axes.plot(at, [1e3 * predicted[s] for s in foretold], linestyle="none", marker=style["marker"], **outline)
-
-
-def _name_speeds(axes, speeds: list[float]):
-    named = [f"{_place(s):.0f}\n({f'{s} Mbit/s' if s == min(speeds) else s if _place(s) else '∞'})" for s in speeds]
-    axes.set_xticks([_place(s) for s in speeds], named)
-    axes.set_xlabel("time the link needs for a megabyte [ms] (its speed)")
-
-
-def _shares(axes, spans: dict):
-    """Draw the predicted range and the measured communication time for each speed, fastest first, and strategy."""
-    speeds = sorted(next(iter(spans.values())), reverse=True)
+def _ratios(axes, steps: dict, predicted: dict, speeds: list[float], limit: float):
+    """Draw measured over predicted step time per speed, fastest first, and the limit around 1 on the slowest link."""
+    axes.axhline(1, color="black", linewidth=1)
+    slowest = len(speeds) - 1
+    for bound in (1 - limit, 1 + limit):
+        axes.plot([slowest - 0.4, slowest + 0.4], [bound, bound], color="black", linestyle="--", linewidth=1.2)
+    words = f"limit of the verdict: ± {100 * limit:.0f} %"
+    axes.text(slowest + 0.4, 1.01 + limit, words, ha="right", va="bottom", fontsize=11)
     for number, (name, (colour, _, mark)) in enumerate(STYLES.items()):
-        for place, speed in enumerate(speeds):
-            measured, least = spans[name][speed]
-            x = place + 0.18 * (number - 1.5)
-            axes.bar(x, 1 - least, bottom=least, width=0.15, fill=False, edgecolor="black", linewidth=0.9)
-            axes.plot(x, measured, mark, color=colour, markersize=7)
-    axes.axhline(1, color="black", linestyle="--", linewidth=1)
-    axes.set_xticks(range(len(speeds)), [str(speed) for speed in speeds])
-    axes.set(
-        xlabel="speed of the link [Mbit/s]", ylabel="communication, over\nlatency + bytes / speed", ylim=(0.5, 1.15)
-    )
+        at = [place + 0.18 * (number - 1.5) for place in range(len(speeds))]
+        axes.plot(at, [steps[name][s] / predicted[name][s] for s in speeds], mark, color=colour, markersize=8)
+    axes.set_xticks(range(len(speeds)), [f"{speed:,}" for speed in speeds])
+    axes.set(xlabel="speed of the link [Mbit/s]", ylabel="measured step / predicted step", ylim=(0.7, 1.3))
