@@ -1,19 +1,15 @@
 """Exercises of chapter 12, speed."""
 
 import torch
-import torch.nn.functional as F
 from planner.models.shapes import GPTShape
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
-from labkit.measuring.trace import CATEGORIES, StepTrace, peak
-from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
+from labkit.measuring.trace import CATEGORIES
+from labkit.teaching.exercises import Do, on_ranks, unanswered
+from labkit.teaching.exercises.slow_step import slow_step, work_of
 from labkit.training import models
 
-MICRO, LESS = 4, 1.5  # of 12.0: micro-batches per step, and the required reduction of operations
+MICRO, LESS = 4, 1.5  # of 12.1: micro-batches per step, and the required reduction of operations
 SHAPE = GPTShape(
     num_hidden_layers=3,
     hidden_size=64,
@@ -23,12 +19,6 @@ SHAPE = GPTShape(
     vocab_size=256,
 )
 TOKENS = 32  # in a sequence
-
-ONE, EIGHT, RANKS = 1.28, 0.20, 8  # seconds per step for the same work, and on how many ranks
-SMALL, LARGE = (2, 0.030), (8, 0.060)  # sequences per step, seconds
-EACH = (LARGE[1] - SMALL[1]) / (LARGE[0] - SMALL[0])
-FIXED = SMALL[1] - EACH * SMALL[0]
-BATCH, LENGTH = 32, 128
 
 CASES = [  # what it is, communication, compute
     ("one collective, nothing computes", [(0, 4)], []),
@@ -43,87 +33,11 @@ CASES = [  # what it is, communication, compute
     ("no communication", [], [(0, 5)]),
 ]
 
-GROWN = {  # {category that has grown at the peak: the likely mistake}, in 12.0
+GROWN = {  # {category that has grown at the peak: the likely mistake}, in 12.1
     "activations": "more activations wait for backward: do you run several micro-batches at once?",
     "reduce-scatter": "unsharded gradients wait for a later reduction, instead of one shard per rank",
     "all-gather": "parameters stay gathered, but could be freed",
 }
-
-
-def slow_step(model, optimizer, batch):
-    """Run a step on this rank and return (mean loss, share of tokens predicted correctly) as floats.
-
-    batch: (inputs, targets) of each micro-batch, of shape (sequences, tokens).
-    """
-    losses, rights = [], []
-    for inputs, targets in batch:
-        # The log comes first: a forward without backward leaves the root gathered, and after optimizer.step() that copy
-        # would be out of date.
-        with torch.no_grad():  # for the log
-            loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-            losses.append(loss.item())
-            guesses = model(inputs).argmax(-1)
-            rights.append((guesses == targets).float().mean().item())
-        logits = model(inputs).double()  # float64, to be safe
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        (loss / len(batch)).backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
-    return sum(losses) / len(batch), sum(rights) / len(batch)
-
-
-class Work(TorchDispatchMode):
-    """Count the work that runs in its context on this rank.
-
-    operations: floating-point operations of matmuls and attention. reads: values the host read, each of which
-    synchronizes with a GPU. wide: tensors in float64. zeros: tensors filled with zeros.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.operations = self.reads = self.wide = self.zeros = 0
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # DTensor turns this into operators on its local tensor, which arrive here
-        result = operator(*args, **(kwargs or {}))
-        name = operator._schema.name
-        if count := flop_registry.get(operator.overloadpacket):
-            self.operations += count(*args, **(kwargs or {}), out_val=result)
-        self.reads += name == "aten::_local_scalar_dense"
-        self.wide += any(isinstance(t, torch.Tensor) and t.dtype == torch.float64 for t in tree_leaves(result))
-        self.zeros += len(args[0]) if name == "aten::_foreach_zero_" else name == "aten::zero_"
-        return result
-
-
-def work_of(step, model, optimizer, batch, device) -> dict:
-    """Run ``step(model, optimizer, batch)`` six times; return its results and the cost of one step on this rank.
-
-    {"returned": […], "forwards", "operations", "reads", "wide", "zeros": of a step; "traffic": {(kind, bytes,
-    dimension): how many}, "peak": {category: bytes} at the peak, of a step that was traced}. Collective.
-    """
-    returned, traced, forwards = [step(model, optimizer, batch)], [], []
-    trace, work = StepTrace(model, optimizer, device), Work()
-    trace.batch = tree_leaves(batch)
-    for _ in range(4):  # the first warms up the tracer; the lowest peak of the others counts, as in the meter
-        with trace:
-            returned.append(step(model, optimizer, batch))
-        traced.append(peak(trace.timeline()))
-    hook = model.register_forward_pre_hook(lambda *_: forwards.append(1))
-    with work:
-        returned.append(step(model, optimizer, batch))
-    hook.remove()
-    highest, _ = min(traced[1:], key=lambda snapshot: snapshot[1])
-    return {
-        "returned": returned,
-        "forwards": len(forwards),
-        "operations": work.operations,
-        "reads": work.reads,
-        "wide": work.wide,
-        "zeros": work.zeros,
-        "traffic": dict(trace.collectives),
-        "peak": {category: highest[category] for category in CATEGORIES},
-    }
 
 
 def _two_works(me, step):
@@ -219,8 +133,163 @@ def _why(result, communication, compute, sent, busy) -> str:
     return ""
 
 
+# 12.2: who is late. Milliseconds; each rank's clock is off by a constant.
+
+
+def _world(arrivals, transfer, offsets, noticed=()):
+    """Return what each rank's trace shows of the same collectives: [[(begin, end), …], …].
+
+    Args:
+        arrivals: [[when each rank calls], …] for each collective.
+        transfer: how long a collective takes once the last rank has called it.
+        offsets: what each rank's clock shows at time 0.
+        noticed: {(collective, rank): how much later than the others this rank notices the end}.
+    """
+    noticed = dict(noticed)
+    traces = []
+    for rank, offset in enumerate(offsets):
+        ends = [max(calls) + transfer + noticed.get((number, rank), 0) for number, calls in enumerate(arrivals)]
+        traces.append([(calls[rank] + offset, end + offset) for calls, end in zip(arrivals, ends, strict=True)])
+    return traces
+
+
+ARRIVALS = [[0, 6], [20, 29], [40, 45], [60, 68], [80, 83]]  # rank 1 is always last
+IN_TURN = [[0, 5, 2], [30, 30, 34], [66, 60, 61], [90, 91, 97], [120, 128, 121]]
+WORLDS = [  # (what it is, arrivals, offsets, ends noticed late)
+    ("two ranks on one clock, rank 1 is last", ARRIVALS, (0, 0), {}),
+    ("three ranks on one clock, each is last at some time", IN_TURN, (0, 0, 0), {}),
+    ("rank 1's clock is 3.6 s ahead", ARRIVALS, (0, 3600), {}),
+    ("three clocks", IN_TURN, (500, -7, 12_000), {}),
+    ("two clocks, and rank 0 notices one end 50 ms late", ARRIVALS, (0, 3600), {(2, 0): 50}),
+]
+
+
+def judge_waits(waits) -> str:
+    for what, arrivals, offsets, noticed in WORLDS:
+        traces = _world(arrivals, 4, offsets, noticed)
+        result = waits([list(trace) for trace in traces])
+        if unanswered(result):
+            return "not answered yet"
+        right = [sum(max(calls) - calls[rank] for calls in arrivals) for rank in range(len(offsets))]
+        if len(result) != len(right):
+            return f"not quite: {len(result)} numbers; there are {len(right)} ranks"
+        if any(not abs(got - wanted) <= 1e-6 for got, wanted in zip(result, right, strict=True)):
+            shown = ", ".join(f"{got:g}" for got in result)
+            wanted = ", ".join(f"{time:g}" for time in right)
+            why = _why_waits(result, arrivals, traces, offsets, noticed)
+            return f"not quite: {what}: {shown} ms; the ranks waited {wanted} ms{why}"
+    return "right"
+
+
+def _why_waits(result, arrivals, traces, offsets, noticed) -> str:
+    def is_near(other):
+        return all(abs(got - each) <= 1e-6 for got, each in zip(result, other, strict=True))
+
+    if is_near([sum(end - begin for begin, end in trace) for trace in traces]):
+        return "; that is all their time in collectives: the transfer begins when the last rank has called"
+    if is_near([sum(calls[rank] - min(calls) for calls in arrivals) for rank in range(len(offsets))]):
+        return "; that is how late each rank comes: who comes first waits"
+    if noticed:
+        return "; one end is an outlier: estimate the clock's offset from all ends, robustly"
+    if len(set(offsets)) > 1:
+        return "; the clocks differ: a collective ends on all ranks at the same time, so its ends show by how much"
+    return ""
+
+
+# 12.3: which batch. Milliseconds and MiB.
+
+COSTS = {  # of a small model on one rank
+    "once": 20,
+    "per_micro_batch": 30,
+    "per_sequence": 12,
+    "persistent": 400,
+    "saved": 100,
+    "saved_recomputed": 20,
+    "recompute_factor": 4 / 3,
+}
+PLANS = [  # (what it is, sequences, room, costs that differ)
+    ("much room", 16, 4000, {}),
+    ("little room", 16, 900, {}),
+    ("little room, costly micro-batches", 16, 900, {"per_micro_batch": 90}),
+    ("little room, cheap micro-batches", 16, 900, {"per_micro_batch": 2}),
+    ("a number of sequences with few divisors", 15, 850, {"per_micro_batch": 60}),
+    ("room for recomputation only", 8, 470, {}),
+    ("no room", 8, 410, {}),
+]
+
+
+def cost_of(batch, micro_batches, recompute, costs) -> tuple[float, float]:
+    """Return (milliseconds per optimizer step, MiB at the peak) of one choice."""
+    factor = costs["recompute_factor"] if recompute else 1
+    saved = costs["saved_recomputed" if recompute else "saved"]
+    time = costs["once"] + micro_batches * (costs["per_micro_batch"] + factor * batch * costs["per_sequence"])
+    return time, costs["persistent"] + batch * saved
+
+
+def _best(sequences, room, costs):
+    """Return the fastest choice that fits: (batch, micro-batches, recompute), or None."""
+    choices = [
+        (batch, sequences // batch, recompute)
+        for batch in range(1, sequences + 1)
+        if sequences % batch == 0
+        for recompute in (False, True)
+    ]
+    fitting = [choice for choice in choices if cost_of(*choice, costs)[1] <= room]
+    return min(fitting, key=lambda choice: cost_of(*choice, costs)[0], default=None)
+
+
+def judge_fastest(fastest) -> str:
+    answers = [fastest(sequences, room, dict(COSTS | other)) for _, sequences, room, other in PLANS]
+    if all(unanswered(answer) for answer in answers):
+        return "not answered yet"
+    for (what, sequences, room, other), answer in zip(PLANS, answers, strict=True):
+        if difference := _fastest_differs(answer, sequences, room, COSTS | other):
+            return f"not quite: {what} ({sequences} sequences, {room} MiB): {difference}"
+    return "right"
+
+
+def _fastest_differs(answer, sequences, room, costs) -> str | None:
+    best = _best(sequences, room, costs)
+    if best is None or answer is None:
+        if answer == best:
+            return None
+        return f"{answer} is returned, but no choice fits" if best is None else f"None is returned, but {best} fits"
+    if not isinstance(answer, tuple) or len(answer) != 3:
+        return f"{answer!r} is not a tuple (batch, micro-batches, recompute)"
+    batch, micro_batches, _ = answer
+    if batch * micro_batches != sequences:
+        return f"{micro_batches} micro-batches of {batch} are {batch * micro_batches} sequences"
+    (mine, memory), (least, _) = cost_of(*answer, costs), cost_of(*best, costs)
+    if memory > room:
+        return f"{answer} needs {memory:g} MiB at its peak"
+    if mine > least + 1e-9:
+        return f"{answer} fits and takes {mine:.0f} ms; {best} fits, too, and takes {least:.0f} ms"
+    return None
+
+
 EXERCISES = {
     "12.0": Do(
+        title="exposed communication",
+        level=2,
+        minutes=12,
+        judge=judge_exposed,
+        hint="Write an inner function that returns the length of a union of intervals: sort them, and count each from the end\n"
+        "of the previous ones. Then: exposed = length(communication and compute together) − length(compute).",
+        solution='''
+def exposed(communication, compute):
+    def length(intervals):
+        """Return the length of the union: overlaps count once."""
+        total, reached = 0, float("-inf")
+        for begin, end in sorted(intervals):
+            total += max(0, end - max(begin, reached))
+            reached = max(reached, end)
+        return total
+
+    # The time that communication adds to the time with compute
+    return length([*communication, *compute]) - length(compute)
+''',
+    ),
+    "12.1": Do(
         title="the same step, 1.5 × fewer operations",
         level=2,
         minutes=12,
@@ -245,65 +314,47 @@ def step(model, optimizer, batch):
     return loss.item(), right.item()
 """,
     ),
-    "12.1": Predict(
-        title="strong-scaling efficiency",
-        level=1,
-        minutes=3,
-        answer=100 * ONE / (RANKS * EIGHT),
-        unit="%",
-        slips={
-            "that is the speedup in percent; efficiency divides it by the ranks": 100 * ONE / EIGHT,
-            "that is the speedup, 6.4 times; efficiency divides it by the ranks, in percent": ONE / EIGHT,
-            "that is the share lost": 100 * (1 - ONE / (RANKS * EIGHT)),
-            "that is the time on eight ranks over the time on one: the share of time left": 100 * EIGHT / ONE,
-            "upside down: eight ranks' seconds together over one rank's": 100 * RANKS * EIGHT / ONE,
-        },
-        hint="Eight ranks work for 0.20 s each. How many rank-seconds is that, and how many does one rank need?",
+    "12.2": Do(
+        title="who is late",
+        level=3,
+        minutes=15,
+        judge=judge_waits,
+        hint="First put all clocks on rank 0's: what is the difference of the ends of one collective, and which average of these\n"
+        "differences does one odd end not move? Then, for each collective: who called it last?",
         solution="""
-# One rank needs 1.28 rank-seconds. Eight ranks spend 8 × 0.20 = 1.6 on the same work.
-answer = 100 * 1.28 / (8 * 0.20)
-""",
-    ),
-    "12.2": Predict(
-        title="throughput at a larger batch",
-        level=2,
-        minutes=5,
-        answer=BATCH * LENGTH / (FIXED + EACH * BATCH),
-        unit="tokens/s",
-        slips={
-            "that is batch 8's rate, as if the step grew fourfold; its fixed part stays": LENGTH * LARGE[0] / LARGE[1],
-            "you scaled the 30 ms of batch 2: its fixed part does not grow": BATCH * LENGTH / (SMALL[1] * 16),
-            "that is the ceiling 1/b: the fixed part is still there at batch 32": LENGTH / EACH,
-            "that counts sequences; each has 128 tokens": BATCH / (FIXED + EACH * BATCH),
-            "that is the step in seconds; divide the tokens by it": FIXED + EACH * BATCH,
-        },
-        hint="t = a + b · batch has two unknowns, and you have two points. Find b, then a, then t at batch 32.",
-        solution="""
-# From batch 2 to 8 the step grows by 30 ms: b = 5 ms per sequence. Then a = 30 − 2 × 5 = 20 ms.
-b = (0.060 - 0.030) / (8 - 2)
-a = 0.030 - 2 * b
-answer = 32 * 128 / (a + b * 32)
+import statistics
+
+def waits(ranks):
+    # A collective ends everywhere at the same time: the median difference of its ends is the difference of the clocks.
+    shifts = [
+        statistics.median(end - first for (_, end), (_, first) in zip(trace, ranks[0])) for trace in ranks
+    ]
+    calls = [[begin - shift for begin, _ in trace] for trace, shift in zip(ranks, shifts)]
+    last = [max(of_ranks) for of_ranks in zip(*calls)]  # the transfer cannot begin before
+    return [sum(end - begin for begin, end in zip(of_rank, last)) for of_rank in calls]
 """,
     ),
     "12.3": Do(
-        title="exposed communication",
+        title="which batch, and recompute?",
         level=2,
-        minutes=12,
-        judge=judge_exposed,
-        hint="Write an inner function that returns the length of a union of intervals: sort them, and count each from the end\n"
-        "of the previous ones. Then: exposed = length(communication and compute together) − length(compute).",
-        solution='''
-def exposed(communication, compute):
-    def length(intervals):
-        """Return the length of the union: overlaps count once."""
-        total, reached = 0, float("-inf")
-        for begin, end in sorted(intervals):
-            total += max(0, end - max(begin, reached))
-            reached = max(reached, end)
-        return total
-
-    # The time that communication adds to the time with compute
-    return length([*communication, *compute]) - length(compute)
-''',
+        minutes=10,
+        judge=judge_fastest,
+        hint="There are few choices: every batch that divides the sequences, with and without recomputation. Compute the peak\n"
+        "and the time of each, drop what does not fit, and take the fastest. Recomputation lengthens the part per sequence only.",
+        solution="""
+def fastest(sequences, room, costs):
+    best = None
+    for batch in range(1, sequences + 1):
+        for recompute in (False, True):
+            saved = costs["saved_recomputed" if recompute else "saved"]
+            if sequences % batch or costs["persistent"] + batch * saved > room:
+                continue
+            factor = costs["recompute_factor"] if recompute else 1
+            micro_batches = sequences // batch
+            time = costs["once"] + micro_batches * (costs["per_micro_batch"] + factor * batch * costs["per_sequence"])
+            if best is None or time < best[0]:
+                best = time, (batch, micro_batches, recompute)
+    return best and best[1]
+""",
     ),
 }

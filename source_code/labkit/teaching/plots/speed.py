@@ -44,52 +44,71 @@ def lanes(runs: dict[str, list[dict]], under: str, title: str):
         axes.invert_yaxis()
         axes.set_title(name, loc="right", fontsize=12, fontweight="bold")
     longest = max(rank["end"] - min(r["begin"] for r in ranks) for ranks in runs.values() for rank in ranks)
-    panels[-1].set(xlim=(0, 1e3 * longest), xlabel="milliseconds since the first rank began this step")
+    # With a margin, so that nobody wonders whether the last operators are cut off
+    panels[-1].set(xlim=(0, 1.03e3 * longest), xlabel="milliseconds since the first rank began this step")
     headline(figure, title, under)
     figure.legend(names.values(), names, loc="outside lower left", ncols=5, fontsize=11)
     show(figure)
 
 
-def shares(rows: dict[str, dict[str, float]], under: str, title: str):
-    """Draw stacked bars of a step's shares: rows {name: {share's name: 0 to 1}}."""
-    figure, axes = plt.subplots(figsize=(10, 0.62 * len(rows) + 2), layout="constrained")
+def parts(rows: dict, spreads: dict, under: str, title: str, label: str, guesses: dict | None = None):
+    """Draw stacked bars of a step's parts, each bar's length with its spread, on an axis of ratios with 1 marked.
+
+    Args:
+        rows: {name: {part: its length}}, whose sum is the bar's length.
+        spreads: {name: {"median", "p10", "p90"} of the length}.
+        under, title, label: of the figure, and of the axis.
+        guesses: {name: guessed length, or None}.
+    """
+    figure, axes = plt.subplots(figsize=(10, 0.75 * len(rows) + 2), layout="constrained")
     left = [0.0] * len(rows)
-    for share, colour in SHARES.items():
-        widths = [100 * row[share] for row in rows.values()]
-        axes.barh(range(len(rows)), widths, left=left, color=colour, edgecolor=REST, height=0.62, label=share)
+    for part, colour in SHARES.items():
+        widths = [row[part] for row in rows.values()]
+        axes.barh(range(len(rows)), widths, left=left, color=colour, edgecolor=REST, height=0.56, label=part)
         for place, (begin, width) in enumerate(zip(left, widths, strict=True)):
-            if width > 4:
-                axes.text(begin + width / 2, place, f"{width:.0f}", ha="center", va="center")
+            if width > 0.065:
+                axes.text(begin + width / 2, place, f"{width:.2f}", ha="center", va="center")
         left = [a + b for a, b in zip(left, widths, strict=True)]
+    for place, name in enumerate(rows):
+        spread = spreads[name]
+        axes.plot([spread["p10"], spread["p90"]], [place + 0.36] * 2, color="black", linewidth=1.5)
+        end = max(spread["p90"], left[place])
+        axes.annotate(
+            f"{spread['median']:.2f} ×",
+            (end, place),
+            (9, 0),
+            textcoords="offset points",
+            va="center",
+            fontweight="bold",
+        )
+        if (guesses or {}).get(name) is not None:
+            axes.plot(guesses[name], place - 0.38, "D", color="black", markersize=7, clip_on=False, zorder=5)
+    axes.axvline(1, color="black", linestyle="--", linewidth=1, zorder=0)  # behind the numbers
     axes.set_yticks(range(len(rows)), list(rows))
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
-    axes.set(xlim=(0, 100), xlabel="share of the step [%]")
+    ends = [spread["p90"] for spread in spreads.values()] + [g for g in (guesses or {}).values() if g]
+    axes.set(xlim=(0, 1.12 * max(ends)), xlabel=label)
     headline(figure, title, under)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=3, fontsize=11)
     show(figure)
 
 
-def ratios(rows: dict[str, dict], under: str, title: str, label: str, guesses: dict | None = None, log=False):
-    """Draw one dot with its spread per row, on an axis of ratios with 1 marked. rows: {name: {"median", "p10", "p90"}}."""
+def ratios(rows: dict[str, dict], under: str, title: str, label: str):
+    """Draw one dot with its spread per row, on a logarithmic axis with 1 marked. rows: {name: {"median", "p10", "p90"}}."""
     figure, axes = plt.subplots(figsize=(10, 0.6 * len(rows) + 1.7), layout="constrained")
-    for place, (name, ratio) in enumerate(rows.items()):
+    for place, ratio in enumerate(rows.values()):
         axes.plot([ratio["p10"], ratio["p90"]], [place, place], color="black", linewidth=1.5)
         axes.plot(ratio["median"], place, "o", color=STRATEGY_COLOURS["fsdp2"], markersize=9)
         axes.annotate(
             f"{ratio['median']:.3g} ×", (ratio["p90"], place), (9, 0), textcoords="offset points", va="center"
         )
-        if (guesses or {}).get(name) is not None:
-            axes.plot(guesses[name], place - 0.28, "D", color="black", markersize=7, clip_on=False, zorder=5)
     axes.axvline(1, color="black", linestyle="--", linewidth=1)
     axes.set_yticks(range(len(rows)), list(rows))
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(rows) - 0.5, -0.6)
-    if log:
-        axes.set_xscale("log")
-        axes.set_xlim(right=3 * max(row["p90"] for row in rows.values()))
-    else:
-        axes.set_xlim(0, 1.2 * max([row["p90"] for row in rows.values()] + [g for g in (guesses or {}).values() if g]))
+    axes.set_xscale("log")
+    axes.set_xlim(right=3 * max(row["p90"] for row in rows.values()))
     axes.set_xlabel(label)
     headline(figure, title, under)
     show(figure)
