@@ -23,7 +23,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROWS = []
@@ -88,10 +87,14 @@ def hybrid_shard_zero2(x):
     return not isinstance(model[0].weight, DTensor), "whole after forward, as with `SHARD_GRAD_OP`"
 
 
-@row("`sharding_strategy=NO_SHARD`", "no such setting; use DDP")
+@row("`sharding_strategy=NO_SHARD`", "a `mesh` of shape (ranks, 1), or DDP")
 def no_shard(x):
-    model = DistributedDataParallel(toy().to(x.device))
-    return not any(isinstance(p, DTensor) for p in model.parameters()), "DDP keeps every parameter whole"
+    mesh = init_device_mesh(x.device.type, (4, 1), mesh_dim_names=("replicate", "shard"))
+    model, scale = wrapped(toy(), mesh=mesh), torch.distributed.get_rank() + 1
+    (scale * model(x)).sum().backward()
+    whole, mean = len(model[2].bias.to_local()) == 2, 2.5 * len(x)  # 2.5: of the scales 1 to 4
+    averaged = torch.allclose(model[2].bias.grad.to_local(), torch.full_like(model[2].bias.grad.to_local(), mean))
+    return whole and averaged, "each rank holds every row; gradients are averaged over 4 ranks"
 
 
 @row("`auto_wrap_policy`", "call `fully_shard` in a loop, inner modules first")
@@ -273,7 +276,10 @@ def sync_module_states(x):
     return torch.equal(model[0].weight.full_tensor().cpu(), toy()[0].weight.cpu()), "rank 0's values on all ranks"
 
 
-@row("`clip_grad_norm_()`", "`torch.nn.utils.clip_grad_norm_(model.parameters(), …)`")
+@row(
+    "`clip_grad_norm_()`",
+    "`torch.nn.utils.clip_grad_norm_(model.parameters(), …)`, which returns a DTensor: `.full_tensor()`",
+)
 def clip_grad_norm(x):
     model, alone = wrapped(toy()), toy()
     norms = []
@@ -281,7 +287,9 @@ def clip_grad_norm(x):
         one(data).sum().backward()
         norms.append(nn.utils.clip_grad_norm_(one.parameters(), 1.0))
     norm = norms[0].full_tensor()
-    return torch.allclose(norm, norms[1]), f"norm {norm:.3f}, in one process {norms[1]:.3f}"
+    return isinstance(norms[0], DTensor) and torch.allclose(
+        norm, norms[1]
+    ), f"norm {norm:.3f}, in one process {norms[1]:.3f}"
 
 
 @row("`state_dict_type(SHARDED_STATE_DICT)`", "`model.state_dict()`")

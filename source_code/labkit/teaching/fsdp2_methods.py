@@ -11,7 +11,8 @@ CHOOSE = {  # {what its methods choose: their names}
         "set_modules_to_forward_prefetch",
         "set_modules_to_backward_prefetch",
     ],
-    "**when a gradient is whole** (memory against traffic)": ["set_requires_gradient_sync", "set_requires_all_reduce"],
+    "**when a gradient is whole** (memory against traffic)": ["set_requires_gradient_sync"],
+    "when replicas reduce, under HSDP (traffic; what waits is a shard)": ["set_requires_all_reduce"],
     "how collectives run (time, and memory of buffers and groups)": [
         "set_custom_all_gather",
         "set_custom_reduce_scatter",

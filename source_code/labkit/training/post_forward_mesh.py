@@ -1,7 +1,8 @@
 """Let FSDP2 units share one post-forward mesh.
 
-``fully_shard(unit, reshard_after_forward=N)`` builds a device mesh, and so two process groups, in each call, and on GPUs
-each of them has a communicator: pytorch/pytorch#153302. Torch 2.11 to 2.15 have no public option against it.
+``fully_shard(unit, reshard_after_forward=N)`` builds a device mesh, and so two process groups, in each call:
+pytorch/pytorch#153302. On GPUs each of them has a communicator, of which one communicates and so takes buffers
+(planner/parallel/groups.py). Torch 2.11 to 2.15 have no public option against it.
 
 Private PyTorch used here, and only here: the function of FSDP2 that builds this mesh.
 """

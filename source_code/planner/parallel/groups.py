@@ -1,6 +1,8 @@
 """Count the process groups of a rank, and the communicators among them. Imports no torch.
 
-Each process group on GPUs has an NCCL communicator, with buffers of its own (planner/gpus.py has their size):
+Each process group on GPUs has an NCCL communicator: from the start if ``init_process_group`` was given a device_id, as
+in the labs (torch 2.15, device_mesh.py: ``split_group`` for each dimension), else from its first collective. One that
+communicates has buffers, too (planner/gpus.py has their size):
 
   default group        all ranks
   mesh dimension       a group for each dimension, also one of size 1, except a dimension of all ranks, which reuses the

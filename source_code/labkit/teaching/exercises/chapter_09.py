@@ -304,7 +304,7 @@ EXERCISES = {
     "09.0": Do(
         title="gather once, reduce once",
         level=2,
-        minutes=12,
+        minutes=15,
         judge=judge_accumulate,
         hint="Three methods, all of which act on the model and every unit in it: set_reshard_after_forward,\n"
         "set_reshard_after_backward and set_requires_gradient_sync. Each keeps its value until it is called again:\n"
@@ -328,7 +328,7 @@ def accumulate(model, micro_batches):
     "09.1": Do(
         title="FSDP1 to FSDP2, with adapters",
         level=2,
-        minutes=12,
+        minutes=14,
         judge=judge_fine_tune,
         hint="Shard first: each of model.blocks, then model. Then make the optimizer, with the parameters that require gradients.\n"
         "torch.nn.utils.clip_grad_norm_ takes parameters and returns a DTensor. full_tensor() is a collective.",
@@ -358,13 +358,13 @@ def fine_tune(model, batches, mesh):
         level=2,
         minutes=8,
         judge=judge_choose,
-        hint="Compare bytes at the end of forward: N units whole; N units' parts, and a communicator for each mesh.\n"
+        hint="Compare bytes after forward: all units whole; 1/N of them, and a communicator's buffers for each mesh.\n"
         "False sends least in all. N and False send the same between nodes. True takes no memory in between.",
         solution="""
 def choose(units, unit_bytes, room, communicator, n, shared):
     if units * unit_bytes <= room:
         return False  # no second all-gather at all
-    communicators = 1 if shared else units  # of a mesh's two groups, the one of n ranks communicates
+    communicators = 1 if shared else units  # of a mesh's two groups, the one of n ranks communicates, so takes buffers
     if units * unit_bytes / n + communicators * communicator <= room:
         return n  # gathers inside a node; with a mesh per unit it may need more memory than False!
     return True

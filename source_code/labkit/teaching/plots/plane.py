@@ -16,12 +16,11 @@ def traffic(entries: list[dict], among: int | None = None) -> int:
     return sum(e["count"] * e["bytes"] for e in entries if among in (None, e.get("ranks")))
 
 
-def plane(points: list[tuple], title: str, guesses: dict[str, float] | None = None):
+def plane(points: list[tuple], title: str, guesses: dict[str, float] | None = None, arrow: str = ""):
     """Draw peak memory over traffic, one point per run: the record's values solid, the plan's outlined.
 
-    An arrow leads to the traffic among all ranks, if the rest stays in smaller groups. Only the plan has that number.
-
-    points: (label, record, planner.predict.Plan). guesses: {label: MiB or None}, drawn at the predicted traffic.
+    points: (label, record, planner.predict.Plan or None). guesses: {label: MiB or None}, drawn at the predicted traffic.
+    arrow: text of an arrow to the planned traffic among all ranks, where other collectives run in smaller groups.
     """
     figure, axes = plt.subplots(figsize=(10, 6.2), layout="constrained")
     places = []
@@ -29,14 +28,15 @@ def plane(points: list[tuple], title: str, guesses: dict[str, float] | None = No
         times = 1e6 * micro_batches(record)
         x, y = traffic(record["traffic"]) / times, sum(record["memory"]["peak"].values()) / MIB
         places.append((label, x, y))
-        expected, terms = traffic(plan.traffic()) / times, plan.peak()[1]
         axes.plot(x, y, "o", color=STRATEGY_COLOURS["fsdp2"], markersize=8)
+        if plan is None:
+            continue
+        expected, terms = traffic(plan.traffic()) / times, plan.peak()[1]
         axes.plot(expected, sum(terms.values()) / MIB, "o", color="black", markersize=14, markerfacecolor="none")
         shared = traffic(plan.traffic(), among=plan.ranks) / times
-        if shared < expected:
+        if arrow and shared < expected:
             axes.annotate("", (shared, y), (x, y), arrowprops={"arrowstyle": "->", "shrinkA": 9, "linestyle": "--"})
-            middle, up = ((shared + x) / 2, y), (0, 5)
-            axes.annotate("traffic among all ranks", middle, up, textcoords="offset points", ha="center", fontsize=11)
+            axes.annotate(arrow, (x, y), (-14, 5), textcoords="offset points", ha="right", fontsize=11)
         guess = (guesses or {}).get(label)
         if guess is not None:
             axes.plot(expected, guess, "D", color="black", markersize=7)

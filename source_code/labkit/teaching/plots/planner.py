@@ -5,6 +5,7 @@ from itertools import pairwise
 from textwrap import fill
 
 import matplotlib.pyplot as plt
+from matplotlib.colors import to_rgb
 
 from labkit import UserError
 from labkit.measuring.differences import largest
@@ -22,12 +23,14 @@ def look(way: str, colour: str) -> dict:
     """Return the style of a bar for measured, simulated or predicted memory."""
     if way == "measured":
         return {"color": colour}
-    return {
-        "facecolor": "white",
-        "edgecolor": colour,
-        "linewidth": 2.2,
-        "hatch": "////" if way == "simulated" else None,
-    }
+    if way == "simulated":
+        return {"facecolor": "white", "edgecolor": colour, "linewidth": 2.2, "hatch": "////"}
+    return {"facecolor": _mixed(colour, 1, 0.25), "edgecolor": _mixed(colour, 0, 0.8), "linewidth": 2.2}
+
+
+def _mixed(colour: str, gray: float, share: float) -> tuple:
+    """Return a colour mixed with black (0) or white (1), of which ``share`` is the colour: light ones need a tint to be seen."""
+    return tuple(share * part + (1 - share) * gray for part in to_rgb(colour))
 
 
 def ways(rows: list[tuple], title: str, under: str, unit=(2**20, "MiB"), limit=None, guesses=None):
@@ -64,7 +67,13 @@ def ways(rows: list[tuple], title: str, under: str, unit=(2**20, "MiB"), limit=N
             axes.plot(guess, [row[0] for row in rows].index(label) - 0.47, "D", color="black", markersize=7, zorder=5)
     if limit:
         axes.axvline(limit / size, color="black", linestyle="--", linewidth=1)
-        axes.text(limit / size, 1, f" {limit / size:.3g} {name}", transform=axes.get_xaxis_transform(), va="bottom")
+        axes.text(
+            limit / size,
+            1,
+            f" {limit / size:.3g} {name} for tensors",
+            transform=axes.get_xaxis_transform(),
+            va="bottom",
+        )
     axes.set_yticks(range(len(rows)), [label for label, _ in rows])
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(rows) - 0.5, -0.6)
@@ -104,8 +113,10 @@ def draw_places(axes, phases: dict, size: int = GIB, unit: str = "GiB") -> dict:
         if after - before > 1:  # omitted blocks: their memory is between that of their neighbors
             axes.text((before + after) / 2, 0.02 * max(totals), "⋯", ha="center", fontsize=16)
     top = max(range(len(totals)), key=lambda i: totals[i])
-    axes.text(at[top], totals[top], f"{totals[top]:.2f}", ha="center", va="bottom", fontweight="bold")
     names = list(phases)
+    words = f"{names[top]}: {totals[top]:.2f} {unit}"
+    side = "left" if at[top] < at[-1] / 3 else "right" if at[top] > at[-1] * 2 / 3 else "center"
+    axes.text(at[top], totals[top], words, ha=side, va="bottom", fontweight="bold")
     shown = range(0, len(phases), len(phases) // MOST_NAMES + 1)
     where = [at[x] for x in shown]
     axes.set_xticks(where, [names[x] for x in shown], rotation=60, ha="right", rotation_mode="anchor", fontsize=11)
@@ -169,29 +180,28 @@ def save(figure, path: str):
         ) from None
 
 
-def published(rows: list[tuple], title: str, under: str):
-    """Draw published runs next to their plans, memory and speed: rows of (label, memory, speed).
+def published(rows: list[tuple], factor: float, title: str, under: str):
+    """Draw published runs against their plans, memory and speed: rows of (label, published / planned memory, speed).
 
-    memory: (planned GiB, GiB with the allocator's factor, published GiB). speed: (planned at least, planned at most,
-    published) tokens per second of a GPU; the last is None if it was not published.
+    factor: a line over the memory. speed: (planned at least, planned at most, published) tokens per second of a GPU; the
+    last is None if it was not published.
     """
     figure, panels = plt.subplots(1, 2, figsize=(10, 0.42 * len(rows) + 2.2), sharey=True, layout="constrained")
-    colours = COLOURS["parameters"], COLOURS["optimizer state"]
-    for place, (_, (plan, reserved, theirs), (low, high, speed)) in enumerate(rows):
-        spans = (0, plan, reserved, theirs), (low, high, None, speed)
-        for panel, colour, (left, right, beyond, cross) in zip(panels, colours, spans, strict=True):
-            panel.barh(place, right - left, left=left, height=0.6, **look("predicted", colour))
-            if beyond:
-                panel.plot([right, beyond], [place, place], color=colour, linestyle=":", linewidth=2)
-                panel.plot([beyond], [place], "|", color=colour, markersize=14, markeredgewidth=2)
+    for place, (_, share, (low, high, speed)) in enumerate(rows):
+        panels[1].barh(place, high - low, left=low, height=0.6, **look("predicted", COLOURS["optimizer state"]))
+        for panel, cross in zip(panels, (share, speed), strict=True):
             if cross:
                 panel.plot([cross], [place], "x", color="black", markersize=9, markeredgewidth=2.2, zorder=5)
+        panels[0].text(share + 0.008, place, f"{share:.3f}", va="center", fontsize=11)
+    panels[0].axvline(factor, color="black", linestyle="--", linewidth=1)
+    panels[0].text(factor, 1, f"{factor}", transform=panels[0].get_xaxis_transform(), ha="center", va="bottom")
     panels[0].set_yticks(range(len(rows)), [label for label, *_ in rows])
     panels[0].set_ylim(len(rows) - 0.5, -0.5)
-    labels = "memory of a GPU [GiB]", "tokens per second of a GPU"
-    for panel, label in zip(panels, labels, strict=True):
+    labels = "memory: reserved / planned", "tokens per second of a GPU"
+    most = max(factor, *(share for _, share, _ in rows))
+    for panel, label, span in zip(panels, labels, ((1, most + 0.05), (0, None)), strict=True):
         panel.tick_params(axis="y", length=0)
-        panel.set(xlabel=label, xlim=(0, None))
+        panel.set(xlabel=label, xlim=span)
     figure.suptitle(f"{title}\n\n", x=0.01, ha="left", fontweight="bold")
     figure.text(0.01, 0.955, under, fontsize=11, va="top")
     show(figure)
