@@ -274,6 +274,32 @@ def test_lion_keeps_one_moment_of_adamws_two():
     assert simulation.optimizer_temporary("lion", []) == 0
 
 
+@pytest.mark.parametrize(("ranks", "layers"), [(4, 1), (4, 4), (3, 2), (64, 1)])
+def test_what_ranks_send_is_what_the_owners_split_sizes_say(ranks, layers, small):
+    """Whole rounds and partly empty ones, rows that are shared evenly and not, more ranks than matrices."""
+    small(UNEVEN | {"num_hidden_layers": layers})
+    of_run = gpt_fsdp.Config(optimizer="muon").plan(ranks, on_gpu=False)
+    sent = 0
+    for members in planned.rounds(planned.matrices(of_run), ranks):
+        shapes_ = [planned.matrices(of_run)[index] for index in members]
+        for me in range(ranks):
+            there = sum(planned.shard_rows(rows, ranks)[me] * columns for rows, columns in shapes_)
+            kept = planned.shard_rows(shapes_[me][0], ranks)[me] * shapes_[me][1] if me < len(shapes_) else 0
+            back = shapes_[me][0] * shapes_[me][1] if me < len(shapes_) else 0
+            sent += planned.BF16 * (there + back - 2 * kept)
+    assert planned.sent_bytes(of_run) == pytest.approx(sent / ranks)
+
+
+@pytest.mark.parametrize("way", planned.WAYS)
+def test_what_is_sent_is_less_than_the_larger_buffers_only_where_a_round_is_partly_empty(way):
+    """28 matrices fill the rounds of 4 ranks, and not that of 32."""
+    for ranks in (4, 32):
+        of_run = gpt_fsdp.Config(optimizer=way).plan(ranks, on_gpu=False)
+        calls = [(dict(zip(planned.KEY, key, strict=True)), n) for key, n in planned.collectives(of_run).items()]
+        larger = sum(n * cost.ring_bytes(call, of_run, 8)["rank"] for call, n in calls)
+        assert (planned.sent_bytes(of_run) == pytest.approx(larger)) == (way != "muon" or ranks == 4)
+
+
 def test_owners_compute_less_and_exchange_less():
     """At the largest size: the operations of one rank, and the bytes that it sends and receives."""
     plans = {way: gpt_fsdp.Config(preset="1b", optimizer=way).plan(8, on_gpu=True) for way in planned.WAYS}

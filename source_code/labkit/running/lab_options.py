@@ -168,6 +168,7 @@ class MNISTTraining(Training):
             self.reshard_after_forward,
             "cuda" if on_gpu else "cpu",
             precision=self.precision,
+            offload=self.cpu_offload and on_gpu and self.strategy == "fsdp2",  # a CPU has only one memory
             **how,
         )
 

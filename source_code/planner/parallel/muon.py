@@ -137,7 +137,9 @@ def check_dtensor(shapes: list[tuple[int, int]], ranks: int):
 def collectives(plan) -> Counter:
     """Count the collectives of the optimizer's step: {(kind, bytes, ranks, mesh dimension): how many}.
 
-    The bytes of an all-to-all are those of rank 0's larger buffer; of an all-gather, those of the result.
+    The bytes of an all-to-all are those of rank 0's larger buffer, as a trace has them; of an all-gather, those of the
+    result. In a round with fewer matrices than ranks, rank 0 receives more than it sends, and then sends more than it
+    receives: the larger buffer decides how long an all-to-all takes, and ``sent_bytes`` what is sent.
     """
     counts = Counter()
     if plan.optimizer not in WAYS or plan.shards == 1:
@@ -152,13 +154,33 @@ def collectives(plan) -> Counter:
         counts["all-gather", bytes_each * ceil(rows / ranks) * ranks * columns, *group] += 1
     for rows, columns in shapes if plan.optimizer == "muon-dtensor" else ():
         counts["all-reduce", bytes_each, *group] += 1  # of the norm
-        if rows > columns:  # A = X Xᵀ is a sum over ranks; both operators that need it add it up
+        if rows > columns:
+            # A = X Xᵀ is a sum over ranks. Its product with itself first adds it up, and leaves another sum, the polynomial,
+            # which the product with X adds up.
             counts["all-reduce", bytes_each * columns**2, *group] += 2 * ITERATIONS
         else:
             padded = ceil(rows / ranks) * ranks
             for numel in (columns * padded, padded * rows, padded * columns):  # Xᵀ, A, X
                 counts["all-gather", bytes_each * numel, *group] += ITERATIONS
     return counts
+
+
+def sent_bytes(plan) -> float:
+    """Return the bytes that a rank sends in the optimizer's step, on average over the ranks, with ring algorithms.
+
+    With owner-computes a rank sends its rows of the others' matrices, and the others' rows of its own. In a round with
+    fewer matrices than ranks, some ranks own none, and send less than the others. With the other two ways all send alike.
+    """
+    ranks = plan.shards
+    if plan.optimizer == "muon" and ranks > 1:
+        sent = 0
+        for members in rounds(matrices(plan), ranks):
+            for owner, (rows, columns) in enumerate(matrices(plan)[index] for index in members):
+                sent += 2 * (rows - shard_rows(rows, ranks)[owner]) * columns
+        return itemsize(plan) * sent / ranks
+    passes = {"all-gather": 1, "all-reduce": 2}
+    counts = collectives(plan).items()
+    return sum(passes[kind] * size * count for (kind, size, *_), count in counts) * (ranks - 1) / ranks
 
 
 def _round_numels(plan, shapes: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
