@@ -5,14 +5,14 @@ import re
 
 import pytest
 from answers import altered
-from labkit.teaching import step_lanes
+from labkit.teaching import step_lanes, turns
 from labkit.teaching.exercises import chapter_12, check
 from labkit.teaching.plots import speed
 from torch.distributed import run as torchrun
 
 from notebooks import FOLDER, read, run_broken
 
-TRACED = ("cell-01", "cell-14", "cell-18", "cell-21")  # the cells that trace, and judge the traces
+TRACED = ("cell-01", "cell-14", "cell-15", "cell-18", "cell-21", "cell-27")  # the cells that trace, and judge the traces
 ALONE = {  # without the lab's run, whose record only captions the figure
     'record["hardware"] if record["device"] == "cpu" else "CPU"': '"CPU"',
     "record['data']['name']": "'text'",
@@ -53,7 +53,7 @@ def test_gradients_added_up_where_they_should_be_averaged_are_noticed():
     summed = {"**by_sgd | options": '**by_sgd | {"lr": 0.1 * options.get("accumulate", 1)} | options'}
     two = 'configs = {name: configs[name] for name in ("FSDP2", "FSDP2, 2 micro-batches")}\n'
     few = {"front_runs, configs, 7": "front_runs, configs, 2", "def sent(": f"{two}def sent("}
-    cells = ("cell-01", "cell-14", "cell-46", "cell-48", "cell-53")
+    cells = ("cell-01", "cell-14", "cell-15", "cell-46", "cell-48", "cell-53")
     (line,) = failed(run_broken("12", few | summed, only=cells))
     assert "largest relative difference of the losses after the same step" in line
 
@@ -90,6 +90,19 @@ def test_a_trace_is_reduced_to_what_happened():
     assert seen["calls"] == {"all-gather": 1}
     assert seen["operators"] == [(15e-6, 30e-6), (99e-6, 103e-6)]
     assert seen["collectives"] == [("all-gather", 2e-6, 8e-6), ("all-gather", 13e-6, 25e-6)]
+
+
+def test_a_step_divides_into_three_parts():
+    step = {"begin": 0.0, "end": 10.0, "operators": [(0, 4)], "collectives": [("all-gather", 3, 6)]}
+    parts, hidden = turns.parts_of(step, altered("12.0"))
+    assert parts == pytest.approx({"operators": 0.4, "exposed communication": 0.2, "rest": 0.4})
+    assert hidden == pytest.approx(1 / 3)
+
+
+def test_a_ratio_is_taken_within_each_round():
+    """Where the machine slows down between rounds, medians of the steps would say something else."""
+    times = {"a": [2, 20, 6], "b": [1, 10, 6]}
+    assert turns.ratio(times, "a", "b")["median"] == 2
 
 
 def test_every_lane_is_drawn_to_its_end(monkeypatch):
