@@ -1,52 +1,16 @@
-"""Exercises of chapter 10, many nodes, and what its cells need in addition to them."""
+"""Exercises of chapter 10, many nodes."""
 
 import math
-import os
-import signal
-import subprocess
-import sys
-import time
 from functools import cache
 from itertools import product
 from typing import NamedTuple
 
-import psutil
 from planner import predict
 from planner.timing import cost
 from torch.distributed.device_mesh import DeviceMesh
 
-from labkit.running import launch
 from labkit.running.lab import Lab
 from labkit.teaching.exercises import Do, on_ranks, unanswered
-from labkit.training import checkpoints
-
-
-def kill_one_rank(words: list[str], folder: str, **variables: str) -> list[str]:
-    """Run a Python command that starts ranks, and kill the last rank as soon as there is a checkpoint.
-
-    Args:
-        words: arguments of Python: torchrun, and a lab script that saves checkpoints to ``folder``.
-        folder: of the checkpoints.
-        variables: environment variables of the command.
-
-    Returns:
-        The lines that the command printed.
-
-    Raises:
-        RuntimeError: the command failed; the message is the end of what it printed.
-    """
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": launch.SOURCE}
-    agent = subprocess.Popen([sys.executable, *words], env=os.environ | variables, **options)
-    while agent.poll() is None and not checkpoints.latest(folder):
-        time.sleep(0.01)
-    script = next(word for word in words if word.endswith(".py"))
-    children = psutil.Process(agent.pid).children() if agent.poll() is None else []
-    if ranks := [child for child in children if script in child.cmdline()]:
-        os.kill(ranks[-1].pid, signal.SIGKILL)
-    printed, _ = agent.communicate(timeout=100)
-    if agent.returncode:
-        raise RuntimeError(printed[-3000:])
-    return printed.splitlines()
 
 
 class Way(NamedTuple):
