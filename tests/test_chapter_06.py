@@ -1,12 +1,10 @@
 """Chapter 06: its verdicts can fail, and its exercises say what is wrong."""
 
-from dataclasses import replace
-from math import ceil, prod
-
 import gpt_fsdp
 import pytest
 import torch
 from forked import by_value
+from labkit.running.lab import Lab
 from labkit.teaching.exercises import chapter_06, check
 from planner import predict
 
@@ -252,19 +250,20 @@ def test_the_exercises_host_bytes_are_the_planners(ranks):
     assert predict.total(plan.host_memory()) - counters == host
 
 
-def test_what_the_solution_says_of_rounding_is_so():
-    def factor(ranks):
-        sizes = [4 * ceil(rows / ranks) * prod(rest) for rows, *rest in chapter_06.shapes_of("llama3-8b")]
-        return sum(map(chapter_06.pinned.allocated, sizes)) / sum(sizes)
-
-    assert [f"{factor(ranks):.2f}" for ranks in (2, 4, 8, 16)] == ["1.10"] * 4
-    assert [f"{factor(ranks):.2f}" for ranks in (3, 6, 12, 13)] == ["1.65"] * 3 + ["1.79"]
-    assert max(range(2, 17), key=factor) == 13
+def test_what_the_solution_says_of_rounding_is_so(capsys):
+    factors = {ranks: f"{chapter_06.rounding(ranks):.2f}" for ranks in range(2, 17)}
+    assert len({factors[ranks] for ranks in (2, 4, 8, 16)}) == len({factors[ranks] for ranks in (3, 6, 12)}) == 1
+    assert factors[8] < factors[3] < factors[chapter_06.WORST]
+    for ranks, words in ((chapter_06.WORST, ": right"), (16, "powers of two again"), (3, "another number of ranks")):
+        assert words in said("06.4", ranks, capsys)
 
 
 @pytest.mark.parametrize(("ranks", "said"), [(1, "{:.1f} MB less on one rank"), (4, "and {:.1f} on four")])
 def test_what_a_gpu_should_save_is_what_the_planner_says(ranks, said):
-    plan = predict.mnist_plan("fsdp2", "size", ranks, 8, device="cuda")
-    peaks = [predict.total(replace(plan, offload=offload).peak()[1]) for offload in (False, True)]
+    gpus = Lab(device="cuda", ranks=ranks)
+    options = {"strategy": "fsdp2", "wrap": "size", "batch_size": 8}
+    plans = [gpus.plan("mnist_fsdp.py", cpu_offload=offloads, **options) for offloads in (False, True)]
+    assert plans[1].host_memory()
+    peaks = [predict.total(plan.peak()[1]) for plan in plans]
     text = "".join(cell.source for cell in read(next(FOLDER.glob("06_*.ipynb"))).cells)
     assert said.format((peaks[0] - peaks[1]) / 1e6) in text

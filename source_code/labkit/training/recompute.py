@@ -28,8 +28,8 @@ def save_every_second_matmul():
 def with_offloaded_inputs(forward):
     """Return a checkpointed forward whose saved input is in CPU memory between forward and backward.
 
-    ``save_on_cpu`` sees only what is saved outside of ``checkpoint``: the tensors among its arguments. Pinned, the copies
-    run beside the computation. On the CPU it copies nothing.
+    ``save_on_cpu`` sees only what is saved outside of ``checkpoint``: the tensors among its arguments. Its copies
+    run on the stream that computes, so they take time of the step. On the CPU it copies nothing.
 
     Args:
         forward: forward(x, *others); of these only x is a tensor.

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from labkit.measuring.counted_offload import CountedBus
 from labkit.measuring.trace import local
-from labkit.teaching.exercises import Do, on_ranks, unanswered
+from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
 
 
 class Bus:
@@ -194,6 +194,15 @@ def host_bytes(shapes, ranks, on_node, *, pin=pinned.allocated, pin_state=int, g
     return on_node * sum((1 + gradients) * pin(size) + 2 * pin_state(size) for size in each)
 
 
+def rounding(ranks: int) -> float:
+    """Return how many times the exact bytes the host needs, for Llama 3 8B with all ranks on one node."""
+    job = shapes_of("llama3-8b"), ranks, ranks
+    return host_bytes(*job) / host_bytes(*job, pin=int)
+
+
+WORST = max(range(2, 17), key=rounding)
+
+
 SLIPS = {
     "that is one rank; every rank of the node has its shards there": lambda *job: host_bytes(*job) / job[2],
     "each pinned tensor takes the next power of two": lambda *job: host_bytes(*job, pin=int),
@@ -306,7 +315,7 @@ def host_step(device, gradients, host, optimizer, bus):
     "06.1": Do(
         "Offload what a block saves, except its parameters",
         level=2,
-        minutes=10,
+        minutes=14,
         judge=judge_offload_hooks,
         hint="In forward, block.parameters() are the gathered parameters. Autograd may save a view of one, so compare\n"
         "tensor.untyped_storage().data_ptr() with theirs. What pack returns, unpack receives: leave a tensor as it is.",
@@ -328,7 +337,7 @@ def offload_hooks(block, bus):
     "06.2": Do(
         "The host memory of a node",
         level=2,
-        minutes=8,
+        minutes=10,
         judge=judge_host_bytes,
         hint="Per parameter: a shard has ceil(rows / ranks) whole rows, of 4 bytes per element. Parameter and gradient are\n"
         "pinned, each in a block of 1 << (size - 1).bit_length() bytes; the two moments are ordinary memory.",
@@ -343,8 +352,23 @@ def host_bytes(shapes, ranks, on_node):
         block = 1 << (size - 1).bit_length()  # the next power of two
         total += 2 * block + 2 * size  # parameter and gradient are pinned, Adam's two moments are not
     return on_node * total
-# Pinned shards of Llama 3 8B take 1.10 times their size on 2, 4, 8 or 16 ranks, 1.65 times on 3, 6 or 12, and most on
-# 13 ranks, 1.79 times: there most shards are slightly larger than a power of two.
+""",
+    ),
+    "06.4": Predict(
+        "Where rounding costs most",
+        level=1,
+        minutes=3,
+        answer=WORST,
+        unit="ranks",
+        slips={
+            "sizes that are powers of two, divided by a power of two, are powers of two again: little is rounded up": 16,
+            "close: a third of a power of two is rounded up by a third, but another number of ranks is worse": 3,
+        },
+        hint="Divide host_bytes by the same sum without rounding, for each number of ranks, and compare.",
+        solution=f"""
+# The host needs {rounding(8):.2f} times the exact bytes on 8 ranks, and on each other power of two; {rounding(3):.2f} times on 3, 6 or 12;
+# and {rounding(WORST):.2f} times on {WORST}, where most shards are slightly larger than a power of two.
+answer = {WORST}
 """,
     ),
     "06.3": Do(

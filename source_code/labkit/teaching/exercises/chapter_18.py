@@ -85,24 +85,24 @@ def judge_rounds(rounds) -> str:
     return "right"
 
 
-LLAMA_RANKS = 64
-
-
-def _sent(matrices_only: bool = True, itemsize: int = 2, ways: int = 2) -> float:
-    """Return the GB that a rank sends in Muon's step of Llama 3 8B."""
+def _plan(ranks: int) -> Plan:
     network = networks.gpt(GPT_SHAPES["llama3-8b"], 1, 8)
-    plan = Plan(network, strategy="fsdp2", ranks=LLAMA_RANKS, precision="bf16", optimizer="muon")
-    elements = sum(rows * columns for rows, columns in muon.matrices(plan)) if matrices_only else network.numel
-    return ways * itemsize * elements / LLAMA_RANKS * (LLAMA_RANKS - 1) / LLAMA_RANKS / 1e9
+    return Plan(network, strategy="fsdp2", ranks=ranks, precision="bf16", optimizer="muon")
 
 
-ELEMENTS = 32 * (2 * 4096**2 + 2 * 1024 * 4096 + 3 * 4096 * 14336)  # of Llama 3 8B's matrices, for the solution
+def _average_flops(ranks: int) -> float:
+    """Return the operations of Newton–Schulz on Llama 3 8B, divided by the number of ranks."""
+    return sum(map(muon.newton_schulz_flops, muon.matrices(_plan(ranks)))) / ranks
+
+
+BUSIEST = {ranks: muon.step_flops(_plan(ranks)) for ranks in (64, 256)}
+COUNT = len(muon.matrices(_plan(64)))
 
 EXERCISES = {
     "18.0": Do(
         title="all rows of a matrix go to its owner",
         level=2,
-        minutes=10,
+        minutes=12,
         judge=judge_to_owner,
         hint="dist.all_to_all_single(received, sent, received_splits, sent_splits) sends a flat tensor in consecutive parts,\n"
         "part n to rank n. You send your rows of matrix n to rank n. How many elements of your own matrix has each rank?",
@@ -139,24 +139,26 @@ def rounds(shapes, ranks):
 """,
     ),
     "18.2": Predict(
-        title="what a rank sends for Muon on Llama 3 8B",
+        title="four times as many ranks, and how many times fewer operations?",
         level=2,
-        minutes=6,
-        answer=_sent(),
-        unit="GB",
+        minutes=8,
+        answer=BUSIEST[64] / BUSIEST[256],
+        unit="times",
         slips={
-            "embedding and head are AdamW's: nothing is exchanged for them": _sent(matrices_only=False),
-            "Newton–Schulz computes in bf16, so 2 bytes per element are enough": _sent(itemsize=4),
-            "the result has to come back: there are two all-to-alls": _sent(ways=1),
-            "that is what all-gathers of all matrices send": _sent(ways=1) * LLAMA_RANKS,
+            "that would be so if all rounds took equally long: with costly matrices first, the last rounds are cheap": 4.0,
+            f"{COUNT} matrices on {COUNT} owners would take a {COUNT}th each if all of them cost the same": COUNT / 64,
+            "on 64 ranks, too, the busiest rank computes more than a 64th": _average_flops(64) / BUSIEST[256],
         },
-        hint="In a round, a rank sends its rows of the 63 matrices of the others, and, later, 63 parts of its own. Over all\n"
-        "rounds its rows are 1/64 of all matrices. How many elements do the 224 matrices have, and in which format do they go?",
-        solution=f"""
-# 32 blocks: query and output 4096 × 4096, key and value 1024 × 4096, gate, up and down 4096 × 14336.
-elements = {ELEMENTS:_}
-# Twice (there and back) 2 bytes of a 64th of them, except what a rank keeps.
-answer = 2 * 2 * elements / 64 * 63 / 64 / 1e9
+        hint="The 96 matrices of the feed-forward network cost most, then 64 of 4096 × 4096, then 64 of 1024 × 4096.\n"
+        "Fill rounds of 64 in this order, and add up the costliest of each round. On 256 ranks there is one round.",
+        solution="""
+def cost(short, long):
+    return 2 * short**2 * long + short**3
+
+feed_forward, query, key = cost(4096, 14336), cost(4096, 4096), cost(1024, 4096)
+# 64 ranks: 64 of the 96 costliest; the other 32 with 32 queries and outputs; 32 of these with 32 keys and values; the rest.
+# 256 ranks: one round, with all 224; 32 ranks own none.
+answer = (feed_forward + feed_forward + query + key) / feed_forward
 """,
     ),
 }

@@ -16,20 +16,29 @@ def muon_link(rows: list[dict], title: str):
         title: of the figure.
     """
     counts = sorted({row["ranks"] for row in rows})
-    figure, panels = plt.subplots(1, len(counts), figsize=(10, 3.6), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(1, len(counts), figsize=(10, 4.2), sharey=True, layout="constrained")
     cases = sorted({(row["side"], row["rate"]) for row in rows})
     for axes, ranks in zip(panels, counts, strict=True):
         for case, color in zip(cases, ("#0072B2", "#D55E00", "#009E73", "#CC79A7"), strict=False):
             mine = [row for row in rows if row["ranks"] == ranks and (row["side"], row["rate"]) == case]
-            matrices = [row["matrices"] for row in mine]
-            for which, marks in (("measured", {"mfc": color}), ("planned", {"mfc": "none", "linestyle": "--"})):
-                ratios = [row["muon-gather"][which] / row["muon"][which] for row in mine]
-                label = f"{case[0]} × {case[0]}, {case[1].replace('mbit', ' Mbit/s')}" if which == "measured" else None
-                axes.plot(matrices, ratios, marker="o", color=color, label=label, **marks)
-        axes.axhline(1, color="#888888", linewidth=0.8)
-        axes.set(xscale="log", xlabel=f"matrices, on {ranks} ranks", xticks=matrices, xticklabels=matrices)
+            measured, planned = (
+                [row["muon-gather"][which] / row["muon"][which] for row in mine] for which in ("measured", "planned")
+            )
+            places = [2**place for place in range(len(mine))]
+            label = f"{case[0]} × {case[0]}, {case[1].replace('mbit', ' Mbit/s')}"
+            axes.plot(places, measured, "o", color=color, markersize=9, label=label)
+            axes.plot([place * 1.12 for place in places], planned, "o", color=color, markersize=9, mfc="none")
+        axes.axhline(1, color="#888888", linewidth=1, linestyle="--")
+        axes.set(xscale="log", xlabel=f"matrices, on {ranks} ranks", ylim=(0, None))
+        axes.set_xticks(places, [row["matrices"] for row in mine])
         axes.xaxis.set_minor_locator(NullLocator())
-    panels[0].set_ylabel("gathering / owner-computes")
-    panels[0].legend(fontsize=11)
-    headline(figure, title, "recorded on 2 nodes with CPUs, gloo; solid: measured, outlined and dashed: predicted")
+    panels[0].set_ylabel("gathering / owner-computes [times]")
+    panels[0].text(1, 0.9, "below: gathering is faster", va="top", color="#666666")
+    panels[0].legend(loc="upper left", ncols=2, columnspacing=0.8, handletextpad=0.1)
+    panels[0].set_ylim(0, 5.4)
+    headline(
+        figure,
+        title,
+        "recorded on two practice nodes, which share two cores; gloo\nsolid: measured; outlined: predicted",
+    )
     show(figure)

@@ -56,7 +56,7 @@ def two_sides(record: dict, on_host: tuple):
     below.set_xticks([])
     plots.headline(
         figure,
-        "Memory assigned to the device, and to the host",
+        "Offload removes the base, not the mountain",
         f"{plots.caption(record)}\nmeasured by category on a CPU, sides assigned by the rule; no GPU was there",
     )
     plots.category_legend(figure, names)
@@ -76,7 +76,7 @@ def side_bars(record: dict, on_host: tuple, predicted: dict[str, int], guess: fl
     plots.memory_bars(axes, [(name, terms, predicted[name]) for name, terms in rows], {"device side": guess})
     plots.headline(
         figure,
-        "One memory, or two assigned sides",
+        "What would be left on the device",
         f"{plots.caption(record)}\nsolid: measured by category on a CPU, outlined: predicted{', diamond: your guess' if guess else ''}",
     )
     plots.category_legend(figure, plots.handles_of(axes))
@@ -90,7 +90,7 @@ def against_batch(points: dict, lines: dict, record: dict):
     panel shows the ranks that were measured. record: names the hardware and the data.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5), layout="constrained")
-    tones = {ranks: plt.cm.viridis(0.1 + 0.7 * i / (len(lines) - 1)) for i, ranks in enumerate(lines)}
+    tones = {ranks: plt.cm.viridis(0.05 + 0.6 * i / (len(lines) - 1)) for i, ranks in enumerate(lines)}
     for ranks, curve in lines.items():
         batches, whole, device = zip(*curve, strict=True)
         share = [100 * (1 - d / w) for _, w, d in curve]
@@ -124,6 +124,7 @@ def against_batch(points: dict, lines: dict, record: dict):
     left.text(batch * 1.03, lowest / MIB, "device side,\nboth", va="top")
     highest = max(whole for _, whole, _ in ends.values())
     left.set(xlim=(0, 1.45 * widest), ylim=(0, 1.2 * highest / MIB))
+    left.set_xticks([batch for batch, _, _ in next(iter(points.values()))])
     right.set_xscale("log", base=2)
     first, last = lines[max(lines)][0][0], lines[max(lines)][-1][0]
     right.set(xlabel="batch per rank [images]", ylabel="share of the peak that offload saves [%]", ylim=(0, None))
@@ -132,7 +133,7 @@ def against_batch(points: dict, lines: dict, record: dict):
     right.xaxis.set_major_formatter("{x:.0f}")
     plots.headline(
         figure,
-        "Roughly the same bytes saved, a smaller and smaller share",
+        "Sixteen times the batch, but offload saves only a little more",
         f"{record['hardware']} · {record['data']['name']}\nmarks: measured by category, sides assigned; lines: predicted, dotted with offload",
     )
     plots.show(figure)
