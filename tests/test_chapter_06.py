@@ -40,22 +40,19 @@ def test_a_wrong_side_another_run_and_inputs_that_stay_are_seen():
     assert failed(lines, "device side at its peak") and failed(lines, "host side at its peak")
     assert failed(lines, "device peak, FSDP's offload") and failed(lines, "parameters among everything saved")
     assert failed(lines, "block inputs, down") and failed(lines, "device peak, block inputs")
+    assert failed(lines, "share taken off, one rank") and failed(lines, "share taken off, all ranks")
     assert not failed(lines, "device peak, recomputed") and not failed(lines, "all ways")
 
 
 @pytest.mark.long
-def test_with_a_small_batch_activations_are_not_the_peak():
-    lines = run_broken(
-        "06",
-        {
-            "batch in (8, 128)": "batch in (8,)",
-            'if phase == "optimizer":': "if False:",  # the optimizer's intermediate results stay on the device
-            "at_least=0.5": "at_least=0.6",
-        },
-        until="shares =",
-        skip=("train_by_hand",),
-    )
-    assert failed(lines, "share taken off, all ranks") and failed(lines, "share taken off, one rank")
+def test_weights_kept_in_the_other_micro_batches_are_noticed():
+    swapped = {
+        '"all except the last": (True,)': '"all except the last": (False,)',
+        '"in all": (False,)': '"in all": (True,)',
+    }
+    cells = ("cell-01", "cell-02", "cell-05", "recipe", "break-stale", "break-stale-verdict")
+    lines = run_broken("06", swapped, until="usual, right", only=cells)
+    assert len(lines) == 3 and all(line.startswith("FAIL") for line in lines)
 
 
 def said(number, answer, capsys):

@@ -99,3 +99,11 @@ def test_a_muon_that_computes_shard_by_shard_is_noticed():
     broken |= {"newton_schulz(matrices[me.rank]))": "newton_schulz(matrices[me.rank])[: len(mine)])"}
     lines = run_broken("18", broken, until="differences(me, to_owner)", skip=("step_once",))
     assert [line.split(":")[0] for line in lines] == ["FAIL  owners' results against one process"]
+
+
+@pytest.mark.long
+def test_a_matrix_that_is_not_cut_by_columns_is_noticed():
+    lines = run_broken(
+        "18", {"return Shard(1)": "return Shard(0)"}, until="by_columns", only=("c18-01", "c18-02", "c18-07", "c18-25")
+    )
+    assert len(lines) == 3 and all(line.startswith("FAIL  64 × ") for line in lines)

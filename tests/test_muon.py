@@ -53,7 +53,6 @@ CASES = {
         "owner, replicas": (UNEVEN, FP64 | HYBRID),
         "gather, replicas": (UNEVEN, FP64 | HYBRID | {"optimizer": "muon-gather"}),
         "owner, wide, bf16 weights": (WIDE, PURE),
-        "dtensor, bf16": (UNEVEN, BF16 | {"optimizer": "muon-dtensor"}),
     },
 }
 ALL = [(ranks, name) for ranks, cases in CASES.items() for name in cases]
