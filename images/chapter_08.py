@@ -43,7 +43,7 @@ def row(d: Drawing, floor: int, name: str, tensors: list):
         d.box(x, floor - height, BAR, height, KEPT if mine else GONE, INK, dash="" if mine else "4 3")
         d.text(x + BAR / 2, floor - height - 7, f"{numbers}", 14, "middle")
         d.text(x + BAR / 2, floor + 19, tensor, 13, "middle", bold=mine)
-        d.text(x + BAR / 2, floor + 54, needed or "nothing", 12, "middle", SOFT)
+        d.text(x + BAR / 2, floor + 54, needed or "nothing", 14, "middle")
     d.line(20, floor, 40 + len(tensors) * PITCH - 24, floor, INK, 1)
 
 
@@ -70,7 +70,7 @@ def block_kept():
     for place, (colour, dash, text) in enumerate(((KEPT, "", "saved for backward"), (GONE, "4 3", "not saved"))):
         d.box(370 + 190 * place, 83, 20, 16, colour, INK, dash=dash)
         d.text(398 + 190 * place, 96, text, 14)
-    d.text(760, 96, "under its name: what needs it", 14, colour=SOFT)
+    d.text(760, 96, "third line: what needs it", 14)
     d.save("block_kept")
 
 

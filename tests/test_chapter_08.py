@@ -16,14 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 from notebooks import run_broken
 
-SETUP = ("cell-01", "cell-02", "cell-04", "cell-05", "cell-07")
+SETUP = ("cell-01", "cell-02", "cell-04", "cell-07")
 WITHOUT_A_RUN = {'fp32 = lab.run("gpt_fsdp.py", precision="fp32", max_steps=4)': "fp32 = None"}
 ON_ONE_RANK_ONLY = {"for n in (1, 2, 4, 8)}": "for n in (1,)}"}
 
 # What is broken: text → replacement, the cells that run, and the claims that must then fail
 BREAKS = {
     "more ranks divide nothing": (
-        {'"batch_size": 1, "max_steps": 4}': '"batch_size": 1, "max_steps": 4, "strategy": "ddp"}'},
+        {'one_sequence = {"batch_size": 1}': 'one_sequence = {"batch_size": 1, "strategy": "ddp"}'},
         (*SETUP, "more-ranks", "more-ranks-verdict"),
         ["activations over everything else, 8 ranks"],
     ),
@@ -33,7 +33,7 @@ BREAKS = {
         ["gathered in a step, bf16"],
     ),
     "nothing is recomputed": (
-        ON_ONE_RANK_ONLY | {"recompute=name, max_steps=4) for": 'recompute="none", max_steps=4) for'},
+        ON_ONE_RANK_ONLY | {'recompute="full", max_steps=4)\nmore': 'recompute="none", max_steps=4)\nmore'},
         (*SETUP, "more-ranks", "cell-19", "cell-25", "cell-43", "cell-47"),
         ["activations at their most, full"],
     ),
@@ -48,7 +48,7 @@ BREAKS = {
         ["LoRA: full over none"],
     ),
     "each rank looks at its own shard": (
-        WITHOUT_A_RUN | {"on_ranks(overflow, each, ranks=4)": "on_ranks(overflow, True, ranks=4)"},
+        WITHOUT_A_RUN | {"[overflow(me, each) for": "[overflow(me, True) for"},
         (*SETUP, "fp16-predict", "fp16-verdict"),
         ["ranks that skip the step"],
     ),

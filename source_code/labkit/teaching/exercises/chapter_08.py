@@ -301,11 +301,11 @@ EXERCISES = {
     "08.0": Do(
         title="as few blocks as the budget asks for",
         level=2,
-        minutes=12,
+        minutes=18,
         judge=judge_prepare,
         hint="A recomputed block still saves its input, so each one frees kept - given bytes: how many do you need for the excess?\n"
         "Which ones? The peak is at the start of backward, which needs the last block's tensors at once.\n"
-        "The division ends where another moment becomes the highest: what does most say about an excess above it?",
+        "The division stops being right once another moment becomes the peak: what does most say about an excess above it?",
         solution='''
 from functools import partial
 from math import ceil
@@ -330,7 +330,7 @@ def prepare(model, mesh, excess, kept, given, most):
     "08.1": Do(
         title="a quarter of the bytes",
         level=3,
-        minutes=15,
+        minutes=18,
         judge=judge_int8_gather,
         hint="int8 goes from -127 to 127: divide by a scale that takes the largest element there, and round. unpack needs\n"
         "the scale again. Whose? Each rank has its own rows: gather the scales, too, one for each row. A row may be zero.",
@@ -356,7 +356,7 @@ class Int8Gather(PackedGather):
     "08.2": Do(
         title="operations with frozen weights",
         level=2,
-        minutes=10,
+        minutes=12,
         judge=judge_operations,
         hint="Go through the matrices from first to last, and keep track of one thing: does the input need a gradient?\n"
         "The data need none; behind the first trained matrix, everything does. Which of the three matmuls of a matrix\n"

@@ -9,10 +9,10 @@ TONES = ("#f2f2f2", "#d9d9d9", "#bdbdbd", "#969696", "#737373", "#525252")
 PHASE_COLUMN = 1  # a snapshot of a record's timeline is [phase, bytes by category …]
 LINES = {
     "fp32": ("#0072B2", "-", "fp32"),
-    "bf16": ("#E69F00", "--", "bf16, fp32 master weights"),
-    "bf16, and moments": ("#009E73", ":", "bf16, fp32 master weights, bf16 moments"),
-    "bf16 throughout": ("#D55E00", "-.", "bf16 throughout"),
-    "stochastic rounding": ("#CC79A7", (0, (5, 1)), "bf16 throughout, stochastic rounding"),
+    "bf16": ("#E69F00", "-", "bf16, fp32 master weights"),
+    "bf16, bf16 moments": ("#009E73", "-", "bf16, fp32 master weights, bf16 moments"),
+    "bf16 weights": ("#D55E00", "-.", "bf16 weights, rounded to nearest"),
+    "bf16 weights, stochastic": ("#CC79A7", "-", "bf16 weights, rounded stochastically"),
 }
 SPLIT = {"none": ("#0072B2", "nothing recomputed"), "full": ("#D55E00", "full recomputation")}
 
@@ -33,7 +33,8 @@ def kept(rows: list[tuple[str, dict, dict]], title: str):
             axes.barh(place, size, left=left, color=tone, edgecolor="black", linewidth=0.8, height=0.62)
             dark = TONES.index(tone) > 2
             about = {"ha": "center", "va": "center", "color": "w" if dark else "k", "fontsize": 11}
-            axes.text(left + size / 2, place, f"{size:,}", rotation=0 if size > 0.06 * widest else 90, **about)
+            if size > 0.06 * widest:  # the others would be unreadable
+                axes.text(left + size / 2, place, f"{size:,}", **about)
             left += size
         axes.barh(place, sum(predicted.values()), height=0.78, **PREDICTED)
         axes.text(left + widest * 0.01, place, f"{left:,}", va="center", fontweight="bold")
@@ -87,11 +88,12 @@ def losses(curves: dict[str, dict], title: str, under: str):
     curves: {one of LINES: {"losses", "changed"}}.
     """
     figure, (loss, changed) = plt.subplots(1, 2, figsize=(11.5, 4.4), layout="constrained")
-    for name, curve in curves.items():
+    for number, (name, curve) in enumerate(curves.items()):
         colour, line, label = LINES[name]
+        width = {"linewidth": max(2, 11 - 3 * number)}  # curves that coincide remain visible inside each other
         steps = range(1, len(curve["losses"]) + 1)
-        loss.plot(steps, curve["losses"], linestyle=line, color=colour, label=label, linewidth=2)
-        changed.plot(steps, [100 * share for share in curve["changed"]], linestyle=line, color=colour, linewidth=2)
+        loss.plot(steps, curve["losses"], linestyle=line, color=colour, label=label, **width)
+        changed.plot(steps, [100 * share for share in curve["changed"]], linestyle=line, color=colour, **width)
     for axes in (loss, changed):
         axes.locator_params(axis="x", integer=True)
     loss.set(xlabel="step", ylabel="loss [nats per token]")
