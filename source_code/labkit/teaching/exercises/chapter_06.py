@@ -368,7 +368,7 @@ def host_bytes(shapes, ranks, on_node):
         solution=f"""
 # The host needs {rounding(8):.2f} times the exact bytes on 8 ranks, and on each other power of two; {rounding(3):.2f} times on 3, 6 or 12;
 # and {rounding(WORST):.2f} times on {WORST}, where most shards are slightly larger than a power of two.
-answer = {WORST}
+worst = {WORST}
 """,
     ),
     "06.3": Do(
