@@ -121,13 +121,13 @@ def train_several(me, runs: list[dict]) -> list[dict]:
     """
     gpt_fsdp.VALIDATION_SEQUENCES = 1  # as few as possible: notebooks do not look at that loss
     found = []
-    for options_ in runs:
-        given = dict(options_)
-        start = partial(prepare, zero=given.pop("zero", None))
-        config = Config(**given)
+    for run in runs:
+        config = Config(**{name: value for name, value in run.items() if name != "zero"})
         about = records.new(config.script, asdict(config), me, [me.node])
+        if zero := run.get("zero"):
+            about["zero_optimization"] = zero  # the planner refuses such a record
         with deepspeed_zero.contained(), contextlib.redirect_stdout(None):
-            found.append(about | gpt_fsdp.train(config, me, start))
+            found.append(about | gpt_fsdp.train(config, me, partial(prepare, zero=zero)))
     return found
 
 

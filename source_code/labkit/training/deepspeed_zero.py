@@ -140,6 +140,13 @@ def process_group_names(engine) -> dict[tuple, str]:
     return {}
 
 
+def defaults(stage: int) -> dict:
+    """Return DeepSpeed's own ``zero_optimization`` settings for a stage: {key in the JSON file: value}."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # reading them needs no device
+    section = import_module("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
+    return section(stage=stage).model_dump(mode="json", by_alias=True)
+
+
 def estimates(numel: int, largest_layer: int, ranks: int) -> dict[int, int]:
     """Return the GPU memory of model states per rank by DeepSpeed's own estimators, on one node without offload.
 
