@@ -50,6 +50,33 @@ def zero_1(model, config):
     return ZeroRedundancyOptimizer(parameter_groups(model, config), torch.optim.AdamW, lr=config.lr, foreach=True)
 
 
+def prepare_accumulating(config, me, keep: bool, wait: bool):
+    """Prepare FSDP2 with a step that says when parameters and gradients are whole.
+
+    Args:
+        config: the options, of stage 2 or 3.
+        me: this rank.
+        keep: keep parameters gathered until the last micro-batch.
+        wait: reduce gradients only after the last micro-batch.
+    """
+    model, optimizer, _ = prepare(config, me)
+
+    def step(inputs, targets):
+        losses = []
+        for micro in range(config.accumulate):
+            last = micro == config.accumulate - 1
+            model.set_reshard_after_backward(last or not keep)
+            model.set_requires_gradient_sync(last or not wait)
+            loss = gpt_fsdp.compute_loss(model, inputs[micro], targets[micro], config) / config.accumulate
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        return losses
+
+    return model, optimizer, step
+
+
 def prepare_deepspeed(config, me, zero=None):
     """Prepare DeepSpeed, which takes an unsharded model and a torch optimizer that has not stepped yet."""
     with torch.device("meta"):
@@ -117,17 +144,18 @@ def train_several(me, runs: list[dict]) -> list[dict]:
 
     Args:
         me: this rank.
-        runs: the options of each run, by name, and DeepSpeed's "zero" (see ``prepare``) if it is not that of ``settings``.
+        runs: the options of each run, by name; "zero" if it is not that of ``settings`` (see ``prepare``); "prepare" if it
+            is another function than that.
     """
     gpt_fsdp.VALIDATION_SEQUENCES = 1  # as few as possible: notebooks do not look at that loss
     found = []
     for run in runs:
-        config = Config(**{name: value for name, value in run.items() if name != "zero"})
+        config = Config(**{name: value for name, value in run.items() if name not in ("zero", "prepare")})
         about = records.new(config.script, asdict(config), me, [me.node])
         if zero := run.get("zero"):
             about["zero_optimization"] = zero  # the planner refuses such a record
         with deepspeed_zero.contained(), contextlib.redirect_stdout(None):
-            found.append(about | gpt_fsdp.train(config, me, partial(prepare, zero=zero)))
+            found.append(about | gpt_fsdp.train(config, me, run.get("prepare", partial(prepare, zero=zero))))
     return found
 
 

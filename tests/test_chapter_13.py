@@ -96,17 +96,16 @@ def failed(lines):
 
 
 # What the verdicts need of the notebook: the first cells, then the runs
-FIRST = ("cell-01", "cell-02", "cell-03", "cell-08", "cell-10")
+FIRST = ("cell-01", "cell-02", "cell-03", "cell-08", "cell-10", "cell-11")
 
 
 @pytest.mark.long
 def test_a_stage_that_shares_nothing_is_noticed():
     """Each stage's record is that of DDP with plain AdamW."""
-    ddp = """records = lab.on_ranks(gpt_zero.train_several, [SMALL | {"stage": "0"}])[0] * 4
-    for stage, record in enumerate(records):
-        records[stage] = {**record, "config": {**record["config"], "stage": str(stage)}}"""
+    ddp = """found = lab.on_ranks(gpt_zero.train_several, [SMALL | {"stage": "0"}])[0] * 4
+    found = [{**record, "config": {**record["config"], "stage": str(n)}} for n, record in enumerate(found)]"""
     breaks = {
-        "records = lab.on_ranks(gpt_zero.train_several, [SMALL | each for each in options.values()], timeout=300)[0]": ddp,
+        "found = lab.on_ranks(gpt_zero.train_several, options, timeout=300)[0]": ddp,
         "DEEPSPEED = True": "DEEPSPEED = False",
     }
     lines = run_broken("13", breaks, only=(*FIRST, "cell-20", "cell-23", "cell-26", "cell-26a"))
@@ -124,7 +123,7 @@ def test_deepspeed_that_saves_what_the_formula_says_is_noticed():
     return sum(start.values())"""
     breaks = {
         "return sum(start.values())": free,
-        ', "DeepSpeed, bf16": in_half, "DeepSpeed, hpZ": hpz})': "})",
+        ", **more}": "}",
     }
     lines = run_broken("13", breaks, only=(*FIRST, "cell-20", "cell-23", "cell-26", "cell-26a"))
     wrong = failed(lines)
@@ -133,7 +132,7 @@ def test_deepspeed_that_saves_what_the_formula_says_is_noticed():
 
 @pytest.mark.long
 def test_clipping_that_is_not_forgotten_is_noticed():
-    breaks = {' if name != "gradient_clipping"}': "}", "in list(runs.items())[1:]": "in []"}
+    breaks = {' if key != "gradient_clipping"}': "}", "in list(runs.items())[1:]": "in []"}
     lines = run_broken("13", breaks, only=("cell-01", "cell-02", "cell-03", "cell-42", "cell-43"))
     assert failed(lines) == ["clipping left to its default"]
 
