@@ -125,7 +125,8 @@ def test_deepspeed_that_saves_what_the_formula_says_is_noticed():
         "return sum(start.values())": free,
         ", **more}": "}",
     }
-    lines = run_broken("13", breaks, only=(*FIRST, "cell-20", "cell-23", "cell-26", "cell-26a"))
+    cells = (*FIRST, "cell-20", "cell-23", "cell-26", "cell-26a")
+    lines = run_broken("13", breaks, until="no cell has this", only=cells)
     wrong = failed(lines)
     assert "DeepSpeed, 2 → 3" in wrong and "DeepSpeed by default, stage 3" in wrong
 
