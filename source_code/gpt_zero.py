@@ -13,10 +13,13 @@
 ZeRO: arXiv:1910.02054. Model, initial weights, batches and losses are those of gpt_fsdp.py, step by step.
 """
 
-from dataclasses import dataclass
+import contextlib
+from dataclasses import asdict, dataclass
+from functools import partial
 
 import gpt_fsdp
 import torch
+from labkit.measuring import records
 from labkit.running import options, preflight, ranks
 from labkit.running.lab_options import ZeroTraining
 from labkit.training import deepspeed_zero, models
@@ -27,10 +30,16 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 compute_loss = gpt_fsdp.compute_loss  # a lab has a Config, prepare and compute_loss: proofs/memory.py, proofs/parity.py
 
 
-def prepare(config, me):
-    """Return (model, optimizer, step) as ``gpt_fsdp.prepare`` does."""
+def prepare(config, me, zero=None):
+    """Return (model, optimizer, step) as ``gpt_fsdp.prepare`` does.
+
+    Args:
+        config: the options.
+        me: this rank.
+        zero: what to give DeepSpeed as ``zero_optimization``, if not what ``settings`` has.
+    """
     if config.engine == "deepspeed":
-        return prepare_deepspeed(config, me)
+        return prepare_deepspeed(config, me, zero)
     model, _ = gpt_fsdp.build(config, me)  # DDP or FSDP2: config.strategy
     optimizer = zero_1(model, config) if config.stage == "1" else gpt_fsdp.make_optimizer(model, config)
     return model, optimizer, lambda inputs, targets: gpt_fsdp.train_step(model, optimizer, inputs, targets, config)
@@ -41,7 +50,34 @@ def zero_1(model, config):
     return ZeroRedundancyOptimizer(parameter_groups(model, config), torch.optim.AdamW, lr=config.lr, foreach=True)
 
 
-def prepare_deepspeed(config, me):
+def prepare_accumulating(config, me, keep: bool, wait: bool):
+    """Prepare FSDP2 with a step that says when parameters and gradients are whole.
+
+    Args:
+        config: the options, of stage 2 or 3.
+        me: this rank.
+        keep: keep parameters gathered until the last micro-batch.
+        wait: reduce gradients only after the last micro-batch.
+    """
+    model, optimizer, _ = prepare(config, me)
+
+    def step(inputs, targets):
+        losses = []
+        for micro in range(config.accumulate):
+            last = micro == config.accumulate - 1
+            model.set_reshard_after_backward(last or not keep)
+            model.set_requires_gradient_sync(last or not wait)
+            loss = gpt_fsdp.compute_loss(model, inputs[micro], targets[micro], config) / config.accumulate
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        return losses
+
+    return model, optimizer, step
+
+
+def prepare_deepspeed(config, me, zero=None):
     """Prepare DeepSpeed, which takes an unsharded model and a torch optimizer that has not stepped yet."""
     with torch.device("meta"):
         model = models.GPT(config.shape).to(config.dtype)
@@ -53,7 +89,8 @@ def prepare_deepspeed(config, me):
     gpt_fsdp.init_weights(model, config.seed)
     optimizer = gpt_fsdp.make_optimizer(model, config)
     block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
-    engine, optimizer = deepspeed_zero.initialize(model, optimizer, settings(config, block), me)
+    changed = {"zero_optimization": zero} if zero else {}
+    engine, optimizer = deepspeed_zero.initialize(model, optimizer, settings(config, block) | changed, me)
     return engine, optimizer, lambda inputs, targets: deepspeed_step(engine, optimizer, inputs, targets, config)
 
 
@@ -98,6 +135,28 @@ def deepspeed_step(engine, optimizer, inputs, targets, config):
         optimizer.step()  # to be called for each micro-batch; DeepSpeed applies the update after the last one
     keep_norm(optimizer, engine.get_global_grad_norm(), config)  # None if DeepSpeed computes none
     return losses
+
+
+def train_several(me, runs: list[dict]) -> list[dict]:
+    """Train several configurations one after another in the same ranks, and return a record of each.
+
+    For a notebook: ranks start and import DeepSpeed only once.
+
+    Args:
+        me: this rank.
+        runs: the options of each run, by name; "zero" if it is not that of ``settings`` (see ``prepare``); "prepare" if it
+            is another function than that.
+    """
+    gpt_fsdp.VALIDATION_SEQUENCES = 1  # as few as possible: notebooks do not look at that loss
+    found = []
+    for run in runs:
+        config = Config(**{name: value for name, value in run.items() if name not in ("zero", "prepare")})
+        about = records.new(config.script, asdict(config), me, [me.node])
+        if zero := run.get("zero"):
+            about["zero_optimization"] = zero  # the planner refuses such a record
+        with deepspeed_zero.contained(), contextlib.redirect_stdout(None):
+            found.append(about | gpt_fsdp.train(config, me, run.get("prepare", partial(prepare, zero=zero))))
+    return found
 
 
 def main(config, me):

@@ -77,6 +77,8 @@ def plan_of(record: dict, rank: int = 0, at_least: bool = False) -> Plan:
         UserError: such a run is not predicted.
     """
     check_planned(record["script"])
+    if "zero_optimization" in record:
+        raise UserError("DeepSpeed is predicted with the settings of gpt_zero.py only: this run had others")
     fields = {"rank": rank, "on_gpu": record["device"] == "cuda", "workspaces": False}
     if "versions" in record:
         fields["torch"] = tuple(map(int, record["versions"]["torch"].split(".")[:2]))

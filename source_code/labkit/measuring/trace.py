@@ -61,8 +61,11 @@ def dimensions(model) -> dict[tuple, str]:
     """Map this rank's process groups to mesh dimensions, {ranks of the group: name of the dimension}.
 
     Args:
-        model: a module; the device meshes of its DTensor parameters count.
+        model: a module; the device meshes of its DTensor parameters count. One whose process groups are not a mesh's
+            defines ``process_group_names``, which returns such a map.
     """
+    if hasattr(model, "process_group_names"):
+        return model.process_group_names()
     meshes = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
     named = [(mesh.get_group(name), name) for mesh in meshes for name in mesh.mesh_dim_names or ()]
     return {tuple(dist.get_process_group_ranks(group)): name for group, name in named}

@@ -9,8 +9,10 @@ import importlib.metadata
 import logging
 import os
 from importlib import import_module
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from labkit import UserError
 
@@ -38,10 +40,20 @@ def load(me):
     os.environ["LOCAL_RANK"] = str(me.local_rank)  # selects the rank's GPU; srun does not set it
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     deepspeed = import_module("deepspeed")
+    _skip_compiling_muon()
     # On the CPU it would compile a shared-memory all-reduce at the first start, which takes 14 seconds and a C++ compiler.
     # It is for inference: training never calls it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
+
+
+def _skip_compiling_muon():
+    """Import DeepSpeed's Muon uncompiled: it calls torch.compile at import, which imports Inductor, 6 seconds per rank.
+
+    Every ZeRO engine imports it, to check the optimizer's type. The labs never step it.
+    """
+    with mock.patch.object(torch, "compile", lambda *_, **__: lambda function: function):
+        import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 
 
 @contextlib.contextmanager
@@ -64,7 +76,7 @@ def initialize(model, optimizer, settings: dict, me):
         me: a ``ranks.Rank``.
 
     Returns:
-        The engine, and an optimizer whose ``step`` is DeepSpeed's whole step. It has ``param_groups``, ``state``, and
+        The engine, and an optimizer whose ``step`` is the engine's. It has ``param_groups``, ``state``, and
         hooks, like any torch optimizer.
     """
     engine, *_ = load(me).initialize(model=model, optimizer=optimizer, config=settings)
@@ -72,11 +84,15 @@ def initialize(model, optimizer, settings: dict, me):
     # the losses differ. The first step recreates the state.
     engine.basic_optimizer.state.clear()
     engine.persistent_tensors = lambda: persistent_tensors(engine)
+    engine.process_group_names = lambda: process_group_names(engine)
     return engine, Optimizer(engine)
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Step as DeepSpeed does: reduce and clip gradients, step this rank's partition, all-gather the parameters."""
+    """Step as ``engine.step`` does: clip, step this rank's partition, all-gather the parameters, free the gradients.
+
+    The gradients have been reduced in ``engine.backward``.
+    """
 
     def __init__(self, engine):
         super().__init__(engine.basic_optimizer.param_groups, {})
@@ -90,7 +106,10 @@ def persistent_tensors(engine):
     """Yield (category, tensor) for the persistent memory of this rank, as ``trace.persistent_tensors`` does."""
     zero, adam = engine.optimizer, engine.basic_optimizer
     for parameter in engine.module.parameters():
-        yield "parameters", getattr(parameter, "ds_tensor", parameter.detach())  # stage 3: this rank's partition
+        yield "parameters", parameter.detach()  # under stage 3 empty, unless it stays gathered
+        for name in ("ds_tensor", "ds_secondary_tensor"):  # stage 3: this rank's partition, and hpZ's second one
+            if getattr(parameter, name, None) is not None:
+                yield "parameters", getattr(parameter, name)
         if parameter.grad is not None:
             yield "gradients", parameter.grad
     for buffer in engine.module.buffers():
@@ -111,6 +130,21 @@ def persistent_tensors(engine):
     for bucket in getattr(zero, "ipg_buckets", {}).values():
         if isinstance(bucket.buffer, torch.Tensor):  # nor this one; in stages 1 and 2 it is a list, empty between steps
             yield "reduce-scatter", bucket.buffer
+
+
+def process_group_names(engine) -> dict[tuple, str]:
+    """Map the ranks of the process group of hpZ, in which stage 3 gathers for backward, to its name."""
+    for parameter in engine.module.parameters():
+        if (group := getattr(parameter, "ds_zero_param_process_group", None)) is not None:
+            return {tuple(dist.get_process_group_ranks(group)): "hpz"}
+    return {}
+
+
+def defaults(stage: int) -> dict:
+    """Return DeepSpeed's own ``zero_optimization`` settings for a stage: {key in the JSON file: value}."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # reading them needs no device
+    section = import_module("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
+    return section(stage=stage).model_dump(mode="json", by_alias=True)
 
 
 def estimates(numel: int, largest_layer: int, ranks: int) -> dict[int, int]:

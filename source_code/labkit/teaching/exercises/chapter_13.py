@@ -3,69 +3,71 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from planner.models import networks
 from planner.models.shapes import GPT_SHAPES
 from torch import nn
 
+from labkit.measuring import trace
 from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
+from labkit.training import deepspeed_zero, models
 
-GIB = 2**30
+BUCKET = 500_000_000  # elements: DeepSpeed's default
 RANKS = 8
-LLAMA = networks.gpt(GPT_SHAPES["llama3-8b"], 1, 8).numel
-MASTER, MOMENTS, HALF = 4, 8, 2  # bytes per parameter: fp32 copy, Adam's two moments in fp32, a bf16 element
 
 
-def _persistent(whole: float, shared: float) -> float:
-    """Return GiB per rank of Llama 3 8B, from the bytes per parameter that are replicated and that are sharded."""
-    return LLAMA * (whole + shared / RANKS) / GIB
+def break_even(of_stage_2: float, of_stage_3: float) -> float:
+    """Return the number of parameters from which stage 3 stores less than stage 2.
+
+    Args:
+        of_stage_2, of_stage_3: elements per parameter in which the two differ; stage 3 has the bucket, too.
+    """
+    return BUCKET / (of_stage_2 - of_stage_3)
 
 
-SIZES = [  # (elements of each tensor, ranks); the first case is easy to check by hand
-    ([7, 5, 4, 3, 3], 2),
-    ([4, 4, 4, 4], 4),
-    ([9, 1, 1, 1, 1, 1, 1], 3),
-    ([1, 1, 1, 6, 2], 2),
-    ([5], 3),
-]
+MIB = 2**20
+LIMITS = {"kept": 8.5, "peak": 14.0, "all-gathers": 20}  # MiB, MiB, calls per step
+CLUES = {
+    "kept": "which elements does every rank store although stage 3 should shard them, and how large is the bucket?",
+    "peak": "how much may be gathered ahead of its use?",
+    "all-gathers": "tensors are gathered one by one: what coalesces them, and what keeps them from forward to backward?",
+}
 
 
-def greedy(sizes: list[int], ranks: int) -> list[list[int]]:
-    """Assign the largest tensor first, each to the rank with the fewest elements; break ties in order."""
-    parts = [[] for _ in range(ranks)]
-    for number in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
-        least = min(range(ranks), key=lambda rank: sum(sizes[n] for n in parts[rank]))
-        parts[least].append(number)
-    return parts
+def _measure(me, zero: dict) -> dict:
+    """Train the tiny GPT for three steps under DeepSpeed, and return the numbers of LIMITS for the last one."""
+    torch.manual_seed(0)
+    model = models.GPT(GPT_SHAPES["tiny"])
+    models.init_weights(model, 0)
+    settings = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, "gradient_clipping": 0.0}
+    settings |= {"zero_force_ds_cpu_optimizer": False, "steps_per_print": None}
+    engine, optimizer = deepspeed_zero.initialize(model, torch.optim.AdamW(model.parameters()), settings, me)
+    tokens = torch.arange(2 * 16).view(2, 16)
+    for _ in range(3):
+        step = trace.StepTrace(engine, optimizer, me.device)
+        with step:
+            loss = F.cross_entropy(engine(tokens).flatten(0, 1), tokens.flatten())
+            engine.backward(loss)
+            optimizer.step()
+    timeline = step.timeline()
+    gathers = sum(n for (kind, *_), n in step.collectives.items() if kind == "all-gather")
+    kept = trace.total(timeline[0]) - timeline[0]["activations"]
+    return {"kept": kept / MIB, "peak": trace.peak(timeline)[1] / MIB, "all-gathers": gathers}
 
 
-def judge_partition(partition) -> str:
-    for sizes, ranks in SIZES:
-        result = partition(list(sizes), ranks)
-        if unanswered(result):
-            return "not answered yet"
-        about = f"sizes {sizes} on {ranks} ranks: {result}"
-        if len(result) != ranks:
-            return f"not quite: {about}: return a list for each rank, {ranks} of them"
-        if sorted(n for part in result for n in part) != list(range(len(sizes))):
-            return f"not quite: {about}: each tensor's index, from 0, must be in exactly one list"
-        loads, right = (
-            sorted(sum(sizes[n] for n in part) for part in parts) for parts in (result, greedy(sizes, ranks))
-        )
-        if loads != right:
-            return f"not quite: {about}: the ranks have {loads} elements instead of {right}{_slip(loads, sizes, ranks)}"
+def judge_settings(settings) -> str:
+    zero = settings()
+    if unanswered(zero):
+        return "not answered yet"
+    if zero.get("stage") != 3:
+        return f"not quite: the stage is {zero.get('stage')}; the limits are to be met in stage 3"
+    deepspeed_zero.check()
+    if unknown := sorted(set(zero) - set(deepspeed_zero.defaults(3))):
+        return f"not quite: DeepSpeed has no setting {unknown[0]!r} in zero_optimization"
+    found = on_ranks(_measure, zero, ranks=2)[0]
+    about = ", ".join(f"{name} {number:.4g}" for name, number in found.items())
+    for name, limit in LIMITS.items():
+        if not found[name] <= limit:
+            return f"not quite: {about} (MiB, MiB, calls): {name} may be at most {limit:g}; {CLUES[name]}"
     return "right"
-
-
-def _slip(loads, sizes, ranks) -> str:
-    in_order = [0] * ranks
-    for size in sizes:
-        in_order[in_order.index(min(in_order))] += size
-    round_robin = [sum(sorted(sizes, reverse=True)[rank::ranks]) for rank in range(ranks)]
-    if loads == sorted(in_order):
-        return "; assign the largest tensor first, whatever its position in the model"
-    if loads == sorted(round_robin):
-        return "; assign each tensor to the rank with the fewest elements, not to the next rank"
-    return ""
 
 
 WORLD = 3
@@ -119,45 +121,26 @@ def _same(own, left) -> bool:
 
 EXERCISES = {
     "13.1": Predict(
-        title="what ZeRO-2 keeps of Llama 3 8B",
-        level=1,
-        minutes=4,
-        answer=_persistent(HALF, MASTER + MOMENTS),
-        unit="GiB",
+        title="from which size on stage 3 pays",
+        level=2,
+        minutes=6,
+        answer=break_even(1, 2 / RANKS) / 1e9,
+        unit="billion parameters",
         slips={
-            "stage 2 replicates the parameters on each rank; that is stage 3": _persistent(0, HALF + MASTER + MOMENTS),
-            "the fp32 copy of the parameters is sharded as well, like the moments": _persistent(HALF + MASTER, MOMENTS),
-            "there is a copy of the parameters in fp32, too: the optimizer updates that one": _persistent(
-                HALF, MOMENTS
-            ),
-            "nothing is sharded there; the optimizer state is sharded in stage 2": _persistent(
-                HALF + MASTER + MOMENTS, 0
-            ),
-            "that is in GB of 1000³; memory is reported in GiB": _persistent(HALF, MASTER + MOMENTS) * GIB / 1e9,
+            "stage 3 also keeps its share of the gradients": break_even(1, 1 / RANKS) / 1e9,
+            "stage 2 frees its gradients before the next step": break_even(2, 2 / RANKS) / 1e9,
+            "stage 3 keeps a share of the parameters, not none": break_even(1, 0) / 1e9,
+            "the master parameters and moments are sharded in both stages": break_even(4, 5 / RANKS) / 1e9,
         },
-        hint="Every rank holds all parameters in bf16. The optimizer state is in fp32, and sharded: how many bytes per parameter?",
+        hint="Write what each stage keeps, in elements of the parameters' format. What both keep cancels.",
         solution=f"""
-# 2 bytes per parameter, replicated on each rank; 4 + 8 more (an fp32 copy, two moments), sharded over the ranks.
-answer = {LLAMA:_} * (2 + 12 / {RANKS}) / 2**30
+# Elements in the parameters' format. Stage 2 keeps P; stage 3 keeps P / N twice (parameters, gradients), and the bucket.
+# Both keep master parameters and moments, sharded: they cancel.  P > 2 P / N + bucket
+bucket, ranks = {BUCKET:_}, {RANKS}
+answer = bucket / (1 - 2 / ranks) / 1e9
 """,
     ),
     "13.2": Do(
-        title="who steps which parameter",
-        level=2,
-        minutes=8,
-        judge=judge_partition,
-        hint="sorted(range(len(sizes)), key=lambda number: -sizes[number]) gives the indices, the largest tensor first.",
-        solution="""
-def partition(sizes, ranks):
-    parts, loads = [[] for _ in range(ranks)], [0] * ranks
-    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
-        least = loads.index(min(loads))
-        parts[least].append(number)
-        loads[least] += sizes[number]
-    return parts
-""",
-    ),
-    "13.3": Do(
         title="a gradient goes to its owner",
         level=3,
         minutes=10,
@@ -173,6 +156,23 @@ def to_owner(parameter, owner, me):
         parameter.grad /= me.world_size
     else:
         parameter.grad = None  # freed while backward still runs: this is what stage 2 adds to stage 1
+""",
+    ),
+    "13.3": Do(
+        title="settings for a small model",
+        level=3,
+        minutes=12,
+        judge=judge_settings,
+        hint="Four keys matter: reduce_bucket_size, stage3_param_persistence_threshold, stage3_prefetch_bucket_size,\n"
+        "and, if it is changed, stage3_max_live_parameters. The largest tensor has 49,152 elements, a norm has 128.",
+        solution="""
+def settings():
+    return {
+        "stage": 3,
+        "reduce_bucket_size": 65_536,  # a little more than the largest tensor: the bucket persists
+        "stage3_param_persistence_threshold": 1_000,  # only norms stay whole; by default all tensors here would
+        "stage3_prefetch_bucket_size": 200_000,  # about a block ahead; by default the whole model is gathered at once
+    }
 """,
     ),
 }
