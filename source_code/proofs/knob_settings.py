@@ -5,8 +5,17 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from unittest import mock
 
+from labkit import UserError
 from torch.distributed import fsdp
 from torch.distributed.tensor import Shard
+
+BUFFERS = "set_reduce_scatter_max_input_buffers"
+
+
+def check(knobs: dict):
+    """Raise UserError if the installed PyTorch lacks a setting."""
+    if knobs.get("reduce_buffers", 1) > 1 and not hasattr(fsdp.FSDPModule, BUFFERS):
+        raise UserError(f"this PyTorch has no {BUFFERS}: use a newer one")
 
 
 @contextmanager
@@ -32,4 +41,4 @@ def _fully_shard(original: Callable, dim: int, module, *, mesh, **options):
 
 def _set_buffers(count: int, model):
     if count > 1:
-        model.set_reduce_scatter_max_input_buffers(count)
+        getattr(model, BUFFERS)(count)

@@ -46,7 +46,12 @@ LLAMA = [("llama3-8b", 8), ("llama3-8b", 128), ("llama3-70b", 64), ("llama3-70b"
 
 def runnable(one: dict) -> bool:
     """Return whether a configuration can be trained here: DeepSpeed need not be installed."""
-    return one["config"].get("engine") != "deepspeed" or succeeds(deepspeed_zero.check)
+    return supported(one) and (one["config"].get("engine") != "deepspeed" or succeeds(deepspeed_zero.check))
+
+
+def supported(one: dict) -> bool:
+    """Return whether the installed PyTorch has a configuration's knobs."""
+    return succeeds(lambda: knob_settings.check(one.get("knobs", {})))
 
 
 def measure(me, configs: list[dict]) -> list[dict]:
@@ -124,6 +129,7 @@ def refusal(one: dict) -> str | None:
     try:
         if one["config"].get("engine") == "deepspeed":
             deepspeed_zero.check()
+        knob_settings.check(one.get("knobs", {}))
         config = lab_of(one).Config(ranks=one["ranks"], **one["config"])
         if hasattr(config, "arranged"):
             config.arranged(one["ranks"])
