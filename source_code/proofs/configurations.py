@@ -1,7 +1,8 @@
 """List the configurations that proofs/memory.py trains: one for each option known to matter, and any number of draws.
 
 A configuration is {"script", "ranks", "config"}, and of mnist_fsdp.py "batch_size" too; "config" has the options that
-are given, the others are as the lab script has them.
+are given, the others are as the lab script has them. "knobs" has what no lab has an option for: arguments and methods of
+FSDP2, by the names of ``Plan``'s fields.
 """
 
 import dataclasses
@@ -37,6 +38,9 @@ def listed() -> list[dict]:
         configs += [gpt(3, strategy=strategy, recompute=recompute) for strategy in ("fsdp1", "fsdp2")]
         configs += [gpt(4, strategy="fsdp2", recompute=recompute, precision="bf16")]
         configs += [gpt(4, strategy="fsdp2", recompute=recompute, mesh="2x2")]
+    knobs = {"shard_dim": 1, "reduce_buffers": 3}
+    configs += [gpt(2, strategy="fsdp2") | {"knobs": knobs}]
+    configs += [gpt(4, strategy="fsdp2", precision="bf16", accumulate=3, sync="last") | {"knobs": knobs}]
     for keep in ("false", "2"):
         configs += [gpt(4, strategy="fsdp2", reshard_after_forward=keep)]
     configs += [gpt(3, strategy="fsdp1", reshard_after_forward="false"), gpt(4, strategy="fsdp1", mesh="2x2")]
@@ -197,6 +201,7 @@ MESHES = {  # by the number of ranks, where --mesh goes with a strategy
     3: (None, None, "3x1", "1x3"),
     4: (None, None, "2x2", "4x1", "shard=2,tensor=2", "replicate=2,tensor=2"),
 }
+KNOBS = {"shard_dim": (0, 0, 0, 1), "reduce_buffers": (1, 1, 1, 2, 3)}  # of FSDP2 in gpt_fsdp.py
 SCRIPTS = ("gpt_fsdp.py",) * 6 + ("mnist_fsdp.py", "gpt_pipeline.py", "gpt_zero.py", "gpt_zero.py")
 
 
@@ -227,5 +232,7 @@ def _draw(random: Random) -> dict:
     one = {"script": script, "ranks": 1 if config.get("strategy") == "single" else ranks}
     if script == "mnist_fsdp.py":
         one["batch_size"] = config.pop("batch_size")
+    if script == "gpt_fsdp.py" and config["strategy"] == "fsdp2":
+        one["knobs"] = {name: random.choice(choices) for name, choices in KNOBS.items()}
     defaults = {field.name: field.default for field in fields}
     return one | {"config": {name: value for name, value in config.items() if value != defaults[name]}}

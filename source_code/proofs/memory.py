@@ -7,7 +7,7 @@
 
 It prints a table and writes a record to results/runs/. Each configuration trains for five steps on the CPU, where the
 meters count to the byte; configurations with the same number of ranks share launches. The record gets its rows at the
-end of each launch. Compared are the peak, each category of persistent memory, and every collective.
+end of each launch. Compared are the peak, each category of persistent memory, every collective, and the process groups.
 """
 
 import contextlib
@@ -19,22 +19,23 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 
 import pandas
 import torch
 from labkit import UserError, succeeds
-from labkit.measuring import records
+from labkit.measuring import process_groups, records
 from labkit.measuring.differences import largest
 from labkit.measuring.meters import TRACED_STEPS
 from labkit.running import launch, notebook_ranks, progress, ranks
 from labkit.running.options import Options, option, parse
 from labkit.training import deepspeed_zero
 from planner import predict
-from planner.parallel import zero
+from planner.parallel import groups, zero
+from planner.parallel.mesh import arrange
 
-from proofs import configurations
+from proofs import configurations, knob_settings
 from proofs.configurations import lab_of
 
 PERSISTENT = ("parameters", "gradients", "optimizer state")
@@ -45,18 +46,23 @@ LLAMA = [("llama3-8b", 8), ("llama3-8b", 128), ("llama3-70b", 64), ("llama3-70b"
 
 def runnable(one: dict) -> bool:
     """Return whether a configuration can be trained here: DeepSpeed need not be installed."""
-    return one["config"].get("engine") != "deepspeed" or succeeds(deepspeed_zero.check)
+    return supported(one) and (one["config"].get("engine") != "deepspeed" or succeeds(deepspeed_zero.check))
+
+
+def supported(one: dict) -> bool:
+    """Return whether the installed PyTorch has a configuration's knobs."""
+    return succeeds(lambda: knob_settings.check(one.get("knobs", {})))
 
 
 def measure(me, configs: list[dict]) -> list[dict]:
-    """Train in each configuration, and return the records' "memory" and "traffic". Collective."""
+    """Train in each configuration, and return the records' "memory" and "traffic", and new "groups". Collective."""
     results = []
     os.environ.pop(progress.VARIABLE, None)  # a progress bar for dozens of short runs would mean nothing
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints a lot
         for one in configs:
             with deepspeed_zero.contained():
                 measured = (measure_mnist if one["script"] == "mnist_fsdp.py" else measure_gpt)(me, one)
-            results.append({"memory": measured["memory"], "traffic": measured["traffic"]})
+            results.append({name: measured[name] for name in ("memory", "traffic", "groups")})
     return results
 
 
@@ -67,16 +73,19 @@ def measure_gpt(me, one: dict) -> dict:
     from labkit.running.progress import Progress
     from labkit.training import loss_scaling, text
 
-    lab = lab_of(one)
+    lab, before = lab_of(one), process_groups.count()
     config = lab.Config(max_steps=STEPS, device="cpu", **one["config"])
-    model, optimizer, train_one = lab.prepare(config, me)
+    with knob_settings.sharding(one.get("knobs", {})) as set_methods:
+        model, optimizer, train_one = lab.prepare(config, me)
+    set_methods(model)
+    groups = process_groups.count() - before
     meter = Meter(model, optimizer, me.device, progress=Progress(me, STEPS, 0))
     loss_scaling.set_scale(optimizer, 1.0)  # a step that overflows would be skipped
     losses, tokens = [], text.load(me.device).train
     for inputs, targets in meter.watch(gpt_fsdp.training_batches(tokens, config, me, range(STEPS))):
         losses += train_one(inputs, targets)
     meter.finish()
-    return meter.summary(config.batch_size)
+    return meter.summary(config.batch_size) | {"groups": groups}
 
 
 def measure_mnist(me, one: dict) -> dict:
@@ -86,7 +95,7 @@ def measure_mnist(me, one: dict) -> dict:
     from labkit.running.progress import Progress
     from labkit.training.models import Net
 
-    config = mnist_fsdp.Config(**one["config"])
+    config, before = mnist_fsdp.Config(**one["config"]), process_groups.count()
     model = mnist_fsdp.parallelize(Net(config.dropout).to(config.dtype), config, me)
     optimizer = torch.optim.Adadelta(model.parameters())
     meter = Meter(model, optimizer, me.device, progress=Progress(me, STEPS, 0))
@@ -95,12 +104,24 @@ def measure_mnist(me, one: dict) -> dict:
     for images, labels in meter.watch(batches):
         losses.append(mnist_fsdp.train_step(model, optimizer, images, labels, config))
     meter.finish()
-    return meter.summary(size)
+    return meter.summary(size) | {"groups": process_groups.count() - before}
 
 
 def planned(one: dict, rank: int = 0) -> predict.Plan:
     """Plan a configuration of ``configurations``; options that it leaves out have the lab's defaults."""
-    return predict.plan_of(one | {"device": "cpu", "config": asdict(lab_of(one).Config(**one["config"]))}, rank)
+    plan = predict.plan_of(one | {"device": "cpu", "config": asdict(lab_of(one).Config(**one["config"]))}, rank)
+    return replace(plan, **one.get("knobs", {}))
+
+
+def planned_groups(one: dict) -> int:
+    """Return the process groups that a rank of a configuration makes, besides the default one."""
+    config, ranks = lab_of(one).Config(**one["config"]), one["ranks"]
+    if one["script"] == "gpt_pipeline.py":
+        strategy, mesh = "", arrange(ranks, f"pipeline={ranks}")
+    else:
+        strategy, mesh = planned(one).strategy, arrange(ranks, getattr(config, "mesh", None))
+    reshard = getattr(config, "reshard_after_forward", "true")
+    return groups.total(groups.of_training(one["script"], ranks, strategy, mesh, reshard)) - 1
 
 
 def refusal(one: dict) -> str | None:
@@ -108,6 +129,7 @@ def refusal(one: dict) -> str | None:
     try:
         if one["config"].get("engine") == "deepspeed":
             deepspeed_zero.check()
+        knob_settings.check(one.get("knobs", {}))
         config = lab_of(one).Config(ranks=one["ranks"], **one["config"])
         if hasattr(config, "arranged"):
             config.arranged(one["ranks"])
@@ -149,6 +171,8 @@ def compare(one: dict, measured: dict, rank: int = 0) -> dict:
         "difference": predict.total(predicted) / sum(peak.values()) - 1,
         "persistent equal": started == persistent and all(peak[name] == predicted.get(name, 0) for name in PERSISTENT),
         "traffic equal": counted(measured["traffic"]) == counted(plan.traffic()),
+        # DeepSpeed copies the default group once in a process, whatever it trains there
+        "groups equal": plan.deepspeed or measured["groups"] == planned_groups(one),
     }
 
 

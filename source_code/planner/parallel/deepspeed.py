@@ -166,7 +166,10 @@ class Stage2(Bucketed):
     def before_optimizer(self):
         """Compute the norm in fp64; then flatten this rank's gradients, in fp32."""
         largest = min(max(self.overlapping, default=0), self.size)
+        padding = self.size - sum(ranks.get(self.plan.rank, 0) for ranks in self.owned.values())
+        padding = self.hold("gradients", "padding of the last rank's part", padding) if padding else None
         self.hold_for_update(largest, self.size)
+        del padding
         self.send("all-reduce", FP32)  # the norm
         if self.itemsize != FP32:
             self.send("all-reduce", 1)  # whether an element has overflowed

@@ -18,9 +18,10 @@ class Unit:
     Attributes:
         modules: whose parameters they are.
         shards: ranks among which they are sharded.
-        flat: sharded as one flat tensor (FSDP1), or each parameter along its first dimension (FSDP2); both are padded to
-            equal shards.
+        flat: sharded as one flat tensor (FSDP1), or each parameter along one dimension (FSDP2); both are padded to equal
+            shards.
         alignment: elements to a multiple of which a flat tensor pads what lies before each parameter; 1: no padding.
+        shard_dim: see ``Plan``.
         kind: the name that terms have of its tensors.
         parameters: {(module, name): AbstractParameter}, without those tied to another. FSDP1 computes gradients of all
             parameters of a flat tensor if one of them is trained.
@@ -30,8 +31,11 @@ class Unit:
         retained: the storage of the part that stays after forward, with --reshard-after-forward N.
     """
 
-    def __init__(self, modules: list, tied: dict, shards: int, flat: bool, itemsize: int, alignment: int = 1):
+    def __init__(
+        self, modules: list, tied: dict, shards: int, flat: bool, itemsize: int, alignment: int = 1, shard_dim: int = 0
+    ):
         self.shards, self.flat, self.modules, self.alignment = shards, flat, modules, alignment
+        self.shard_dim = shard_dim
         wrapped = len(modules) == 1 or (modules and modules[0].grouped_with_next)
         self.kind = modules[-1].kind if wrapped else "root"
         self.parameters = {
@@ -63,8 +67,13 @@ class Unit:
         """Return the elements of each tensor that one rank holds, or holds a gradient of, padding included."""
         if self.flat:
             return [ceil(self._flat()[1] / self.shards)] if self._chosen(trained) else []
-        shapes = [parameter.shape for parameter in self._chosen(trained)]
-        return [ceil(shape[0] / self.shards) * prod(shape[1:]) for shape in shapes]
+        chosen = self._chosen(trained)
+        return [p.numel // self.shards if self.dim_of(p) else padded_shard_numel(p.shape, self.shards) for p in chosen]
+
+    def dim_of(self, parameter: AbstractParameter) -> int:
+        """Return the dimension along which FSDP2 shards a parameter. Only the first may be padded."""
+        dim, shape = self.shard_dim, parameter.shape
+        return dim if dim < len(shape) and shape[dim] % self.shards == 0 and self.shards > 1 else 0
 
     def updated_numels(self, rank: int) -> list[int]:
         """Return the elements of each tensor that the optimizer of a rank updates.
@@ -93,6 +102,11 @@ class Unit:
 
     def _chosen(self, trained):
         return [parameter for parameter in self.parameters.values() if parameter.trained or not trained]
+
+
+def padded_shard_numel(shape: tuple, shards: int) -> int:
+    """Return the elements of a shard of a tensor that is cut along its first dimension, padding included."""
+    return ceil(shape[0] / shards) * prod(shape[1:])
 
 
 class Replicated:
@@ -246,7 +260,7 @@ class FSDP2(Sharded):
         single_shard: the mesh has one shard: nothing is gathered, but parameters are copied all the same.
         prefetched: {unit: the buffer that was gathered ahead for it}.
         all_gather_state: in forward, the last unit's buffer.
-        reduce_scatter_state: the last unit's packed gradients.
+        reduce_scatter_states: the last units' packed gradients, ``Plan.reduce_buffers`` of them.
         all_reduce_states: gradients that were added to those of earlier micro-batches.
     """
 
@@ -258,8 +272,8 @@ class FSDP2(Sharded):
         self.tape.casts_inputs = self.mixed_precision
         self.tape.norm_gradients_in_fp32 = self.mixed_precision and plan.torch >= NORM_GRADIENTS_IN_FP32
         self.prefetched = {}
-        self.all_gather_state = self.reduce_scatter_state = None
-        self.all_reduce_states = []
+        self.all_gather_state = None
+        self.reduce_scatter_states, self.all_reduce_states = [], []
 
     def stays_gathered(self, unit: Unit) -> bool:
         """Return whether a unit stays gathered until backward; a head that is a unit of its own does, too."""
@@ -318,6 +332,10 @@ class FSDP2(Sharded):
                 copies.append(self.hold("all-gather", unit, "gathered parameters", cast.size))
             del copies, cast
         unit.gathered = self.hold("all-gather", unit, "gathered parameters", self.gathered_bytes(unit))
+        # What is sharded along another dimension than the first is copied once more, to be put together along it.
+        pieces = sum(parameter.numel for parameter in unit.parameters.values() if unit.dim_of(parameter))
+        if pieces:
+            self.hold("all-gather", unit, "gathered pieces", pieces * self.plan.compute_itemsize)
 
     def pre_forward(self, unit: Unit):
         """Gather the unit, unless it was prefetched, and prefetch as many as --prefetch says."""
@@ -353,8 +371,16 @@ class FSDP2(Sharded):
             del self.prefetched[unit]
             unit.retained = None
 
+    def cut_gradients(self, unit: Unit):
+        """Copy each gradient that is reduced along another dimension than the first, so that a rank's part is contiguous."""
+        for parameter in filter(unit.dim_of, unit.parameters.values()):
+            waiting = self.gradients.pop(parameter, None)
+            if waiting or parameter.gradient:
+                size = parameter.numel * (self.plan.itemsize if waiting else parameter.gradient.itemsize)
+                parameter.gradient = self.hold(self.gradient_category, unit, f"gradient of {parameter.name}, cut", size)
+
     def post_backward(self, unit: Unit):
-        """Free the parameters; pack the gradients into one buffer, which is alive until the next unit packs its own."""
+        """Free the parameters; pack the gradients into one buffer, which is alive until later units need room for theirs."""
         if self.syncs and self.plan.tp_degree > 1:
             self.redistribute_gradients(unit)
         unit.gathered = None
@@ -362,14 +388,17 @@ class FSDP2(Sharded):
             return
         size = unit.shard_numel(trained=True) * unit.shards * self.plan.itemsize
         if size:
-            self.reduce_scatter_state = None  # the unit before's is freed first
-            self.reduce_scatter_state = self.hold(self.gradient_category, unit, "packed gradients", size)
+            del self.reduce_scatter_states[: -(self.plan.reduce_buffers - 1) or None]  # the oldest are freed first
+            self.cut_gradients(unit)
+            packed = self.hold(self.gradient_category, unit, "packed gradients", size)
+            self.reduce_scatter_states.append(packed)
+            del packed
             for parameter in unit.parameters.values():
                 parameter.gradient = None
                 self.gradients.pop(parameter, None)
             self.keep_reduced(unit)
         if unit is self.root:
-            self.reduce_scatter_state = None
+            self.reduce_scatter_states.clear()
             self.all_reduce_states.clear()
 
 

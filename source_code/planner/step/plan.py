@@ -70,6 +70,9 @@ class Plan:
         torch: PyTorch's version, where versions differ.
         weights: the format of parameters, gradients, and optimizer state: "fp32", or "bf16" if precision is.
         offload: FSDP2: what persists is in the CPU's memory, where the optimizer steps.
+        shard_dim: FSDP2: the dimension along which matrices that divide evenly are sharded (``shard_placement_fn``); the
+            other parameters are sharded along their first.
+        reduce_buffers: FSDP2: packed gradients that are kept (``set_reduce_scatter_max_input_buffers``).
         flash: whether the GPU runs flash attention (``gpus.GPU``).
         pipeline: the stage whose blueprint it is.
 
@@ -95,6 +98,8 @@ class Plan:
     torch: tuple[int, int] = (2, 15)
     weights: str = "fp32"
     offload: bool = False
+    shard_dim: int = 0
+    reduce_buffers: int = 1
     flash: bool = True
     pipeline: Stage | None = None
 
@@ -120,6 +125,8 @@ class Plan:
             )
         if self.offload and self.strategy != "fsdp2":
             raise UserError(f"offload is predicted for fsdp2, not for {self.strategy}")
+        if self.shard_dim and (self.tp_degree > 1 or self.reshard_degree or self.optimizer in muon.WAYS):
+            raise UserError("another dimension to shard is not predicted with tensor parallelism, reshard N, or Muon")
         if self.optimizer in muon.WAYS:
             muon.check(self)
         if self.weights == "bf16" and (self.tp_degree > 1 or self.precision != "bf16"):
@@ -234,7 +241,7 @@ class Plan:
         """Return new units, the root first. With frozen parameters the labs give FSDP1 ``use_orig_params``, which aligns."""
         aligned = self.flat and any(module.frozen for module in self.blueprint.modules)
         alignment = ALIGNMENT // self.compute_itemsize if aligned else 1
-        shared = self.blueprint.tied, self.shards, self.flat, self.compute_itemsize, alignment
+        shared = self.blueprint.tied, self.shards, self.flat, self.compute_itemsize, alignment, self.shard_dim
         return [Unit(modules, *shared) for modules in self.units]
 
     def persistent(self) -> dict[tuple[str, str], int]:

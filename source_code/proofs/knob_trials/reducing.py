@@ -357,6 +357,13 @@ def buffers(me):
     return predicted, {str(n): _highest_retained(me, n) for n in (1, 2, 3)}
 
 
+@trial("FSDPModule.set_reduce_scatter_max_input_buffers", "3: the peak")
+def peak_with_buffers(me):
+    model = sharded(me)
+    model.set_reduce_scatter_max_input_buffers(3)
+    return planned(me.world_size, reduce_buffers=3), trace(me, model).summary
+
+
 @trial("FSDPModule.set_reduce_scatter_max_input_buffers", "3, called after the first forward")
 def buffers_too_late(me):
     """The limit is read once, as the first forward begins: later calls change nothing, and nothing says so."""
