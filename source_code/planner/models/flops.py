@@ -109,7 +109,11 @@ def _multiplying(module, tp_degree: int) -> tuple[float, float]:
 
 
 def _share_computed(plan, attending: list) -> float:
-    """Return the share of attention's matrix that is computed: half, but all of it where a GPU has no fused kernel."""
+    """Return the share of attention's matrix that is computed: half, but all of it where a GPU has no fused kernel.
+
+    Of ranks that share sequences, it is the slowest rank's.
+    """
     itemsize = BF16 if plan.precision in ("bf16", "fp16") else plan.itemsize
     grouped = any(module.heads.grouped for module in attending)
-    return 1.0 if attention.kernel(plan.on_gpu, itemsize, grouped, plan.torch, plan.flash) == "math" else 0.5
+    computed = 1.0 if attention.kernel(plan.on_gpu, itemsize, grouped, plan.torch, plan.flash) == "math" else 0.5
+    return computed * plan.blueprint.context.slowest_share
