@@ -67,6 +67,10 @@ class Context:
         """
         return 2 - 1 / self.size if self.order == "natural" and self.form != "ulysses" else 1.0
 
+    def packed_bytes(self, itemsize: int) -> tuple[int, int]:
+        """Return the bytes of a rank's keys and values together, and of their gradients, which are in fp32 at least."""
+        return 2 * self.kv_numel * itemsize, 2 * self.kv_numel * max(FP32, itemsize)
+
     def collectives(self, itemsize: int) -> Counter:
         """Count what a rank exchanges in a micro-batch, as planner/parallel/traffic.py does.
 
@@ -79,7 +83,7 @@ class Context:
         counts, size, forwards = Counter(), self.size, self.layers + self.recomputed
         if size == 1:
             return counts
-        both, gradients = 2 * self.kv_numel * itemsize, 2 * self.kv_numel * max(FP32, itemsize)
+        both, gradients = self.packed_bytes(itemsize)
 
         def count(kind, nbytes, times):
             counts[kind, nbytes, size, "context"] += times
