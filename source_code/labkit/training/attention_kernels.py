@@ -26,6 +26,11 @@ def forward(query, key, value, causal: bool):
         return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
     if query.dtype in (torch.bfloat16, torch.float16):
         return aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)[:2]
+    return in_steps(query, key, value, causal)
+
+
+def in_steps(query, key, value, causal: bool):
+    """Compute ``forward`` with the scores in memory."""
     scores = _scores(query, key, causal)
     return scores.softmax(-1) @ _per_query_head(value, query), scores.logsumexp(-1)
 
@@ -50,6 +55,11 @@ def backward(gradient, query, key, value, output, log_sum, causal: bool):
         return aten._scaled_dot_product_flash_attention_backward(
             *tensors, None, None, *lengths, 0.0, causal, seed, seed.new_empty(())
         )
+    return backward_in_steps(*tensors, causal)
+
+
+def backward_in_steps(gradient, query, key, value, output, log_sum, causal: bool):
+    """Compute ``backward`` with the scores in memory."""
     weights = (_scores(query, key, causal) - log_sum[..., None]).exp()
     keys, values = _per_query_head(key, query), _per_query_head(value, query)
     scores = weights * (gradient @ values.mT - (gradient * output).sum(-1, keepdim=True)) / query.shape[-1] ** 0.5
