@@ -25,8 +25,8 @@ from labkit.training.context_parallel import Context
 from planner import predict
 from planner.cli.commands import fit, plan_from_options
 from planner.models import flops, networks, shapes
-from planner.parallel.context import FORMS, ORDERS
-from planner.parallel.context import Context as Exchanged
+from planner.ops.context import FORMS, ORDERS
+from planner.ops.context import Context as Exchanged
 from planner.timing import cost
 from proofs import long_sequences
 from proofs import memory as memory_proof

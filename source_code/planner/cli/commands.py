@@ -13,7 +13,8 @@ from pathlib import Path
 from planner import UserError, gpus, predict
 from planner.cli import search
 from planner.models import networks
-from planner.parallel import context, groups, pipeline
+from planner.ops import context
+from planner.parallel import groups, pipeline
 from planner.parallel.mesh import arrange
 from planner.timing import cost
 
