@@ -18,7 +18,6 @@ from collections import Counter
 from math import ceil, prod
 
 from planner import UserError
-from planner.parallel.strategies import padded_shard_numel
 
 WAYS = ("muon", "muon-gather", "muon-dtensor")  # values of --optimizer
 ITERATIONS = 5
@@ -80,7 +79,7 @@ def _updated(plan, by_muon: bool) -> list:
 
 def shard_numel(plan, shape: tuple) -> int:
     """Return the elements that rank 0 holds of a parameter."""
-    return padded_shard_numel(shape, plan.shards)
+    return ceil(shape[0] / plan.shards) * prod(shape[1:])
 
 
 def adamw_numels(plan) -> list[int]:

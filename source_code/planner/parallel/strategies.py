@@ -67,8 +67,12 @@ class Unit:
         """Return the elements of each tensor that one rank holds, or holds a gradient of, padding included."""
         if self.flat:
             return [ceil(self._flat()[1] / self.shards)] if self._chosen(trained) else []
-        chosen = self._chosen(trained)
-        return [p.numel // self.shards if self.dim_of(p) else padded_shard_numel(p.shape, self.shards) for p in chosen]
+        return [self._shard_numel_of(parameter) for parameter in self._chosen(trained)]
+
+    def _shard_numel_of(self, parameter: AbstractParameter) -> int:
+        if self.dim_of(parameter):
+            return parameter.numel // self.shards
+        return ceil(parameter.shape[0] / self.shards) * prod(parameter.shape[1:])
 
     def dim_of(self, parameter: AbstractParameter) -> int:
         """Return the dimension along which FSDP2 shards a parameter. Only the first may be padded."""
@@ -102,11 +106,6 @@ class Unit:
 
     def _chosen(self, trained):
         return [parameter for parameter in self.parameters.values() if parameter.trained or not trained]
-
-
-def padded_shard_numel(shape: tuple, shards: int) -> int:
-    """Return the elements of a shard of a tensor that is cut along its first dimension, padding included."""
-    return ceil(shape[0] / shards) * prod(shape[1:])
 
 
 class Replicated:
