@@ -18,6 +18,7 @@ import torch.distributed as dist
 from commands import refused
 from forked import by_value
 from labkit.measuring import meters
+from labkit.measuring.differences import largest_difference
 from labkit.running import launch, notebook_ranks, options
 from labkit.training import attention_kernels as kernels
 from labkit.training import context_parallel, models
@@ -85,8 +86,7 @@ def largest_errors(me):
         out = context_parallel.FORMS[form](*inputs, context)
         results = [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
         expected = [x[:, :, mine] for x in of_one_process()]
-        errors = [(got - want).abs().max().item() for got, want in zip(results, expected, strict=True)]
-        found[form, order] = max(errors)
+        found[form, order] = largest_difference(results, expected)
     return found
 
 

@@ -57,15 +57,15 @@ def test_slip_is_told_its_cause(number, slip, capsys):
 def test_what_follows_a_wrong_answer_is_computed_with_the_courses(capsys):
     def to_owner(parameter, owner, me): ...
 
-    assert exercises.yours_or_ours("13.3", to_owner) is not to_owner
-    assert "with the course's solution of 13.3" in capsys.readouterr().out
+    assert exercises.yours_or_ours("13.2", to_owner) is not to_owner
+    assert "with the course's solution of 13.2" in capsys.readouterr().out
 
 
 def test_what_follows_a_right_answer_is_computed_with_it(capsys):
     names = {}
     exec(EXERCISES["13.2"].solution, names)
-    said("13.2", names["partition"], capsys)
-    assert exercises.yours_or_ours("13.2", names["partition"]) is names["partition"]
+    said("13.2", names["to_owner"], capsys)
+    assert exercises.yours_or_ours("13.2", names["to_owner"]) is names["to_owner"]
     assert capsys.readouterr().out == ""
 
 
@@ -73,4 +73,4 @@ def test_what_a_rank_raises_is_told(capsys):
     def to_owner(parameter, owner, me):
         raise ValueError("no owner here")
 
-    assert "a rank raises ValueError: no owner here" in said("13.3", to_owner, capsys)
+    assert "a rank raises ValueError: no owner here" in said("13.2", to_owner, capsys)
