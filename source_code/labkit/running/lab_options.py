@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 from planner import predict
 from planner.cli import coverage, report
 from planner.models import huggingface, networks
-from planner.models.shapes import GPT_SHAPES, GPTShape
+from planner.models.shapes import GPT_SHAPES, Experts, GPTShape, Layer
 from planner.parallel import muon, pipeline, zero
 from planner.parallel.mesh import FORM, Mesh, arrange
 from planner.parallel.pipeline import Stage
@@ -324,10 +324,27 @@ class TransformerTraining(Training):
             "--no-decay-1d identifies norms and biases by their shape, which FSDP1 flattens: use --strategy fsdp2 or ddp",
         ),
     )
-    has_experts: ClassVar[bool] = False  # whether --mesh may have a dimension for experts
     frozen: ClassVar[str] = "fp32"  # dtype of LoRA's frozen matrices; only plan.py has other values
 
     preset: Literal[tuple(GPT_SHAPES)] = option("tiny", "size of the model", resumed=True)
+    experts: int | None = option(
+        None, "mixture of experts: replace each block's feed-forward network by N of its size", least=2, resumed=True
+    )
+    top_k: int = option(2, "experts that compute a token", least=1, needs="experts", resumed=True)
+    shared_expert: bool = option(False, "one more expert, which computes every token", needs="experts", resumed=True)
+    capacity_factor: float | None = option(
+        None,
+        "drop a sequence's tokens above N times an expert's mean share (default: drop none)",
+        above=0,
+        needs="experts",
+        resumed="print",
+    )
+    balance: Literal["none", "loss", "bias"] = option(
+        "none",
+        "keep experts equally busy: by an auxiliary loss, or by a bias that each step adjusts",
+        needs="experts",
+        resumed=True,
+    )
     tied: bool | None = option(
         None, "share one weight between embedding and head (default: the preset's)", resumed=True
     )
@@ -406,7 +423,14 @@ class TransformerTraining(Training):
     def shape(self) -> GPTShape:
         """The shape of the model."""
         shape = GPT_SHAPES[self.preset]
-        return shape if self.tied is None else dataclasses.replace(shape, tie_word_embeddings=self.tied)
+        if self.tied is not None:
+            shape = dataclasses.replace(shape, tie_word_embeddings=self.tied)
+        return with_experts(shape, self) if self.experts else shape
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model is a mixture of experts, so that --mesh may have a dimension for them."""
+        return bool(self.experts)
 
     @property
     def tied_weights(self) -> bool:
@@ -506,6 +530,24 @@ class TransformerTraining(Training):
             UserError: the planner does not cover these options.
         """
         return predict.transformer_plan(self, ranks, on_gpu=on_gpu, **how)
+
+
+def with_experts(shape: GPTShape, options: TransformerTraining) -> GPTShape:
+    """Return the shape of a mixture of experts, each as large as the feed-forward network of ``shape``.
+
+    Raises:
+        UserError: --top-k is larger than --experts.
+    """
+    size = shape.intermediate_size
+    experts = Experts(
+        options.experts,
+        options.top_k,
+        size,
+        shared_size=size if options.shared_expert else 0,
+        capacity_factor=options.capacity_factor,
+        balance=options.balance,
+    )
+    return dataclasses.replace(shape, experts=experts, layers=(Layer(routed=True),) * shape.num_hidden_layers)
 
 
 UNSCALED = "dtype of the computation"  # --help of labs without fp16, which would have to scale the loss

@@ -55,6 +55,12 @@ class Experts:
         normalizes: whether the weights of the chosen are divided by their sum.
         weighs_in_fp32: whether the weights of the chosen, and what they multiply, are in fp32 though the model is in bf16.
         output_first: whether an expert's weight is (out, in), else (in, out).
+        capacity_factor: the course's models: tokens of a sequence above this multiple of an expert's mean share are dropped;
+            None: none is.
+        balance: the course's models: how experts are kept equally busy: "none", by a "loss", or by a "bias".
+
+    Raises:
+        UserError: a token cannot choose as many.
     """
 
     count: int
@@ -67,6 +73,12 @@ class Experts:
     normalizes: bool = True
     weighs_in_fp32: bool = False
     output_first: bool = True
+    capacity_factor: float | None = None
+    balance: str = "none"
+
+    def __post_init__(self):
+        if self.top_k > self.count:
+            raise UserError(f"a token cannot choose {self.top_k} of {self.count} experts: give a smaller --top-k")
 
     @property
     def active_share(self) -> float:
