@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from planner.models import shapes
 from torch import nn
 
+from labkit.measuring.trace import local
+
 AUXILIARY_COEFFICIENT = 0.01  # of the loss for balance (arXiv:2101.03961, section 2.2)
 BIAS_RATE = 0.001  # by which a step changes an expert's bias (arXiv:2408.15664, section 4.1; arXiv:2412.19437)
 
@@ -91,8 +93,8 @@ class Experts(nn.Module):
             rows: (rows, hidden_size), those of the first expert first.
             counts: int64 (experts,), rows of each expert.
         """
-        gate, up = grouped_matmul(rows, self.gate_up, counts).chunk(2, dim=-1)
-        return grouped_matmul(F.silu(gate) * up, self.down, counts)
+        gate, up = grouped_matmul(rows, local(self.gate_up), counts).chunk(2, dim=-1)  # spread, they are DTensors
+        return grouped_matmul(F.silu(gate) * up, local(self.down), counts)
 
 
 # Expert parallelism by hand
