@@ -65,6 +65,7 @@ def build(config, me):
     """Return (model ready to train, model FLOPs per token)."""
     with torch.device("meta"):  # shapes without storage: nothing is allocated
         model = unsharded(config).to(config.dtype)
+    experts.prepare(model, config.accumulate)
     preflight.refuse_if_too_big(config, me)
     return parallelize(model, config, me), flops.per_token(config.shape, config.seq_len, config.lora)
 
@@ -74,7 +75,6 @@ def unsharded(config):
     model = models.GPT(config.shape)
     if config.lora:
         models.add_lora(model, config.lora)
-    experts.weigh_loss(model, config.accumulate)
     for number, block in enumerate(model.blocks):
         change_forward(block, config, number)
     return model

@@ -28,6 +28,7 @@ from math import prod
 
 from planner import UserError
 from planner.models import networks
+from planner.ops.routing import Routing
 from planner.parallel.mesh import arrange
 from planner.parallel.pipeline import Stage, split_blocks
 from planner.parallel.strategies import Unit
@@ -83,7 +84,15 @@ def plan_of(record: dict, rank: int = 0, at_least: bool = False) -> Plan:
     return PLANNERS[record["script"]](record, at_least=at_least, **fields)
 
 
-def transformer_plan(options, ranks: int, network: networks.Blueprint | None = None, *, on_gpu: bool, **fields) -> Plan:
+def transformer_plan(
+    options,
+    ranks: int,
+    network: networks.Blueprint | None = None,
+    *,
+    on_gpu: bool,
+    routing: Routing | None = None,
+    **fields,
+) -> Plan:
     """Return the plan of a transformer's training.
 
     Args:
@@ -91,6 +100,7 @@ def transformer_plan(options, ranks: int, network: networks.Blueprint | None = N
         ranks: how many train.
         network: the user's own; by default the one that the options name.
         on_gpu: whether a GPU's kernels run.
+        routing: of the rank's tokens to experts; by default the one expected.
         fields: further fields of ``Plan``.
 
     Raises:
@@ -109,6 +119,8 @@ def transformer_plan(options, ranks: int, network: networks.Blueprint | None = N
         wrap_embeddings=options.wraps_embeddings,
         quantized=options.frozen == "nf4",
         offload_activations=options.offload_activations and on_gpu,  # on the CPU nothing moves
+        ep_degree=mesh.expert,
+        routing=routing,
     )
     return Plan(
         network,

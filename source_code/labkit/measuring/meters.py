@@ -44,7 +44,7 @@ class Meter:
     """
 
     def __init__(self, model, optimizer, device, *, progress, profile: str | None = None, compiled=False):
-        self.device, self.progress, self.compiled = device, progress, compiled
+        self.model, self.device, self.progress, self.compiled = model, device, progress, compiled
         self.step = 0
         self.timed = []  # (begin, end) of each step to time
         self.trace = StepTrace(model, optimizer, device)

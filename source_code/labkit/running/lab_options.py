@@ -17,6 +17,7 @@ from planner import predict
 from planner.cli import coverage, report
 from planner.models import huggingface, networks
 from planner.models.shapes import GPT_SHAPES, Experts, GPTShape, Layer
+from planner.ops import routing
 from planner.parallel import muon, pipeline, zero
 from planner.parallel.mesh import FORM, Mesh, arrange
 from planner.parallel.pipeline import Stage
@@ -63,7 +64,10 @@ def of_lab(*scripts: str):
             values = translated(record["config"])
             if values.get("batch_size") is None and "batch_size" in record:  # MNIST's --global-batch-size
                 values["batch_size"] = record["batch_size"]
-            return options_class.restored(values).plan(record["ranks"], **how)
+            options = options_class.restored(values)
+            if "routing" in record:
+                how["routing"] = routing.recorded(record["routing"], how["rank"], options.ep_degree)
+            return options.plan(record["ranks"], **how)
 
         options_class.script = scripts[0]
         for script in scripts:
@@ -515,6 +519,8 @@ class TransformerTraining(Training):
         mesh = arrange(world_size, self.mesh, self.reshard_after_forward)
         if mesh.tensor > 1:
             self.shape.check_tensor_parallel(mesh.tensor, self.seq_len)
+        if self.experts:
+            self.shape.check_expert_parallel(mesh.expert)
         return mesh
 
     def plan(self, ranks: int, *, on_gpu: bool, at_least: bool = False, **how) -> Plan:

@@ -6,13 +6,15 @@ FSDP shards those.
 """
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from labkit.measuring.trace import local
 from labkit.training import experts
-from labkit.training.shards import whole
+from labkit.training.weight_decay import by_mesh
 
 
 def expert_mesh(ranks: int, ep_degree: int, device_type: str) -> DeviceMesh:
@@ -45,24 +47,23 @@ def spread(model: nn.Module, mesh: DeviceMesh, settings: dict):
 
 @torch.no_grad()
 def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Clip the gradient of a model whose parameters are on several device meshes. Collective.
+    """Clip the gradient of a model whose parameters are on two device meshes. Collective.
 
-    ``torch.nn.utils.clip_grad_norm_`` fails here, as no operator takes DTensors of different meshes. A sum over one mesh
-    only would give each rank another norm.
+    ``torch.nn.utils.clip_grad_norm_`` fails here, as no operator takes DTensors of different meshes; called once for each
+    mesh, it would scale dense and expert parameters by different factors. Every element of the gradient is on exactly one
+    rank: the squared norm is the sum of those of all ranks' shards.
 
     Args:
-        model: sharded.
+        model: sharded, without replicas.
         max_norm: as of ``clip_grad_norm_``.
 
     Returns:
         The norm before, over all parameters and ranks.
     """
-    by_mesh = {}
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            by_mesh.setdefault(parameter.device_mesh, []).append(parameter)
-    norms = [whole(nn.utils.get_total_norm([p.grad for p in group])) for group in by_mesh.values()]
-    total = torch.linalg.vector_norm(torch.stack(norms))
-    for group in by_mesh.values():
-        nn.utils.clip_grads_with_norm_(group, max_norm, total)
-    return total
+    trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    squared = nn.utils.get_total_norm([local(parameter.grad) for parameter in trained]).square()
+    dist.all_reduce(squared)
+    norm = squared.sqrt()
+    for group in by_mesh({"params": trained}):
+        nn.utils.clip_grads_with_norm_(group["params"], max_norm, norm)
+    return norm

@@ -46,7 +46,9 @@ class MixtureOfExperts(nn.Module):
             rows, counts, route = dispatch(rows, self.counts, self.group)
             rows = combine(self.experts(rows, counts), route, self.group)
         rows = rows * weights.flatten()[order].unsqueeze(-1)
-        out = torch.zeros_like(x).flatten(0, 1).index_add(0, token, rows).view_as(x)
+        # index_add would save the rows for backward, which needs only their tokens.
+        index = token.unsqueeze(-1).expand_as(rows)
+        out = torch.zeros_like(x).flatten(0, 1).scatter_add(0, index, rows).view_as(x)
         return out if self.shared is None else out + self.shared(x)
 
 
@@ -250,10 +252,12 @@ def layers(model) -> list[MixtureOfExperts]:
     return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
 
 
-def weigh_loss(model, micro_batches: int):
-    """Divide the loss for balance by the number of micro-batches, as the loss itself is."""
+def prepare(model, micro_batches: int):
+    """Divide the loss for balance by the number of micro-batches, as the loss itself is, and keep biases in fp32."""
     for layer in layers(model):
         layer.router.auxiliary = AUXILIARY_COEFFICIENT / micro_batches
+        if layer.router.bias_for_choice is not None:  # a step's change would be lost in bf16
+            layer.router.bias_for_choice = layer.router.bias_for_choice.float()
 
 
 def tokens_of(model) -> list[torch.Tensor]:

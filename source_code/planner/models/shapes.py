@@ -209,6 +209,18 @@ class GPTShape:
         check_divides(tp_degree, self.intermediate_size, "intermediate elements")
         check_divides(tp_degree, seq_len, "tokens of a sequence")
 
+    def check_expert_parallel(self, ep_degree: int):
+        """Check that ``ep_degree`` ranks can divide the experts evenly.
+
+        Raises:
+            UserError: they cannot.
+        """
+        if ep_degree > 1 and self.experts and self.experts.count % ep_degree:
+            raise UserError(
+                f"the {self.experts.count} experts cannot be divided evenly among the {ep_degree} ranks of --mesh "
+                f"expert={ep_degree}"
+            )
+
     def check_split_heads(self, tp_degree: int):
         """Check that ``tp_degree`` ranks can divide the heads evenly: those of keys and values, which divide those of queries.
 
