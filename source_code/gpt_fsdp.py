@@ -244,7 +244,11 @@ def train_step(model, optimizer, inputs, targets, config):
 
     Returns one term per micro-batch; their sum is the step's loss.
     """
-    losses, routing, scaler = [], [], loss_scaling.scaler_of(optimizer)  # which does nothing, except with --precision fp16
+    losses, routing, scaler = (
+        [],
+        [],
+        loss_scaling.scaler_of(optimizer),
+    )  # which does nothing, except with --precision fp16
     for micro in range(config.accumulate):
         with gradients_wait(model, config, last=micro == config.accumulate - 1), loss_parallel():
             loss = compute_loss(model, inputs[micro], targets[micro], config) / config.accumulate

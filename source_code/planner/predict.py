@@ -28,7 +28,7 @@ from math import prod
 
 from planner import UserError
 from planner.models import networks
-from planner.ops.routing import Routing
+from planner.ops.routing import Routing, expected
 from planner.parallel.mesh import arrange
 from planner.parallel.pipeline import Stage, split_blocks
 from planner.parallel.strategies import Unit
@@ -107,6 +107,10 @@ def transformer_plan(
         UserError: the ranks cannot be arranged so, or cannot share the model so.
     """
     mesh = arrange(ranks, options.mesh, options.reshard_after_forward)
+    spreads = bool(options.experts) and mesh.expert > 1  # else it is transformers that spreads them
+    if routing is None and spreads:
+        sizes = options.batch_size, options.seq_len
+        routing = expected(options.shape.experts, *sizes, options.imbalance, mesh.expert)
     network = network or networks.gpt(
         options.shape,
         options.batch_size,
@@ -119,7 +123,7 @@ def transformer_plan(
         wrap_embeddings=options.wraps_embeddings,
         quantized=options.frozen == "nf4",
         offload_activations=options.offload_activations and on_gpu,  # on the CPU nothing moves
-        ep_degree=mesh.expert,
+        ep_degree=mesh.expert if spreads else 1,
         routing=routing,
     )
     return Plan(

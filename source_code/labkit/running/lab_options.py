@@ -24,6 +24,7 @@ from planner.parallel.pipeline import Stage
 from planner.step.plan import Plan
 
 from labkit import UserError
+from labkit.running.expert_conflicts import EXPERT_CONFLICTS
 from labkit.running.options import GIVEN, SHARDED, Conflict, Training, option, redeclared, several
 
 LABS: dict[str, type[Training]] = {}  # {script of a lab: the class of its options}
@@ -327,7 +328,9 @@ class TransformerTraining(Training):
             {"decay_1d": False},
             "--no-decay-1d identifies norms and biases by their shape, which FSDP1 flattens: use --strategy fsdp2 or ddp",
         ),
+        *EXPERT_CONFLICTS,
     )
+    imbalance: ClassVar[float] = 1.0  # of the rows of a rank's experts; only plan.py has other values
     frozen: ClassVar[str] = "fp32"  # dtype of LoRA's frozen matrices; only plan.py has other values
 
     preset: Literal[tuple(GPT_SHAPES)] = option("tiny", "size of the model", resumed=True)
@@ -383,7 +386,11 @@ class TransformerTraining(Training):
     )
     cpu_offload: bool = option(False, "FSDP: shards, gradients and optimizer state in CPU memory", only=SHARDED)
     mesh: str | None = option(
-        None, "device mesh: 2x4 (HSDP: 2 replicas, 4 shards each), or named: shard=4,tensor=2", form=FORM, only=SHARDED
+        None,
+        "device mesh: 2x4 (HSDP: 2 replicas, 4 shards each), or named: shard=4,tensor=2; shard=4,expert=2 spreads the "
+        "experts of these 4 ranks over 2",
+        form=FORM,
+        only=SHARDED,
     )
     prefetch: int = option(0, "FSDP2: all-gather N units ahead; 0: FSDP2's default", least=0, only=("fsdp2",))
     accumulate: int = option(1, "micro-batches in a step", least=1, at_most=10_000)
@@ -464,6 +471,11 @@ class TransformerTraining(Training):
     def shards(self) -> int:
         """Number of shards of one copy of the model, according to --mesh."""
         return self._dimensions.shard
+
+    @property
+    def replicas(self) -> int:
+        """Number of copies of the model, according to --mesh."""
+        return self._dimensions.replicate
 
     @property
     def stages(self) -> int:

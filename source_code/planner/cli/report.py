@@ -54,7 +54,8 @@ def plan_text(asked, found: dict) -> str:
     stages = [f"peaks of the stages  {', '.join(map(gib, found['stages']))}"] if asked.stages > 1 else []
     lines = [
         f"{title(asked)}; {KERNELS[asked.on_gpu]}",
-        f"{found['parameters']:,} parameters; {not_modelled(asked)}",
+        f"{found['parameters']:,} parameters{active(found)}; {not_modelled(asked)}",
+        *routing_lines(asked, found["routing"]),
         "",
         verdict(asked, found["memory"]),
         "",
@@ -73,12 +74,33 @@ def plan_text(asked, found: dict) -> str:
     ]
     for c in found["traffic"]:
         sizes = [f"{size / 1e6:,.1f} MB" for size in (c["bytes"], c["count"] * c["rank"], c["count"] * c["node"])]
-        along = "   along tensor" if c["dimension"] == "tensor" else ""
+        along = f"   along {c['dimension']}" if c["dimension"] in ("tensor", "expert", "expert_shard") else ""
         lines.append(f"  {c['count']:4} × {c['kind']:16}{sizes[0]:>17}{sizes[1]:>15}{sizes[2]:>23}{along}")
     lines += ["", *time_lines(asked, found)]
     if asked.on_gpu:
         lines += ["", COMPARED]
     return "\n".join(lines)
+
+
+def active(found: dict) -> str:
+    """Return how many parameters a token uses, if that is not all."""
+    used = found["active_parameters"]
+    return f", {used:,} active per token" if used != found["parameters"] else ""
+
+
+def routing_lines(asked, routing: dict | None) -> list[str]:
+    """Return what a rank's experts receive, if the model has experts."""
+    if not routing:
+        return []
+    dropped = f", {routing['dropped']:.1%} of them dropped" if asked.capacity_factor else ""
+    if asked.ep_degree == 1:
+        return [f"{routing['rows']:,.0f} rows for experts in each block{dropped}"]
+    spread = f"{routing['rows']:,.0f} ± {routing['deviation']:,.0f} rows"
+    size = f"{routing['bytes'] / 1e6:,.3f} ± {routing['deviation_bytes'] / 1e6:,.3f} MB"
+    return [
+        f"if tokens choose uniformly, a rank's experts receive {spread} in each block{dropped}: {size}; "
+        f"planned: {routing['planned_rows']:,}"
+    ]
 
 
 def time_lines(asked, found: dict) -> list[str]:

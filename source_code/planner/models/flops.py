@@ -83,25 +83,39 @@ def module_flops(plan) -> list[tuple[float, float]]:
     work, modules = plan.blueprint, plan.blueprint.modules
     if not work.flops:
         return [(0.0, 0.0)] * len(modules)
-    multiplied = [_multiplying(module, work.tensor_parallel.tp_degree) for module in modules]
+    multiplied = [_multiplying(module, work) for module in modules]
     attending = [module for module in modules if module.heads]
     # PaLM's count of attention's two matmuls: a third of it in forward, the rest in backward.
     attention_flops = work.flops - sum(4 * every + 2 * trained for every, trained in multiplied)
     attention_flops = attention_flops / max(1, len(attending)) * _share_computed(plan, attending)
     share, flops = work.samples / plan.tp_degree, []
+    load = work.spread.load(work.samples)
     for module, (every, trained) in zip(modules, multiplied, strict=True):
+        more = (load - 1) * _multiplied_by_experts(module, work)
+        every, trained = every + more, trained + more
         mixing = attention_flops if module in attending else 0.0
         forward = 2 * every + mixing / 3
         matmuls, attends = module.recomputed
-        recomputed = 2 * matmuls + (mixing / 3 if attends else 0.0)
+        recomputed = 2 * (matmuls + (more if matmuls else 0)) + (mixing / 3 if attends else 0.0)
         flops.append((share * forward, share * (recomputed + 2 * every + 2 * trained + mixing * 2 / 3)))
     return flops
 
 
-def _multiplying(module, tp_degree: int) -> tuple[float, float]:
-    """Return (parameters that multiply, those of them that are trained), on all ranks of a tensor group together."""
+def _multiplied_by_experts(module, work) -> float:
+    """Return the parameters of experts that multiply a token, if no token is dropped, and no rank has more than others."""
+    ranks = work.spread.ep_degree
+    sizes = ((prod(module.parameters[name]), name) for name in module.active)
+    return sum(size * module.active[name] * (ranks if name in module.spread else 1) for size, name in sizes)
+
+
+def _multiplying(module, work) -> tuple[float, float]:
+    """Return (parameters that multiply, those of them that are trained), on all ranks of a tensor or expert group together."""
+    tp_degree, ep_degree = work.tensor_parallel.tp_degree, work.spread.ep_degree
     sizes = {
-        name: prod(shape) * (1 if name in module.replicated else tp_degree) * module.active.get(name, 1)
+        name: prod(shape)
+        * (1 if name in module.replicated else tp_degree)
+        * (ep_degree if name in module.spread else 1)
+        * module.active.get(name, 1)
         for name, shape in module.parameters.items()
         if name not in LOOKED_UP
     }

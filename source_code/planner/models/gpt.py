@@ -156,7 +156,11 @@ class GPT:
         parameters = block_parameters(shape, self.lora, self.tp_degree, number)
         options = {"wrapped": True, "active": active_shares(shape, parameters)}
         if self.ep_degree > 1:
-            own = {name: (size[0] // self.ep_degree, *size[1:]) for name, size in parameters.items() if name in options["active"]}
+            own = {
+                name: (size[0] // self.ep_degree, *size[1:])
+                for name, size in parameters.items()
+                if name in options["active"]
+            }
             parameters |= own
             options["spread"] = frozenset(own)
         if shape.layer(number).query_size != 0:

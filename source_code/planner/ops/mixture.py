@@ -34,7 +34,9 @@ def mixture(tape, x: AbstractTensor, p: dict, block: int, spread, shared) -> Abs
         arrived = exchanged(tape, rows, received * size, "experts: rows received")
         expert = tape.make("experts: expert of each row", received, INT64)
         by_expert = tape.make("experts: order of rows received", received, INT64)
-        arrived_sorted = experts.gathered(tape, arrived, received * size, by_expert, "experts: rows received, by expert")
+        arrived_sorted = experts.gathered(
+            tape, arrived, received * size, by_expert, "experts: rows received, by expert"
+        )
         del rows, arrived, expert
         outputs = tape.experts_unit(lambda rows: compute(tape, rows, p, size), arrived_sorted)
         inverse = tape.make("experts: inverse order", received, INT64)

@@ -48,7 +48,9 @@ def expected(experts: Experts, batch_size: int, seq_len: int, imbalance: float =
     """
     most = min(ep_degree, experts.count / experts.top_k)
     if imbalance > most:
-        raise UserError(f"--imbalance {imbalance:g} is more than the {most:g} of a rank that computes all tokens: lower it")
+        raise UserError(
+            f"--imbalance {imbalance:g} is more than the {most:g} of a rank that computes all tokens: lower it"
+        )
     sent = round(batch_size * kept_rows(experts, seq_len))
     return Routing(((sent,),), ((round(sent * imbalance),),))
 
@@ -126,6 +128,13 @@ class Spread:
     hidden_size: int = 0
     batch_size: int = 0
     recomputed: tuple[bool, ...] = ()
+
+    def load(self, tokens: int) -> float:
+        """Return the rows that a rank's experts compute, relative to those of all its ``tokens`` with none dropped."""
+        if not self.routing:
+            return 1.0
+        rows = [count for micro_batch in self.routing.received for count in micro_batch]
+        return sum(rows) / len(rows) / (tokens * self.experts.top_k)
 
     @property
     def counts(self) -> int:

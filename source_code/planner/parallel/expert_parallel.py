@@ -8,6 +8,7 @@ traces of real steps (PyTorch 2.15).
 from collections import Counter
 
 from planner.ops.autograd import INT64
+from planner.ops.routing import received_rows
 from planner.parallel.strategies import FSDP2, Unit
 
 
@@ -29,6 +30,23 @@ def collectives(plan) -> Counter:
             counts["all-to-all", size, *group] += 6 if recomputed else 4
             counts["all-to-all", spread.experts.count * INT64, *group] += 2 if recomputed else 1
     return counts
+
+
+def describe(plan) -> dict | None:
+    """Return what a rank's experts receive of a micro-batch in a block, if each token chooses uniformly; None without them.
+
+    Returns:
+        {"rows", "deviation", "bytes", "deviation_bytes"}: of one all-to-all, the rank's own rows included; "planned_rows",
+        those of the plan, with its imbalance; and "dropped", the share of rows above the capacity.
+    """
+    spread = plan.blueprint.spread
+    if not spread.experts:
+        return None
+    rows, deviation = received_rows(spread.experts, plan.blueprint.samples, spread.ep_degree)
+    each = spread.hidden_size * plan.compute_itemsize
+    sent, received = spread.routing.rows(0, 0)
+    found = {"rows": rows, "deviation": deviation, "bytes": rows * each, "deviation_bytes": deviation * each}
+    return found | {"planned_rows": received, "dropped": 1 - sent / rows}
 
 
 def dimension(plan) -> str:

@@ -32,7 +32,14 @@ class Unit:
     """
 
     def __init__(
-        self, modules: list, tied: dict, shards: int, flat: bool, itemsize: int, alignment: int = 1, spread: bool = False
+        self,
+        modules: list,
+        tied: dict,
+        shards: int,
+        flat: bool,
+        itemsize: int,
+        alignment: int = 1,
+        spread: bool = False,
     ):
         self.shards, self.flat, self.modules, self.alignment = shards, flat, modules, alignment
         wrapped = len(modules) == 1 or (modules and modules[0].grouped_with_next)

@@ -182,7 +182,10 @@ class Plan:
         """
         if self.ep_degree > 1:
             units = self.unit_sizes
-            return [[n for u in units if (u.kind == "experts") == own for n in u.shard_numels(True)] for own in (False, True)]
+            return [
+                [n for u in units if (u.kind == "experts") == own for n in u.shard_numels(True)]
+                for own in (False, True)
+            ]
         if not self.blueprint.tensor_parallel.logits:
             return [self.optimizer_numels]
         groups = ([], [])
