@@ -186,6 +186,11 @@ CHOICES = {
     "accumulate": (1, 1, 2, 3, 4),
     "sync": ("every", "last"),
     "clip": (None, 1.0),
+    "experts": (None, None, None, 4, 8),
+    "top_k": (1, 2, 3),
+    "shared_expert": (False, True),
+    "capacity_factor": (None, 0.75, 1.5),
+    "balance": (),
     "tied": (None, True),
     "lora": (None, None, None, 1, 4),
     "reshard_after_forward": ("true", "true", "false", "2", "4"),
@@ -193,9 +198,9 @@ CHOICES = {
 }
 MESHES = {  # by the number of ranks, where --mesh goes with a strategy
     1: (None, None, "1x1"),
-    2: (None, None, "2x1", "tensor=2"),
+    2: (None, None, "2x1", "tensor=2", "shard=2,expert=2"),
     3: (None, None, "3x1", "1x3"),
-    4: (None, None, "2x2", "4x1", "shard=2,tensor=2", "replicate=2,tensor=2"),
+    4: (None, None, "2x2", "4x1", "shard=2,tensor=2", "replicate=2,tensor=2", "shard=4,expert=2", "shard=4,expert=4"),
 }
 SCRIPTS = ("gpt_fsdp.py",) * 6 + ("mnist_fsdp.py", "gpt_pipeline.py", "gpt_zero.py", "gpt_zero.py")
 

@@ -290,7 +290,7 @@ def after_step(model, routing: list[torch.Tensor]):
     if not balanced:
         return
     counts = torch.stack(routing).sum(0)
-    if dist.is_initialized():
+    if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(counts)
     for index, router in balanced:
         tokens = counts[index].to(router.bias_for_choice.dtype)

@@ -23,14 +23,15 @@ def mixture(tape, x: AbstractTensor, p: dict, block: int, spread, shared) -> Abs
     """
     settings, size, itemsize = spread.experts, spread.hidden_size, x.itemsize
     sent, received = spread.routing.rows(tape.micro_batch, block)
-    weights, chosen = router(tape, x, p, settings, spread.batch_size)
+    weights, chosen = router(tape, x, p, settings, spread.batch_size)  # both are alive until the end
     order = tape.make("experts: order", sent, INT64)
     token = tape.make("experts: token of each row", sent, INT64)
     rows = experts.gathered(tape, x, sent * size, token, "experts: rows")
+    counts = None
     if spread.ep_degree == 1:
         rows = compute(tape, rows, p, size)
     else:
-        own = tape.make("experts: rows of each", settings.count // spread.ep_degree, INT64)
+        counts = tape.make("experts: rows of each", settings.count // spread.ep_degree, INT64)
         arrived = exchanged(tape, rows, received * size, "experts: rows received")
         expert = tape.make("experts: expert of each row", received, INT64)
         by_expert = tape.make("experts: order of rows received", received, INT64)
@@ -47,7 +48,9 @@ def mixture(tape, x: AbstractTensor, p: dict, block: int, spread, shared) -> Abs
     rows = experts.weighed(tape, rows, own_weights)
     del own_weights
     out = summed(tape, rows, x.numel, token, itemsize)
-    return tape.add(out, shared(x), "experts and shared expert") if shared else out
+    out = tape.add(out, shared(x), "experts and shared expert") if shared else out
+    del chosen, counts
+    return out
 
 
 def router(tape, x, p, settings, batch_size: int) -> tuple[AbstractTensor, AbstractTensor]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import ceil, comb, sqrt
 
 from planner import UserError
-from planner.models.shapes import Experts
 
 
 @dataclass(frozen=True)
@@ -33,11 +32,11 @@ class Routing:
         return sent[min(block, len(sent) - 1)], received[min(block, len(received) - 1)]
 
 
-def expected(experts: Experts, batch_size: int, seq_len: int, imbalance: float = 1.0, ep_degree: int = 1) -> Routing:
+def expected(experts, batch_size: int, seq_len: int, imbalance: float = 1.0, ep_degree: int = 1) -> Routing:
     """Return the routing that is expected if each token chooses uniformly.
 
     Args:
-        experts: of the model.
+        experts: of the model, ``shapes.Experts``.
         batch_size: sequences of a rank.
         seq_len: their tokens.
         imbalance: the rows of this rank's experts, relative to the mean of all ranks.
@@ -55,7 +54,7 @@ def expected(experts: Experts, batch_size: int, seq_len: int, imbalance: float =
     return Routing(((sent,),), ((round(sent * imbalance),),))
 
 
-def kept_rows(experts: Experts, seq_len: int) -> float:
+def kept_rows(experts, seq_len: int) -> float:
     """Return the expected rows of a sequence that are within its experts' capacity, if each token chooses uniformly.
 
     The tokens that choose an expert are then binomially distributed.
@@ -69,18 +68,18 @@ def kept_rows(experts: Experts, seq_len: int) -> float:
     return experts.count * (sum(n * chance for n, chance in enumerate(chances)) + capacity * (1 - sum(chances)))
 
 
-def sequence_capacity(experts: Experts, seq_len: int) -> int:
+def sequence_capacity(experts, seq_len: int) -> int:
     """Return the tokens of a sequence that an expert computes at most."""
     return ceil(experts.capacity_factor * seq_len * experts.top_k / experts.count)
 
 
-def received_rows(experts: Experts, tokens: int, ep_degree: int) -> tuple[float, float]:
+def received_rows(experts, tokens: int, ep_degree: int) -> tuple[float, float]:
     """Return (mean, standard deviation) of the rows that a rank's experts get, if each token chooses uniformly.
 
     A token chooses top_k different experts: how many of them a rank has is hypergeometrically distributed.
 
     Args:
-        experts: of the model; none of its tokens is dropped.
+        experts: of the model, ``shapes.Experts``; none of its tokens is dropped.
         tokens: of a micro-batch on each rank.
         ep_degree: ranks among which the experts are spread.
     """
@@ -115,7 +114,7 @@ class Spread:
 
     Attributes:
         ep_degree: ranks that have different experts.
-        experts: of the network; None: it has none.
+        experts: of the network, ``shapes.Experts``; None: it has none.
         routing: of the rank that is planned.
         hidden_size: elements of a row.
         batch_size: sequences of a micro-batch on a rank.
@@ -123,7 +122,7 @@ class Spread:
     """
 
     ep_degree: int = 1
-    experts: Experts | None = None
+    experts: object = None
     routing: Routing | None = None
     hidden_size: int = 0
     batch_size: int = 0
