@@ -202,6 +202,21 @@ MESHES = {  # by the number of ranks, where --mesh goes with a strategy
     3: (None, None, "3x1", "1x3"),
     4: (None, None, "2x2", "4x1", "shard=2,tensor=2", "replicate=2,tensor=2", "shard=4,expert=2", "shard=4,expert=4"),
 }
+OF_EXPERTS = ("top_k", "shared_expert", "capacity_factor", "balance")  # options that need --experts
+SPREAD = {  # what goes together with expert parallelism, which few draws of all choices would
+    "strategy": ("fsdp2",),
+    "experts": (4, 8),
+    "precision": ("fp32", "bf16", "fp64"),
+    "weights": ("fp32",),
+    "recompute": ("none", "full"),
+    "recompute_every": (1,),
+    "offload_activations": (False,),
+    "optimizer": ("adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd"),
+    "lora": (None,),
+    "reshard_after_forward": ("true", "false"),
+    "prefetch": (0,),
+    "wrap": ("blocks",),
+}
 SCRIPTS = ("gpt_fsdp.py",) * 6 + ("mnist_fsdp.py", "gpt_pipeline.py", "gpt_zero.py", "gpt_zero.py")
 
 
@@ -229,6 +244,10 @@ def _draw(random: Random) -> dict:
         choices = MESHES[ranks] if field.name == "mesh" and "strategy" in config else choices_for(field)
         if choices and config.get("strategy") in (field.metadata["only"] or (config.get("strategy"),)):
             config[field.name] = random.choice(choices)
+    if "expert" in (config.get("mesh") or ""):
+        config |= {name: random.choice(choices) for name, choices in SPREAD.items()}
+    if not config.get("experts"):
+        config = {name: value for name, value in config.items() if name not in OF_EXPERTS}
     one = {"script": script, "ranks": 1 if config.get("strategy") == "single" else ranks}
     if script == "mnist_fsdp.py":
         one["batch_size"] = config.pop("batch_size")
