@@ -91,7 +91,7 @@ BEFORE_ANYTHING_STARTS = {
         "--experts 8 --simulate": "--experts 8 --simulate",
         "--experts 8 --imbalance 2": "--imbalance --mesh shard=8,expert=N",
         "--experts 8 --ranks 4 --mesh shard=4,expert=2 --imbalance 2.5": "--imbalance 2.5 2",
-        "--config FOLDER/llama.json --experts 8": "--experts --config",
+        "--config FOLDER/llama.json --experts 8": "--experts",
         "--frozen nf4 --lora 4": "4 bits single ddp --precision bf16",
         "--frozen nf4 --lora 4 --simulate": "nf4 --simulate",
         "--optimizer adamw-8bit --simulate": "adamw-8bit --simulate",

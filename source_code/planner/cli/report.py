@@ -97,7 +97,7 @@ def routing_lines(asked, routing: dict | None) -> list[str]:
         return [f"{routing['rows']:,.0f} rows for experts in each block{dropped}"]
     spread = f"{routing['rows']:,.0f} ± {routing['deviation']:,.0f} rows"
     size = f"{routing['bytes'] / 1e6:,.3f} ± {routing['deviation_bytes'] / 1e6:,.3f} MB"
-    return [
+    return [  # compared with meters on the CPU, for given routings: tests/test_experts.py
         f"if tokens choose uniformly, a rank's experts receive {spread} in each block{dropped}: {size}; "
         f"planned: {routing['planned_rows']:,}"
     ]
