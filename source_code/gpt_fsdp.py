@@ -3,6 +3,7 @@
   python gpt_fsdp.py --ranks 4 --recompute full --record run.json
   python gpt_fsdp.py --ranks 4 --mesh 2x2                   # two replicas, each sharded over two ranks
   python gpt_fsdp.py --ranks 4 --mesh shard=2,tensor=2      # tensor parallelism: two ranks share each matmul
+  python gpt_fsdp.py --ranks 4 --mesh context=4 --context-attention ring    # four ranks share each sequence
   python gpt_fsdp.py --lora 4 --accumulate 4 --clip 1.0     # a frozen base model, four micro-batches per step
   python gpt_fsdp.py --lr-schedule cosine --warmup-steps 4 --no-decay-1d --log logs     # tensorboard --logdir logs
   python gpt_fsdp.py --checkpoint ckpt && python gpt_fsdp.py --checkpoint ckpt --resume --max-steps 40
@@ -30,11 +31,13 @@ from labkit.running.lab_options import TransformerTraining
 from labkit.running.options import Conflict, several
 from labkit.training import checkpoints, loss_scaling, models, muon, post_forward_mesh, recompute, saving, text
 from labkit.training.bf16_adamw import BF16AdamW
+from labkit.training.context_parallel import Context, context_group, context_parallel, positions
 from labkit.training.loop import Loop, keep_norm
 from labkit.training.shards import count_units, part_of
 from labkit.training.tensor_parallel import tensor_parallel
 from labkit.training.weight_decay import parameter_groups
 from planner.models import flops
+from planner.parallel import context
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
@@ -102,8 +105,12 @@ def parallelize(model, config, me):
 
 
 def device_mesh(config, me):
-    """Return the device mesh: --mesh, or one dimension of all ranks. Dimensions of size 1 are omitted, except FSDP's."""
-    sizes = config.arranged(me.world_size).sizes
+    """Return the device mesh: --mesh, or one dimension of all ranks. Dimensions of size 1 are omitted, except FSDP's.
+
+    FSDP shards among the ranks that share a sequence, too, and averages their gradients: "shard" includes "context".
+    """
+    mesh = config.arranged(me.world_size)
+    sizes = mesh.sizes | {"shard": mesh.shards}
     names = tuple(name for name in ("replicate", "shard", "tensor") if name == "shard" or sizes[name] > 1)
     return init_device_mesh(me.device.type, tuple(sizes[name] for name in names), mesh_dim_names=names)
 
@@ -136,6 +143,8 @@ def fsdp2(model, config, me):
     mesh = device_mesh(config, me)
     if "tensor" in mesh.mesh_dim_names:
         tensor_parallel(model, mesh["tensor"])
+    if config.cp_degree > 1:
+        context_parallel(model, context_of(config, me), config.context_attention)
     settings = {
         "mesh": mesh[tuple(name for name in mesh.mesh_dim_names if name != "tensor")],
         "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=pinned) if config.cpu_offload else fsdp.OffloadPolicy(),
@@ -155,6 +164,23 @@ def fsdp2(model, config, me):
     if config.prefetch:
         prefetch(model, units, config.prefetch)
     return model
+
+
+def context_of(config, me):
+    """Return this rank's place in its context group. Collective: it makes the groups."""
+    mesh = config.arranged(me.world_size)
+    group = context_group(me.rank, mesh.context, mesh.tensor, me.world_size)
+    return Context(group, mesh.context_part(me.rank), mesh.context, context.order_of(config.context_attention))
+
+
+def my_tokens(sequences, config, me):
+    """Return this rank's tokens of sequences (…, seq_len): all of them, unless a context group shares each sequence."""
+    mesh = config.arranged(me.world_size)
+    if mesh.context == 1:
+        return sequences
+    order = context.order_of(config.context_attention)
+    mine = positions(mesh.context_part(me.rank), mesh.context, config.seq_len, order)
+    return [each[..., mine.to(each.device)] for each in sequences]
 
 
 def prefetch(model, units, ahead):
@@ -241,13 +267,16 @@ def train_step(model, optimizer, inputs, targets, config):
 
 
 def training_batches(tokens, config, me, steps):
-    """Yield this rank's micro-batches of each step: (inputs, targets), each of shape (accumulate, batch_size, seq_len)."""
+    """Yield this rank's micro-batches of each step: (inputs, targets), each of shape (accumulate, batch_size, tokens).
+
+    The ranks of a tensor group see the same tokens, and those of a context group parts of the same sequences.
+    """
     mesh = config.arranged(me.world_size)
     count = config.accumulate * mesh.data * config.batch_size
     for step in steps:
         starts = text.starts(tokens, config.seq_len, count, config.seed, step)
         mine = starts.view(config.accumulate, mesh.data, config.batch_size)[:, mesh.data_part(me.rank)]
-        yield text.sequences(tokens, mine, config.seq_len)
+        yield my_tokens(text.sequences(tokens, mine, config.seq_len), config, me)
 
 
 @torch.no_grad()
@@ -260,11 +289,13 @@ def evaluate(model, tokens, config, me, compute_loss=compute_loss):
     loss = torch.zeros((), dtype=torch.float64, device=me.device)
     for part in starts[mesh.data_part(me.rank) :: mesh.data].tensor_split(passes):
         # Under FSDP each forward pass is a collective: a rank without sequences makes one whose loss does not count.
-        inputs, targets = text.sequences(tokens, part if len(part) else starts[:1], config.seq_len)
+        sequences = text.sequences(tokens, part if len(part) else starts[:1], config.seq_len)
+        inputs, targets = my_tokens(sequences, config, me)
         with loss_parallel():
             loss += len(part) * compute_loss(model, inputs, targets, config)
     dist.all_reduce(loss)
-    return loss.item() / total * mesh.data / me.world_size  # tensor-parallel ranks have the same sequences
+    # Tensor-parallel ranks have the same sequences; those of a context group, the means of as many tokens each.
+    return loss.item() / total * mesh.data / me.world_size
 
 
 def prepare(config, me):

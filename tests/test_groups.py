@@ -23,6 +23,8 @@ RUNS = [  # (lab, ranks, options)
     (GPT, 4, {"reshard_after_forward": "false"}),
     *((GPT, 8, {"mesh": mesh}) for mesh in ("2x4", "4x2", "1x8", "8x1", "replicate=8", "tensor=2,shard=4")),
     (GPT, 2, {"mesh": "tensor=2"}),
+    *((GPT, 8, {"mesh": mesh}) for mesh in ("context=8", "replicate=2,context=2,tensor=2", "shard=2,context=4")),
+    (GPT, 8, {"mesh": "shard=2,context=4", "reshard_after_forward": "2"}),
     *((GPT, 8, {"mesh": mesh}) for mesh in ("replicate=2,shard=2,tensor=2", "replicate=4,tensor=2")),
     *((GPT, 8, {"strategy": "fsdp1", "mesh": mesh}) for mesh in ("2x4", "4x2")),
     *((GPT, 8, {"reshard_after_forward": kept}) for kept in ("2", "4", "8")),
@@ -41,6 +43,7 @@ USES = [  # those whose steps are simulated
     for ranks, chosen in (
         (8, {"mesh": "8x1"}),
         (8, {"mesh": "replicate=2,shard=2,tensor=2"}),
+        (8, {"mesh": "shard=2,context=4"}),
         (16, {"mesh": "2x8", "reshard_after_forward": "4"}),
     )
 ]

@@ -28,6 +28,7 @@ from math import prod
 
 from planner import UserError
 from planner.models import networks
+from planner.parallel.context import Context, order_of
 from planner.parallel.mesh import arrange
 from planner.parallel.pipeline import Stage, split_blocks
 from planner.parallel.strategies import Unit
@@ -97,6 +98,9 @@ def transformer_plan(options, ranks: int, network: networks.Blueprint | None = N
         UserError: the ranks cannot be arranged so, or cannot share the model so.
     """
     mesh = arrange(ranks, options.mesh, options.reshard_after_forward)
+    # What attention needs for a moment differs among the ranks that share a sequence: the last one needs most.
+    place = mesh.context_part(fields["rank"]) if "rank" in fields else mesh.context - 1
+    form = options.context_attention
     network = network or networks.gpt(
         options.shape,
         options.batch_size,
@@ -109,6 +113,7 @@ def transformer_plan(options, ranks: int, network: networks.Blueprint | None = N
         wrap_embeddings=options.wraps_embeddings,
         quantized=options.frozen == "nf4",
         offload_activations=options.offload_activations and on_gpu,  # on the CPU nothing moves
+        context=Context(mesh.context, form, order_of(form), place),
     )
     return Plan(
         network,

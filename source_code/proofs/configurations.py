@@ -10,7 +10,7 @@ from importlib import import_module
 from random import Random
 
 from labkit.running.options import choices_of
-from planner.parallel import muon
+from planner.parallel import context, muon
 
 
 def listed() -> list[dict]:
@@ -50,7 +50,7 @@ def listed() -> list[dict]:
     configs += [gpt(2, strategy=strategy, accumulate=3, sync="last") for strategy in ("ddp", "fsdp1", "fsdp2")]
     configs += [gpt(2, strategy="fsdp2", accumulate=2), gpt(4, strategy="fsdp2", prefetch=2)]
     configs += [gpt(3, strategy="fsdp2", tied=True), gpt(2, strategy="fsdp1", precision="bf16")]
-    configs += tensor_parallel()
+    configs += tensor_parallel() + context_parallel()
     for recompute in ("none", "full", "selective"):  # by autocast; AdamW's own peak would be higher than what it does
         configs += [gpt(1, strategy="single", recompute=recompute, precision="bf16", optimizer="sgd", tied=True)]
         configs += [gpt(2, strategy="ddp", recompute=recompute, precision="bf16", optimizer="sgd")]
@@ -147,6 +147,19 @@ def tensor_parallel() -> list[dict]:
     return [one | {"config": {"strategy": "fsdp2"} | one["config"]} for one in configs]
 
 
+def context_parallel() -> list[dict]:
+    """Each form of attention over sequences that ranks share, alone and with every other dimension of a mesh."""
+    sgd = {"strategy": "fsdp2", "seq_len": 32, "optimizer": "sgd"}
+    ring, gathered, ulysses = ({"context_attention": form} for form in context.FORMS)
+    configs = [gpt(2, **sgd, **form, mesh="context=2", precision="bf16") for form in (ring, gathered, ulysses)]
+    configs += [gpt(2, **sgd, mesh="context=2", recompute="full", loss_chunks=3, clip=1.0)]
+    configs += [gpt(2, **sgd, **ulysses, mesh="context=2", recompute="selective", lora=4)]
+    configs += [gpt(3, **sgd | {"seq_len": 30}, mesh="context=3", accumulate=3, sync="last")]
+    configs += [gpt(4, **sgd, mesh="context=4"), gpt(4, **sgd, **gathered, mesh="context=2,tensor=2")]
+    configs += [gpt(4, **sgd, **gathered, mesh="shard=2,context=2", recompute="full", precision="bf16")]
+    return [*configs, gpt(4, **sgd, **ulysses, mesh="replicate=2,context=2")]
+
+
 def mnist(ranks: int, **config) -> dict:
     return {"script": "mnist_fsdp.py", "ranks": ranks, "batch_size": 9, "config": config}
 
@@ -179,7 +192,7 @@ CHOICES = {
     "min_num_params": (300, 20_000),
     "dropout": (True, False),
     "batch_size": (1, 2, 3, 4, 5),
-    "seq_len": (8, 13, 20, 27, 32, 34, 40),
+    "seq_len": (8, 13, 20, 24, 27, 32, 34, 40),
     "precision": ("fp32", "bf16", "fp16", "fp64"),
     "recompute": ("none", "full", "selective", "alternate"),
     "recompute_every": (1, 1, 2, 3),
@@ -194,12 +207,14 @@ CHOICES = {
     "lora": (None, None, None, 1, 4),
     "reshard_after_forward": ("true", "true", "false", "2", "4"),
     "prefetch": (0, 0, 1, 2, 5),
+    "context_attention": ("ring", *context.FORMS),
 }
+CONTEXTS = ("context=4", "shard=2,context=2", "replicate=2,context=2", "context=2,tensor=2")
 MESHES = {  # by the number of ranks, where --mesh goes with a strategy
     1: (None, None, "1x1"),
-    2: (None, None, "2x1", "tensor=2"),
-    3: (None, None, "3x1", "1x3"),
-    4: (None, None, "2x2", "4x1", "shard=2,tensor=2", "replicate=2,tensor=2"),
+    2: (None, None, "2x1", "tensor=2", "context=2", "context=2"),
+    3: (None, None, "3x1", "1x3", "context=3"),
+    4: (None, "2x2", "4x1", "shard=2,tensor=2", "replicate=2,tensor=2", *CONTEXTS),
 }
 KNOBS = {"shard_dim": (0, 0, 0, 1), "reduce_buffers": (1, 1, 1, 2, 3)}  # of FSDP2 in gpt_fsdp.py
 SCRIPTS = ("gpt_fsdp.py",) * 6 + ("mnist_fsdp.py", "gpt_pipeline.py", "gpt_zero.py", "gpt_zero.py")

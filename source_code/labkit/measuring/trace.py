@@ -68,6 +68,23 @@ def dimensions(model) -> dict[tuple, str]:
     return {tuple(dist.get_process_group_ranks(group)): name for group, name in named}
 
 
+def context_groups(model) -> set[str]:
+    """Return the names of the process groups that share sequences (labkit/training/context_parallel.py).
+
+    A name, since FSDP's group may have the same ranks.
+    """
+    forms = (getattr(module, "attend", None) for module in model.modules())
+    return {form.keywords["context"].group.group_name for form in forms if hasattr(form, "keywords")}
+
+
+def group_name(arguments) -> str | None:
+    """Return the name of the process group of a collective, from the operator's arguments; None if there is none."""
+    for argument in arguments:
+        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+            return dist.ProcessGroup.unbox(argument).group_name
+    return None
+
+
 def members(arguments) -> tuple:
     """Return the ranks of the process group of a collective, from the operator's arguments; () if there is none."""
     for argument in arguments:
@@ -132,7 +149,7 @@ class StepTrace(TorchDispatchMode):
         self.batch = ()
         self._on_meta = any(parameter.device.type == "meta" for parameter in model.parameters())
         self.collectives = Counter()
-        self._dimensions = dimensions(model)
+        self._dimensions, self._context_groups = dimensions(model), context_groups(model)
         self._number = {}  # address of a live storage → its number; addresses are reused, numbers are not
         self._category = []  # by number; a known role overrides the phase in which the storage was allocated
         self._size = []  # by number, bytes
@@ -252,7 +269,10 @@ class StepTrace(TorchDispatchMode):
         size = sum(t.nbytes for t in tensors)
         if kind == "all-to-all":  # a rank may receive more than it sends, or less
             size = max(size, args[1].nbytes)
-        self.collectives[kind, size, self._dimensions.get(members(args))] += 1
+        in_context = group_name(args) in self._context_groups
+        dimension = "context" if in_context else self._dimensions.get(members(args))
+        self.collectives[kind, size, dimension] += 1
+        category = None if in_context else category  # keys, values, and their gradients are no parameters
         for tensor in tensors:
             self._see(tensor, category)
             if category == "reduce-scatter":

@@ -17,7 +17,7 @@ from planner import predict
 from planner.cli import coverage, report
 from planner.models import huggingface, networks
 from planner.models.shapes import GPT_SHAPES, GPTShape
-from planner.parallel import muon, pipeline, zero
+from planner.parallel import context, muon, pipeline, zero
 from planner.parallel.mesh import FORM, Mesh, arrange
 from planner.parallel.pipeline import Stage
 from planner.step.plan import Plan
@@ -260,6 +260,28 @@ class TransformerTraining(Training):
             }.items()
         ),
         Conflict(
+            {"cp_degree": 1},
+            {"context_attention": GIVEN},
+            "--context-attention is for ranks that share each sequence: give --mesh context=N, too",
+        ),
+        *(
+            Conflict(
+                {"cp_degree": several},
+                excluded,
+                f"--mesh {{c.mesh}} shares each sequence, which does not support {what}: leave it out",
+            )
+            for what, excluded in {
+                "--strategy {c.strategy}": {"strategy": ("single", "ddp", "fsdp1")},
+                "--compile": {"compile": True},
+            }.items()
+        ),
+        Conflict(
+            {"cp_degree": several, "context_attention": ("ring", "gather")},
+            {"recompute": ("selective", "alternate")},
+            "--recompute {c.recompute} would save each part of attention under --context-attention {c.context_attention}: use "
+            "--recompute full, or --context-attention ulysses",
+        ),
+        Conflict(
             {"strategy": "fsdp1"},
             {"mesh": GIVEN, "shards": 1},
             "FSDP1 on --mesh {c.mesh} has nothing to shard: use --strategy ddp",
@@ -364,6 +386,12 @@ class TransformerTraining(Training):
     mesh: str | None = option(
         None, "device mesh: 2x4 (HSDP: 2 replicas, 4 shards each), or named: shard=4,tensor=2", form=FORM, only=SHARDED
     )
+    context_attention: Literal[context.FORMS] = option(
+        "ring",
+        "--mesh context=N: how attention sees whole sequences; ring passes keys and values on, for any number of heads and "
+        "without holding all of them; gather all-gathers them; ulysses exchanges tokens for heads",
+        only=("fsdp2",),
+    )
     prefetch: int = option(0, "FSDP2: all-gather N units ahead; 0: FSDP2's default", least=0, only=("fsdp2",))
     accumulate: int = option(1, "micro-batches in a step", least=1, at_most=10_000)
     sync: Literal["every", "last"] = option("every", "after which micro-batch of a step the ranks average gradients")
@@ -428,6 +456,11 @@ class TransformerTraining(Training):
         return self._dimensions.tensor
 
     @property
+    def cp_degree(self) -> int:
+        """Context-parallel degree: the number of ranks that share each sequence."""
+        return self._dimensions.context
+
+    @property
     def ep_degree(self) -> int:
         """Expert-parallel degree: the number of ranks that have different experts."""
         return self._dimensions.expert
@@ -489,8 +522,10 @@ class TransformerTraining(Training):
             UserError: the options, or the dimensions of the model, do not fit this number of ranks.
         """
         mesh = arrange(world_size, self.mesh, self.reshard_after_forward)
+        if mesh.context > 1:
+            self.shape.check_context_parallel(mesh.context, mesh.tensor, self.context_attention, self.seq_len)
         if mesh.tensor > 1:
-            self.shape.check_tensor_parallel(mesh.tensor, self.seq_len)
+            self.shape.check_tensor_parallel(mesh.tensor, self.seq_len // mesh.context)
         return mesh
 
     def plan(self, ranks: int, *, on_gpu: bool, at_least: bool = False, **how) -> Plan:
@@ -629,6 +664,11 @@ class HuggingFaceTraining(
             {"model": None},
             {"config": None},
             "give --model FOLDER for a model with weights, or --config FILE for random ones",
+        ),
+        Conflict(
+            {"cp_degree": several},
+            {"mesh": GIVEN},
+            "--mesh {c.mesh} shares each sequence, which gpt_fsdp.py does: leave context out",
         ),
         Conflict(
             {"tokens": "model"},

@@ -94,6 +94,11 @@ CONFLICTS = (
     ),
     Conflict(
         {"third_party": True},
+        {"cp_degree": several},
+        "--mesh {c.mesh} shares each sequence, which is planned for the course's models only: leave context out",
+    ),
+    Conflict(
+        {"third_party": True},
         {"pipelined": True},
         "--mesh {c.mesh} is planned for the course's models only: leave --config and --model out, or the pipeline",
     ),

@@ -52,7 +52,12 @@ class GPT(nn.Module):
 
     Input: token ids of shape (batch, sequence). Output: logits of shape (batch, sequence, vocabulary). With targets, which
     have the input's shape, the output is their mean cross-entropy: see ``Head``.
+
+    Attributes:
+        positions: positions(tokens, device=…) → the positions of so many tokens; by default they are a whole sequence.
     """
+
+    positions = staticmethod(torch.arange)
 
     def __init__(self, shape: GPTShape):
         super().__init__()
@@ -92,7 +97,7 @@ class GPT(nn.Module):
             Logits (batch, sequence, vocabulary), or the mean cross-entropy in nats per token, a scalar.
         """
         x = self.embedding(tokens)
-        rotation = rotary(tokens.shape[1], self.shape.head_dim, x)
+        rotation = rotary(tokens.shape[1], self.shape.head_dim, x, self.positions(tokens.shape[1], device=x.device))
         for block in self.blocks:
             x = block(x, rotation)
         return self.head(self.norm(x), targets, chunks)
@@ -130,8 +135,19 @@ class Block(nn.Module):
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
+def causal_attention(query, key, value):
+    """Return softmax(query · keyᵀ) · value, causally: as query, (batch, heads, sequence, head_dim)."""
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
 class Attention(nn.Module):
-    """Causal self-attention; each key and value head serves several query heads."""
+    """Causal self-attention; each key and value head serves several query heads.
+
+    Attributes:
+        attend: attend(query, key, value) → their attention, see ``causal_attention``.
+    """
+
+    attend = staticmethod(causal_attention)
 
     def __init__(self, shape: GPTShape):
         super().__init__()
@@ -147,7 +163,7 @@ class Attention(nn.Module):
             layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )
         query, key = apply_rope(query, *rotation), apply_rope(key, *rotation)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        mixed = self.attend(query, key, value)
         return self.output(mixed.transpose(1, 2).flatten(2))
 
 
@@ -243,19 +259,21 @@ def _draw(part, rows, columns, shape, key: str):
         piece.copy_(values[mine - first].index_select(1, columns))
 
 
-def rotary(length: int, width: int, like) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary(length: int, width: int, like, positions=None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cosines and sines of rotary position embedding (RoPE, arXiv:2104.09864).
 
     Args:
         length: number of positions.
         width: head_dim.
         like: a tensor with the device and the dtype of the result.
+        positions: (length,); None: 0 to length − 1.
 
     Returns:
         (cos, sin), each (length, head_dim).
     """
     frequencies = 500_000.0 ** (-torch.arange(0, width, 2, device=like.device) / width)  # Llama 3's base
-    angles = torch.outer(torch.arange(length, device=like.device), frequencies).repeat(1, 2)
+    positions = torch.arange(length, device=like.device) if positions is None else positions
+    angles = torch.outer(positions, frequencies).repeat(1, 2)
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 

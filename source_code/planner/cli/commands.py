@@ -45,6 +45,8 @@ def first_rank_plan(options, network: networks.Blueprint | None = None) -> predi
     """Return the plan of rank 0, without a pipeline: see ``plan_from_options``."""
     if options.tp_degree > 1 and options.simulate and not options.third_party:
         raise UserError("tensor parallelism is not simulated: leave --simulate out, or take one_rank.py")
+    if options.cp_degree > 1 and options.simulate:
+        raise UserError("ranks that share sequences are not simulated: leave --simulate out, or take one_rank.py")
     fields = {"on_gpu": options.on_gpu, "torch": installed_torch(), "flash": options.booked.flash}
     return predict.transformer_plan(options, options.ranks, network, **fields)
 

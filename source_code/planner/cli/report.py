@@ -6,7 +6,7 @@ from planner.predict import Plan, by_category, total
 
 KERNELS = {True: "a GPU's kernels", False: "the CPU's kernels"}  # by whether it is on a GPU
 # Printed first: whoever plans a run with one of these must know that it is not in the figures.
-NOT_MODELLED = "not modelled: context parallelism, fp8"
+NOT_MODELLED = "not modelled: fp8"
 COMPARED = """(a GPU's kernels: compared with PyTorch's own code on tensors without memory, not yet with a GPU. What only a GPU can show
 is in the answer as a factor: workspaces of cuDNN and cuBLAS, streams, what the allocator rounds up and reserves)"""
 SIMULATED = """(simulated with the operators that PyTorch selects on a GPU, and without memory; not yet compared with a GPU. What only a
@@ -73,7 +73,7 @@ def plan_text(asked, found: dict) -> str:
     ]
     for c in found["traffic"]:
         sizes = [f"{size / 1e6:,.1f} MB" for size in (c["bytes"], c["count"] * c["rank"], c["count"] * c["node"])]
-        along = "   along tensor" if c["dimension"] == "tensor" else ""
+        along = f"   along {c['dimension']}" if c["dimension"] in ("tensor", "context") else ""
         lines.append(f"  {c['count']:4} × {c['kind']:16}{sizes[0]:>17}{sizes[1]:>15}{sizes[2]:>23}{along}")
     lines += ["", *time_lines(asked, found)]
     if asked.on_gpu:

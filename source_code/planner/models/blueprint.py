@@ -8,6 +8,7 @@ from planner.ops.attention import Heads
 from planner.ops.autograd import AbstractParameter, AbstractTensor
 from planner.ops.operators import Tape
 from planner.ops.tensor_parallel import Exchange
+from planner.parallel.context import Context
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +60,7 @@ class Blueprint:
         flops: operations of forward and backward of one sample, without recomputation.
         tied: {parameter: the one whose tensor it shares}.
         tensor_parallel: what the ranks of a tensor group exchange.
+        context: what the ranks that share each sequence exchange.
         period: each wrapped module is like the one this many before it.
         boundary_numel: elements of a micro-batch between two blocks, and so between two stages of a pipeline.
         holds_output: whether the training loop holds the network's output until it has the next step's.
@@ -76,6 +78,7 @@ class Blueprint:
     flops: float
     tied: dict[str, str] = field(default_factory=dict)
     tensor_parallel: Exchange = field(default_factory=Exchange)
+    context: Context = field(default_factory=Context)
     period: int = 1
     boundary_numel: int = 0
     holds_output: bool = False

@@ -84,18 +84,26 @@ def module_flops(plan) -> list[tuple[float, float]]:
     if not work.flops:
         return [(0.0, 0.0)] * len(modules)
     multiplied = [_multiplying(module, work.tensor_parallel.tp_degree) for module in modules]
-    attending = [module for module in modules if module.heads]
-    # PaLM's count of attention's two matmuls: a third of it in forward, the rest in backward.
-    attention_flops = work.flops - sum(4 * every + 2 * trained for every, trained in multiplied)
-    attention_flops = attention_flops / max(1, len(attending)) * _share_computed(plan, attending)
-    share, flops = work.samples / plan.tp_degree, []
+    attended, share, flops = attention_flops(plan), work.samples / plan.tp_degree, []
     for module, (every, trained) in zip(modules, multiplied, strict=True):
-        mixing = attention_flops if module in attending else 0.0
-        forward = 2 * every + mixing / 3
+        mixing_forward, mixing_backward = attended if module.heads else (0.0, 0.0)
+        forward = 2 * share * every + mixing_forward
         matmuls, attends = module.recomputed
-        recomputed = 2 * matmuls + (mixing / 3 if attends else 0.0)
-        flops.append((share * forward, share * (recomputed + 2 * every + 2 * trained + mixing * 2 / 3)))
+        recomputed = 2 * share * matmuls + (mixing_forward if attends else 0.0)
+        flops.append((forward, recomputed + share * (2 * every + 2 * trained) + mixing_backward))
     return flops
+
+
+def attention_flops(plan) -> tuple[float, float]:
+    """Return the hardware's operations of one attention in a micro-batch: (forward, backward).
+
+    PaLM's count of its two matmuls, of the part that is computed: a third in forward, the rest in backward.
+    """
+    attending = [module for module in plan.blueprint.modules if module.heads]
+    multiplied = [_multiplying(module, plan.tp_degree) for module in plan.blueprint.modules]
+    mixing = plan.blueprint.flops - sum(4 * every + 2 * trained for every, trained in multiplied)
+    mixing *= _share_computed(plan, attending) * plan.blueprint.samples / plan.tp_degree / max(1, len(attending))
+    return mixing / 3, mixing * 2 / 3
 
 
 def _multiplying(module, tp_degree: int) -> tuple[float, float]:
@@ -109,7 +117,11 @@ def _multiplying(module, tp_degree: int) -> tuple[float, float]:
 
 
 def _share_computed(plan, attending: list) -> float:
-    """Return the share of attention's matrix that is computed: half, but all of it where a GPU has no fused kernel."""
+    """Return the share of attention's matrix that is computed: half, but all of it where a GPU has no fused kernel.
+
+    Of ranks that share sequences, it is the slowest rank's.
+    """
     itemsize = BF16 if plan.precision in ("bf16", "fp16") else plan.itemsize
     grouped = any(module.heads.grouped for module in attending)
-    return 1.0 if attention.kernel(plan.on_gpu, itemsize, grouped, plan.torch, plan.flash) == "math" else 0.5
+    computed = 1.0 if attention.kernel(plan.on_gpu, itemsize, grouped, plan.torch, plan.flash) == "math" else 0.5
+    return computed * plan.blueprint.context.slowest_share

@@ -1,7 +1,7 @@
 """The course's GPT as a blueprint: it states what labkit/training/models.py computes, line for line. Imports no torch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import lcm
 
@@ -10,9 +10,10 @@ from planner.models import flops
 from planner.models.blueprint import AbstractModule, Blueprint
 from planner.models.parameters import active_shares, block_parameters, linear_parameters, norm_parameters
 from planner.models.shapes import GPTShape
-from planner.ops import chunked_loss, tensor_parallel
+from planner.ops import chunked_loss, context_parallel, tensor_parallel
 from planner.ops.attention import Heads
 from planner.ops.autograd import INT64
+from planner.parallel.context import Context
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,12 @@ class GPT:
     wrap_embeddings: bool
     quantized: bool
     offload_activations: bool
+    context: Context
 
     def __post_init__(self):
-        self.shape.check_tensor_parallel(self.tp_degree, self.seq_len)
+        if self.context.size > 1:
+            self.shape.check_context_parallel(self.context.size, self.tp_degree, self.context.form, self.seq_len)
+        self.shape.check_tensor_parallel(self.tp_degree, self.local_len)
         self.check_loss()
         if self.tp_degree > 1 and (self.lora or self.wrap_embeddings or self.loss_chunks > 1):
             raise UserError(
@@ -52,16 +56,34 @@ class GPT:
             )
 
     @property
+    def local_len(self) -> int:
+        """Tokens of a sequence on a rank."""
+        return self.seq_len // self.context.size
+
+    @property
     def tokens(self) -> int:
         """Tokens of a micro-batch on a rank."""
-        return self.batch_size * self.seq_len
+        return self.batch_size * self.local_len
 
     @property
     def heads(self) -> Heads:
         """A rank's heads of attention, and the sequences they attend over."""
         shape, ranks = self.shape, self.tp_degree
         return Heads(
-            self.batch_size, shape.num_attention_heads // ranks, shape.num_key_value_heads // ranks, self.seq_len
+            self.batch_size, shape.num_attention_heads // ranks, shape.num_key_value_heads // ranks, self.local_len
+        )
+
+    @property
+    def exchanged(self) -> Context:
+        """The context group, with what its ranks exchange."""
+        heads, shape = self.heads, self.shape
+        return replace(
+            self.context,
+            numel=heads.rows * shape.head_dim,
+            kv_numel=heads.batch_size * heads.kv_heads * heads.seq_len * shape.head_dim,
+            layers=len(self.stage),
+            recomputed=sum(map(self.is_recomputed, self.stage)),
+            frozen_keys=int(bool(self.lora) and self.stage.start == 0),
         )
 
     @property
@@ -101,6 +123,7 @@ class GPT:
             flops=flops.per_token(shape, self.seq_len, self.lora, stage),
             tied={"head.weight": "embedding.weight"} if shape.tie_word_embeddings else {},
             tensor_parallel=self.exchange,
+            context=self.exchanged,
             period=lcm(shape.period, self.recompute_every if self.recompute != "none" else 1),
             boundary_numel=self.tokens * shape.hidden_size,
             unmodeled=self.unmodeled,
@@ -168,7 +191,7 @@ class GPT:
 
     def positions(self, tape, x, _):
         """Make the tables of cosines and sines, (length, head dimension) each, and return x."""
-        size = self.seq_len * self.shape.head_dim, x.itemsize
+        size = self.local_len * self.shape.head_dim, x.itemsize
         tape.rope_tables = [tape.constant(name, *size) for name in ("cosines", "sines")]
         return x
 
@@ -196,7 +219,10 @@ class GPT:
         query, key, value = (tape.split_heads(projection, heads) for projection in projected)
         rotated_query, rotated_key = tape.apply_rope(query, "query"), tape.apply_rope(key, "key")
         del query, key
-        mixed = tape.attention(rotated_query, rotated_key, value, heads)
+        if self.context.size > 1:
+            mixed = context_parallel.attend(tape, rotated_query, rotated_key, value, heads, self.context)
+        else:
+            mixed = tape.attention(rotated_query, rotated_key, value, heads)
         return tape.linear(tape.join_heads(mixed, heads), p["output.weight"], p.get("output.bias"))
 
     def feed_forward(self, tape, x, p):

@@ -11,6 +11,7 @@ from planner.models.gpt import GPT
 from planner.models.library import LibraryGPT
 from planner.models.shapes import GPTShape
 from planner.ops.autograd import INT64
+from planner.parallel.context import Context
 
 # The MNIST network (labkit/training/models.py: Net)
 
@@ -91,6 +92,7 @@ def gpt(
     wrap_embeddings: bool = False,
     quantized: bool = False,
     offload_activations: bool = False,
+    context: Context | None = None,
 ) -> Blueprint:
     """Return the blueprint of a GPT for one rank's batch.
 
@@ -107,6 +109,7 @@ def gpt(
         wrap_embeddings: FSDP makes units of embedding and head.
         quantized: with adapters, the matrices of the blocks are stored in 4 bits (QLoRA, arXiv:2305.14314).
         offload_activations: the inputs of recomputed blocks are in CPU memory from their forward to their backward.
+        context: the ranks that share each sequence; None: each rank has its own.
 
     Raises:
         UserError: the model cannot be split among ``tp_degree`` ranks, or the options do not go together.
@@ -125,4 +128,5 @@ def gpt(
         wrap_embeddings=wrap_embeddings,
         quantized=quantized,
         offload_activations=offload_activations,
+        context=context or Context(),
     ).blueprint()

@@ -6,6 +6,7 @@ Fields have the names of Hugging Face's configurations where these have them.
 from dataclasses import dataclass
 
 from planner import UserError
+from planner.parallel import context
 
 
 def check_divides(tp_degree: int, count: int, what: str):
@@ -196,6 +197,30 @@ class GPTShape:
         self.check_split_heads(tp_degree)
         check_divides(tp_degree, self.intermediate_size, "intermediate elements")
         check_divides(tp_degree, seq_len, "tokens of a sequence")
+
+    def check_context_parallel(self, cp_degree: int, tp_degree: int, form: str, seq_len: int):
+        """Check that ``cp_degree`` ranks can share sequences of ``seq_len`` tokens, and with Ulysses their heads.
+
+        Args:
+            cp_degree: ranks of a context group.
+            tp_degree: ranks that split the heads before.
+            form: of attention, one of ``context.FORMS``.
+            seq_len: tokens of a sequence.
+
+        Raises:
+            UserError: they cannot.
+        """
+        parts = cp_degree * context.ORDERS[context.order_of(form)]
+        if seq_len % parts:
+            raise UserError(
+                f"--mesh context={cp_degree} with --context-attention {form} divides a sequence into {parts} parts: give "
+                f"a --seq-len divisible by {parts}, not {seq_len}"
+            )
+        if form == "ulysses" and self.num_key_value_heads % (cp_degree * tp_degree):
+            raise UserError(
+                f"ulysses divides heads, and the {self.num_key_value_heads} heads of keys and values cannot be divided "
+                f"evenly among {cp_degree * tp_degree} ranks: give a smaller context in --mesh, or --context-attention ring"
+            )
 
     def check_split_heads(self, tp_degree: int):
         """Check that ``tp_degree`` ranks can divide the heads evenly: those of keys and values, which divide those of queries.

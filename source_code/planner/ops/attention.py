@@ -93,7 +93,7 @@ def fused(
 
     def compute():
         outputs = [tape.make("attention", out_numel, itemsize)]
-        extra = _extra_outputs(name, itemsize, heads, needs_gradient)
+        extra = extra_outputs(name, itemsize, heads, needs_gradient)
         outputs += [tape.make(f"attention: {what}", *size) for what, *size in extra]
         return outputs
 
@@ -103,7 +103,7 @@ def fused(
     def run(_):
         names = ("query", "key", "value")
         made = [tape.make(f"gradient of {of}", *size) for of, (_, *size) in zip(names, inputs, strict=True)]
-        for together in _workspaces(name, numel, itemsize, heads) if tape.workspaces else ():
+        for together in workspaces(name, numel, itemsize, heads) if tape.workspaces else ():
             held = [tape.make(f"attention: {what}", *size) for what, *size in together]
             del held
         return [(node, gradient) for (node, _, _), gradient in zip(inputs, made, strict=True)]
@@ -111,7 +111,7 @@ def fused(
     return tape.record(out, run, saved) if needs_gradient else out
 
 
-def _extra_outputs(name: str, itemsize: int, heads: Heads, needs_gradient: bool) -> list[tuple[str, int, int]]:
+def extra_outputs(name: str, itemsize: int, heads: Heads, needs_gradient: bool = True) -> list[tuple[str, int, int]]:
     """Return [(what, elements, bytes per element)] that a kernel returns for its backward in addition to its output."""
     if name == "efficient":
         padded = 32 * ceil(heads.seq_len / 32)
@@ -120,7 +120,7 @@ def _extra_outputs(name: str, itemsize: int, heads: Heads, needs_gradient: bool)
     return [sums, ("random state", 3, INT64)] if name == "flash" else [sums]
 
 
-def _workspaces(name: str, numel: int, itemsize: int, heads: Heads) -> list[list[tuple[str, int, int]]]:
+def workspaces(name: str, numel: int, itemsize: int, heads: Heads) -> list[list[tuple[str, int, int]]]:
     """Return what a GPU's kernel allocates inside its backward, and frees: lists of (what, elements, bytes per element).
 
     What is in one list is alive together. Flash sums the queries' gradient in fp32, padded to whole tiles.

@@ -5,6 +5,7 @@ Each process group on GPUs has an NCCL communicator, with buffers of its own (pl
   default group        all ranks
   mesh dimension       a group for each dimension, also one of size 1, except a dimension of all ranks, which reuses the
                        default group (torch 2.15, device_mesh.py: ``_init_one_process_group``)
+  context group        of the ranks that share each sequence, a group even if it has all ranks
   post-forward mesh    ``fully_shard(…, reshard_after_forward=N)`` builds a device mesh of its own, (ranks / N, N), so two
                        groups, in each call (_fsdp_init.py: ``_get_post_forward_mesh_info``; pytorch/pytorch#153302). Only
                        the second one communicates (pytorch/pytorch#118017).
@@ -55,9 +56,11 @@ def of_training(
     if mesh.pipeline > 1 or strategy not in ("fsdp1", "fsdp2"):
         return groups
     dimensions = _of_transformers(mesh) if lab == "hf_fsdp.py" and ranks > 1 else _of_mesh(mesh)
-    if reshard.isdecimal() and int(reshard) != mesh.shard:
+    if mesh.context > 1:  # never the default group: see context_parallel.context_group
+        groups.append(Group("context", mesh.context))
+    if reshard.isdecimal() and int(reshard) != mesh.shards:
         kept = int(reshard)
-        others = mesh.replicate * mesh.shard // kept
+        others = mesh.replicate * mesh.shards // kept
         dimensions += [Group("post-forward, replicate", others, False, post_forward_meshes)]
         dimensions += [Group(POST_FORWARD, kept, True, post_forward_meshes)]
     return groups + [group for group in dimensions if group.ranks != ranks]
@@ -65,7 +68,7 @@ def of_training(
 
 def _of_mesh(mesh: Mesh) -> list[Group]:
     """Return the groups of gpt_fsdp.py's device mesh, which omits dimensions of size 1, except FSDP's."""
-    sizes = {"replicate": mesh.replicate, "shard": mesh.shard, "tensor": mesh.tensor}
+    sizes = {"replicate": mesh.replicate, "shard": mesh.shards, "tensor": mesh.tensor}
     return [Group(name, size, size > 1) for name, size in sizes.items() if size > 1 or name == "shard"]
 
 

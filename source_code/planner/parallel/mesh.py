@@ -17,7 +17,8 @@ class Mesh:
     Attributes:
         pipeline: stages, each with its part of the layers.
         replicate: copies of the model.
-        shard: ranks among which FSDP shards a copy.
+        shard: ranks that see different sequences, and among which FSDP shards a copy.
+        context: ranks that share each sequence; FSDP shards among them, too.
         tensor: ranks that split every weight.
         expert: ranks that have different experts of a mixture. These are some of those of ``shard`` and ``tensor``: the
             dimension divides their product, and adds no ranks.
@@ -26,6 +27,7 @@ class Mesh:
     pipeline: int = 1
     replicate: int = 1
     shard: int = 1
+    context: int = 1
     tensor: int = 1
     expert: int = 1
 
@@ -63,7 +65,16 @@ class Mesh:
 
     def data_part(self, rank: int) -> int:
         """Return which part of a batch ``rank`` sees."""
-        return rank // self.tensor % self.data
+        return rank // self.tensor // self.context % self.data
+
+    def context_part(self, rank: int) -> int:
+        """Return which part of each sequence ``rank`` sees."""
+        return rank // self.tensor % self.context
+
+    @property
+    def shards(self) -> int:
+        """The number of ranks among which FSDP shards a copy."""
+        return self.shard * self.context
 
 
 def arrange(ranks: int, mesh: str | None = None, reshard: str = "true") -> Mesh:
@@ -83,9 +94,9 @@ def arrange(ranks: int, mesh: str | None = None, reshard: str = "true") -> Mesh:
     fits = arranged.shard * arranged.tensor % arranged.expert == 0 and arranged.expert % arranged.tensor == 0
     if arranged.expert > 1 and not fits:
         raise UserError(f"--mesh {mesh}: expert must divide shard x tensor, and be a multiple of tensor")
-    if reshard.isdecimal() and arranged.shard % int(reshard):
-        raise UserError(f"--reshard-after-forward {reshard} does not divide the {arranged.shard} ranks of a model")
-    if reshard.isdecimal() and arranged.tensor > 1 and int(reshard) != arranged.shard:
+    if reshard.isdecimal() and arranged.shards % int(reshard):
+        raise UserError(f"--reshard-after-forward {reshard} does not divide the {arranged.shards} ranks of a model")
+    if reshard.isdecimal() and arranged.tensor > 1 and int(reshard) != arranged.shards:
         # FSDP2 builds the groups of N ranks from its own part of the mesh, and each tensor rank would build others.
         raise UserError(
             f"--reshard-after-forward {reshard} with tensor in --mesh hangs (torch 2.15): leave one of them out"

@@ -28,6 +28,8 @@ def step_collectives(plan) -> list[dict]:
         counts.update({(kind, size, plan.ranks, None): n for (kind, size), n in sent.items()})
     if plan.tp_degree > 1:
         counts.update(tensor_parallel_collectives(plan))
+    for key, count in plan.blueprint.context.collectives(plan.compute_itemsize).items():
+        counts[key] += count * plan.micro_batches
     if plan.shards_parameters:
         for number, unit in enumerate(plan.unit_sizes):
             counts.update(unit_collectives(plan, unit, is_root=number == 0))

@@ -108,6 +108,12 @@ class Plan:
             raise UserError("FSDP1 on one rank shards nothing (NO_SHARD), and is not predicted: take another strategy")
         if self.tp_degree > 1 and self.strategy not in ("fsdp2", "single"):
             raise UserError(f"tensor parallelism ({self.tp_degree} ranks) goes with fsdp2, not with {self.strategy}")
+        if self.cp_degree > 1 and self.strategy != "fsdp2":
+            raise UserError(f"ranks that share sequences ({self.cp_degree}) go with fsdp2, not with {self.strategy}")
+        if self.cp_degree > 1 and self.on_gpu and (self.precision not in HALF or not self.flash):
+            raise UserError(
+                "ranks that share sequences are planned for a GPU's flash attention: give --precision bf16, or another --gpu"
+            )
         if self.deepspeed and self.precision == "fp64":
             raise UserError("DeepSpeed trains in fp32 or bf16: give another --precision")
         if self.deepspeed and self.optimizer == "adamw-8bit":
@@ -146,6 +152,11 @@ class Plan:
     def tp_degree(self) -> int:
         """The number of ranks that split every weight."""
         return self.blueprint.tensor_parallel.tp_degree
+
+    @property
+    def cp_degree(self) -> int:
+        """The number of ranks that share each sequence; FSDP shards parameters among them, too."""
+        return self.blueprint.context.size
 
     @property
     def flat(self) -> bool:

@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 
-from planner.models.flops import hardware_flops, model_flops
+from planner.models.flops import attention_flops, hardware_flops, model_flops
 from planner.ops.autograd import FP32
 from planner.parallel import muon
 from planner.parallel.pipeline import bubble
@@ -76,15 +76,20 @@ def ring_bytes(collective: dict, plan: Plan, node_size: int, backend: str = "rin
         node_size: ranks on each node.
         backend: "ring", for rings as NCCL's, or "gloo".
     """
+    in_ring = collective.get("dimension") == "context"
+    if collective["kind"] in ("send", "receive") and in_ring:  # to the next rank of a context group
+        sent = collective["bytes"] if collective["kind"] == "send" else 0
+        leaving = _leaving_edges(plan.ranks, plan.cp_degree, plan.tp_degree, node_size) * sent
+        return {"rank": sent, "node": leaving, "steps": bool(sent)}
     if collective["kind"] in ("send", "receive"):  # by a stage of a pipeline; a link carries both directions at once
         sent = collective["bytes"] if collective["kind"] == "send" else 0
         return {"rank": sent, "node": sent * (plan.ranks > node_size), "steps": bool(sent)}
     dimension = _dimension(collective, plan)
-    sizes = {"tensor": plan.tp_degree, "shard": plan.shards, "replicate": plan.replicas}
+    sizes = {"tensor": plan.tp_degree, "context": plan.cp_degree, "shard": plan.shards, "replicate": plan.replicas}
     n = collective.get("ranks") or sizes.get(dimension, plan.ranks)
     passes = PASSES[backend][collective["kind"]]
     edge = passes * (n - 1) / n * collective["bytes"]
-    stride = {"shard": plan.tp_degree, "replicate": plan.ranks // n}.get(dimension, 1)
+    stride = {"shard": plan.tp_degree, "context": plan.tp_degree, "replicate": plan.ranks // n}.get(dimension, 1)
     if collective["kind"] == "all-to-all":  # no ring: each part goes to another rank, in n − 1 steps
         leaving = _parts_to_other_nodes(plan.ranks, n, stride, node_size) / n * collective["bytes"]
         return {"rank": edge, "node": leaving, "steps": n - 1}
@@ -162,7 +167,8 @@ def step_time(plan: Plan, node_size: int, link: Link, network: Link, flops: floa
 
     A step takes from "overlapped", where compute and each link work side by side as far as the order of the step allows
     (planner/timing/overlap.py), to "serial", where nothing is hidden. "exposed" is the communication that "overlapped"
-    does not hide. Nothing hides a tensor group's communication: the next matmul waits for it. "bubble" is the time that
+    does not hide. Nothing hides a tensor group's communication: the next matmul waits for it. Nor that of a context group,
+    unless it is a ring (``ring_hidden_seconds``). "bubble" is the time that
     a pipeline stage is idle, if all stages take equally long.
 
     Args:
@@ -181,12 +187,13 @@ def step_time(plan: Plan, node_size: int, link: Link, network: Link, flops: floa
     )
     share = bubble(plan.pipeline.stages, plan.micro_batches) if plan.pipeline else 0.0
     waiting = compute * share / (1 - share)
-    times = {True: [], False: []}  # of a tensor group, and the others: (seconds, count)
+    times = {True: [], False: []}  # of a tensor or context group, and the others: (seconds, count)
     for c in plan.traffic():
         one = collective_seconds(c, plan, node_size, link, network, backend)
-        times[c.get("dimension") == "tensor"].append((one, c["count"]))
+        times[c.get("dimension") in ("tensor", "context")].append((one, c["count"]))
     of_group, others = (sum(one * count for one, count in times[which]) for which in (True, False))
-    busy = compute + waiting + of_group
+    hidden = ring_hidden_seconds(plan, node_size, link, network, flops)
+    busy = compute + waiting + of_group - hidden
 
     def timed(c: dict) -> tuple[str, float]:
         stream = "network" if ring_bytes(c, plan, node_size, backend)["node"] else "link"
@@ -204,9 +211,33 @@ def step_time(plan: Plan, node_size: int, link: Link, network: Link, flops: floa
         "bubble": waiting,
         "communication": of_group + others,
         "exposed": shortest - compute - waiting,
-        "serial": busy + orthogonalizing + others,
+        "serial": busy + hidden + orthogonalizing + others,
         "overlapped": shortest,
     }
+
+
+def ring_hidden_seconds(plan: Plan, node_size: int, link: Link, network: Link, flops: float) -> float:
+    """Return the seconds that a ring's exchanges are hidden behind attention in a step.
+
+    While a rank attends to one rank's keys and values, the next ones arrive: C − 1 times in forward, and in backward,
+    where the gradients of those before travel next to them. The last exchange of gradients, which brings them home, waits
+    for everything.
+
+    Args:
+        plan, node_size, link, network, flops: as in ``step_time``.
+    """
+    context = plan.blueprint.context
+    if context.size == 1 or context.form != "ring":
+        return 0.0
+    forward, backward = (seconds / context.size / flops for seconds in attention_flops(plan))  # of one rank's keys
+    sent = {"kind": "send", "ranks": context.size, "dimension": "context"}
+    arriving, following = (
+        collective_seconds(sent | {"bytes": size}, plan, node_size, link, network)
+        for size in context.packed_bytes(plan.compute_itemsize)
+    )
+    times, forwards = (context.size - 1) * plan.micro_batches, context.layers + context.recomputed
+    hidden = forwards * min(forward, arriving) + context.layers * min(backward, arriving + following)
+    return times * hidden
 
 
 def utilization(plan: Plan, seconds: float, peak: float) -> dict:

@@ -1,0 +1,257 @@
+"""Context parallelism: attention over sequences that ranks share, its losses, gradients, traffic, memory, and balance.
+
+Starting ranks takes as long as several runs: one launch for each number of ranks makes all that is looked at here.
+"""
+
+import dataclasses
+import itertools
+import shutil
+import tempfile
+from collections import Counter
+
+import gpt_fsdp
+import pytest
+import torch
+import torch.distributed as dist
+from commands import refused
+from forked import by_value
+from labkit.measuring import meters
+from labkit.running import launch, notebook_ranks
+from labkit.training import attention_kernels as kernels
+from labkit.training import context_parallel, models
+from labkit.training.context_parallel import Context
+from planner import predict
+from planner.models import flops, networks, shapes
+from planner.parallel.context import FORMS, ORDERS
+from planner.parallel.context import Context as Exchanged
+from planner.timing import cost
+from proofs import memory as memory_proof
+
+STEPS, SAVED_AT, SEQUENCES, LENGTH = 4, 2, 4, 16
+SMALL = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2}
+FP64 = {"precision": "fp64"}
+RING, GATHER, ULYSSES = ({"context_attention": form} for form in FORMS)
+TRAINED = {
+    1: {"plain": FP64, "clipped": FP64 | {"clip": 0.4, "loss_chunks": 3}},
+    2: {
+        "plain": FP64 | ULYSSES | {"mesh": "context=2", "recompute": "selective"},
+        "clipped": FP64 | RING | {"mesh": "context=2", "clip": 0.4, "loss_chunks": 3, "recompute": "full"},
+    },
+    4: {
+        "plain": FP64 | GATHER | {"mesh": "context=2,tensor=2"},
+        "clipped": FP64 | RING | {"mesh": "shard=2,context=2", "clip": 0.4, "accumulate": 2, "sync": "last"},
+    },
+}
+MEASURED = {"script": "gpt_fsdp.py", "ranks": 4, "config": {"batch_size": 3, "seq_len": 32, "mesh": "context=4"}}
+EVERY = [(form, order) for form in FORMS[:2] for order in ORDERS] + [("ulysses", "natural")]
+
+
+def train(me, **given):
+    parts = gpt_fsdp.Config(**given).arranged(me.world_size).data * given.get("accumulate", 1)
+    if me.world_size == 1:
+        given |= {"strategy": "single"}
+    common = {"max_steps": STEPS, "seq_len": LENGTH, "batch_size": SEQUENCES // parts}
+    result = gpt_fsdp.train(gpt_fsdp.Config(**common | given), me)
+    return [*result["losses"], result["validation_loss"]]
+
+
+def heads(query_heads=8, kv_heads=4):
+    """Queries, keys, values, and a gradient of the output, (2, heads, 16 tokens, 8), the same wherever they are drawn."""
+    draws = torch.Generator().manual_seed(3)
+    sizes = (query_heads, kv_heads, kv_heads, query_heads)
+    return [torch.randn(2, n, 16, 8, dtype=torch.float64, generator=draws) for n in sizes]
+
+
+def of_one_process():
+    """Attention of ``heads``, and the gradients of queries, keys, and values."""
+    *inputs, gradient = heads()
+    inputs = [x.requires_grad_() for x in inputs]
+    out = models.causal_attention(*inputs)
+    return [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
+
+
+def largest_errors(me):
+    """{(form, order): the largest error of attention and of the three gradients, of this rank's tokens}."""
+    found, group = {}, dist.new_group(range(me.world_size))
+    for form, order in EVERY:
+        context = Context(group, me.rank, me.world_size, order)
+        mine = context.positions(16 // me.world_size)
+        *inputs, gradient = (x[:, :, mine] for x in heads())
+        inputs = [x.clone().requires_grad_() for x in inputs]
+        out = context_parallel.FORMS[form](*inputs, context)
+        results = [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
+        expected = [x[:, :, mine] for x in of_one_process()]
+        errors = [(got - want).abs().max().item() for got, want in zip(results, expected, strict=True)]
+        found[form, order] = max(errors)
+    return found
+
+
+def everything(me, folder):
+    """What is looked at: see the tests."""
+    found = {"measured": memory_proof.measure(me, [MEASURED])[0]} if me.world_size == 4 else {}
+    meters.TRACED_STEPS = range(0)
+    shapes.GPT_SHAPES["tiny"] = dataclasses.replace(shapes.GPT_SHAPES["tiny"], **SMALL)
+    checkpoint = FP64 | {"checkpoint": f"{folder}/{me.world_size}"}
+    if me.world_size > 1:
+        found["errors"] = largest_errors(me)
+    if me.world_size == 4:
+        train(me, **checkpoint | {"mesh": "context=4"} | {"max_steps": SAVED_AT})
+        if me.rank == 0:
+            shutil.copytree(f"{folder}/4", f"{folder}/2")
+        dist.barrier()
+    if me.world_size == 2:
+        found["resumed"] = train(me, **checkpoint, resume=True)
+    return found | {"losses": {name: train(me, **given) for name, given in TRAINED[me.world_size].items()}}
+
+
+@pytest.fixture(scope="module")
+def found():
+    """{ranks: what ``everything`` found}; four ranks write the checkpoint, and two read it after them."""
+    here = launch.Cluster(launcher="local")
+    with tempfile.TemporaryDirectory() as folder:
+        return {
+            ranks: notebook_ranks.on_ranks(by_value(everything), folder, ranks=ranks, cluster=here, timeout=300)
+            for ranks in (1, 4, 2)
+        }
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks in (2, 4) for name in TRAINED[ranks]])
+def test_losses_are_those_of_one_process(ranks, name, found):
+    reference = found[1][0]["losses"][name]
+    assert len(reference) == STEPS + 1 and reference[-1] < reference[0]
+    assert found[ranks][0]["losses"][name] == pytest.approx(reference, rel=1e-9)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_attention_and_its_gradients_are_those_of_one_process(ranks, found):
+    for each in found[ranks]:
+        assert each["errors"].keys() == {*EVERY}
+        assert max(each["errors"].values()) < 1e-12, each["errors"]
+
+
+@pytest.mark.long
+def test_checkpoint_resumes_without_context(found):
+    reference = found[1][0]["losses"]["plain"]
+    assert found[2][0]["resumed"] == pytest.approx(reference[SAVED_AT:], rel=1e-9)
+
+
+def by_dimension(traffic):
+    return {(entry["kind"], entry["bytes"], entry["dimension"]): entry["count"] for entry in traffic}
+
+
+@pytest.mark.long
+def test_memory_is_the_planners_and_traffic_in_each_dimension(found):
+    measured = found[4][0]["measured"]
+    row = memory_proof.compare(MEASURED, measured)
+    assert row["persistent equal"] and abs(row["difference"]) < 0.0001
+    assert by_dimension(measured["traffic"]) == by_dimension(memory_proof.planned(MEASURED).traffic())
+
+
+@pytest.mark.long
+def test_traffic_by_hand(found):
+    """FSDP shards among all four ranks; keys and values of 3 x 8 tokens, 2 heads of 32, travel around the ring."""
+    sent = by_dimension(found[4][0]["measured"]["traffic"])
+    keys_and_values = 4 * 2 * (3 * 8) * (2 * 32)
+    # Three times in forward and in backward, and their gradients, in fp32 as they are, four times: in each of 4 blocks
+    assert sent["send", keys_and_values, "context"] == sent["receive", keys_and_values, "context"] == 4 * (3 + 3 + 4)
+    a_block = 4 * (2 * 128 + 2 * 128 * 128 + 2 * 64 * 128 + 3 * 384 * 128)
+    assert sent["reduce-scatter", a_block, "shard"] == 4
+
+
+# Without ranks
+
+
+@pytest.mark.parametrize(("size", "order"), itertools.product((2, 3, 4), ORDERS))
+def test_every_pair_of_tokens_is_computed_once_and_by_the_rank_of_its_query(size, order):
+    tokens, computed = 4, Counter()
+    places = [Context(None, rank, size, order) for rank in range(size)]
+    where = [context.positions(tokens).tolist() for context in places]
+    assert sorted(itertools.chain(*where)) == list(range(size * tokens))
+    work = []
+    for context in places:
+        pairs = []
+        for source in range(size):
+            if part := context.visible(source, tokens):
+                queries, keys, causal = part
+                mine, theirs = range(tokens)[queries], range(tokens)[keys]
+                pairs += [(i, j, source) for i in mine for j in theirs if not causal or j <= i]
+        computed.update((where[context.rank][i], where[source][j]) for i, j, source in pairs)
+        work.append(len(pairs))
+    assert computed == {(i, j): 1 for i in range(size * tokens) for j in range(i + 1)}
+    if order == "head-tail":
+        assert len(set(work)) == 1
+    else:  # the diagonal's own halves, which a kernel computes, count half: (size − 1/2) parts of tokens × tokens
+        assert max(work) == work[-1] == (size - 0.5) * tokens**2 + tokens / 2
+
+
+@pytest.mark.parametrize(("size", "order"), itertools.product((2, 3, 4), ORDERS))
+def test_the_planners_parts_are_what_the_lab_computes(size, order):
+    for rank in range(size):
+        lab = Context(None, rank, size, order)
+        parts = [lab.visible(lab.source(step), 8) for step in range(size)]
+        shares = [part and tuple(len(range(8)[some]) / 8 for some in part[:2]) for part in parts]
+        assert Exchanged(size, "ring", order, rank).parts() == shares
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_kernels_agree_with_the_scores_in_memory(causal):
+    query, key, value, gradient = heads()
+    fused, plain = (forward(query, key, value, causal) for forward in (kernels.forward, kernels.in_steps))
+    for got, want in zip(fused, plain, strict=True):
+        torch.testing.assert_close(got, want)
+    both = (
+        backward(gradient, query, key, value, *fused, causal)
+        for backward in (kernels.backward, kernels.backward_in_steps)
+    )
+    for got, want in zip(*both, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def planned(size, form="ring", order="head-tail", *, seq_len=131_072, ranks=None, **fields):
+    context = Exchanged(size, form, order, rank=size - 1)
+    network = networks.gpt(shapes.GPT_SHAPES["llama3-8b"], 1, seq_len, "full", loss_chunks=64, context=context)
+    return predict.Plan(network, ranks=ranks or size, precision="bf16", on_gpu=True, **fields)
+
+
+def test_the_head_tail_order_lowers_the_slowest_ranks_attention():
+    """By 2 − 1/C: of what all ranks compute together, nothing changes."""
+    for size in (2, 8):
+        natural, balanced = (flops.attention_flops(planned(size, order=order))[0] for order in ORDERS)
+        assert natural / balanced == pytest.approx(2 - 1 / size)
+        whole = planned(1, ranks=size)
+        assert balanced * size == pytest.approx(flops.attention_flops(whole)[0])
+
+
+def times(plan, bandwidth):
+    link = cost.Link(bandwidth, 0.0, "test")
+    return cost.step_time(plan, 8, link, link, flops=4e14)
+
+
+def test_a_ring_hides_behind_attention_what_the_other_forms_do_not():
+    fast = {form: times(planned(8, form), 450e9) for form in FORMS}
+    ring, gather = fast["ring"], fast["gather"]
+    assert ring["exposed"] < gather["exposed"]
+    # Nothing is hidden of what is sent in no time by attention, and at most what attention takes is
+    slow = times(planned(8), 1e6)
+    hidden = cost.ring_hidden_seconds(planned(8), 8, *[cost.Link(1e6, 0.0, "test")] * 2, 4e14)
+    forward, backward = flops.attention_flops(planned(8))
+    assert hidden == pytest.approx(32 * 7 / 8 * (2 * forward + backward) / 4e14)
+    assert slow["serial"] - slow["overlapped"] >= hidden
+    assert cost.ring_hidden_seconds(planned(8, "gather"), 8, *[cost.LINKS["nvlink"]] * 2, 4e14) == 0
+
+
+def test_longer_rings_hold_fewer_activations():
+    peaks = [predict.by_category(planned(size, ranks=8).peak()[1])["activations"] for size in (2, 4, 8)]
+    assert peaks[0] > 1.9 * peaks[1] > 3.6 * peaks[2]
+    gathered = predict.by_category(planned(8, "gather").peak()[1])
+    assert sum(gathered.values()) > predict.total(planned(8).peak()[1])
+
+
+def test_what_is_not_planned_is_refused():
+    network = planned(2).blueprint
+    with refused("fsdp2", "ddp"):
+        predict.Plan(network, "ddp", ranks=2)
+    with refused("--precision bf16"):
+        predict.Plan(network, ranks=2, on_gpu=True)
