@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
-
 # Methods of PyTorch's stages; under a zero-bubble schedule "backward" computes the gradients of inputs only.
 ACTIONS = {"forward_one_chunk": "forward", "backward_one_chunk": "backward", "backward_weight_one_chunk": "weights"}
 # {name: (class of the schedule, stages of a rank, whether the gradients of weights are computed on their own)}
