@@ -37,7 +37,7 @@ from labkit.training.shards import count_units, part_of
 from labkit.training.tensor_parallel import tensor_parallel
 from labkit.training.weight_decay import parameter_groups
 from planner.models import flops
-from planner.parallel import context
+from planner.ops import context
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh

@@ -40,6 +40,7 @@ LONGEST += (
     "diagnose_hang",
     "gpu_plan",
     "tensor_parallel",
+    "context_parallel",
     "signals",
     "one_rank",
     "resume_elsewhere",

@@ -28,7 +28,7 @@ from math import prod
 
 from planner import UserError
 from planner.models import networks
-from planner.parallel.context import Context, order_of
+from planner.ops.context import Context, order_of
 from planner.parallel.mesh import arrange
 from planner.parallel.pipeline import Stage, split_blocks
 from planner.parallel.strategies import Unit

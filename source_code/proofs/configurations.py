@@ -10,7 +10,8 @@ from importlib import import_module
 from random import Random
 
 from labkit.running.options import choices_of
-from planner.parallel import context, muon
+from planner.ops import context
+from planner.parallel import muon
 
 
 def listed() -> list[dict]:

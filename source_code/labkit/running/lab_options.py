@@ -17,7 +17,8 @@ from planner import predict
 from planner.cli import coverage, report
 from planner.models import huggingface, networks
 from planner.models.shapes import GPT_SHAPES, GPTShape
-from planner.parallel import context, muon, pipeline, zero
+from planner.ops import context
+from planner.parallel import muon, pipeline, zero
 from planner.parallel.mesh import FORM, Mesh, arrange
 from planner.parallel.pipeline import Stage
 from planner.step.plan import Plan

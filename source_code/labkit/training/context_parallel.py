@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from planner.parallel.context import ORDERS, chunks_of
+from planner.ops.context import ORDERS, chunks_of
 
 from labkit.training import attention_kernels as kernels
 from labkit.training import models

@@ -7,11 +7,13 @@ import dataclasses
 import re
 from functools import cache
 from importlib.util import find_spec
+from math import lcm
 from pathlib import Path
 
 from planner import UserError, gpus, predict
 from planner.cli import search
 from planner.models import networks
+from planner.ops import context
 from planner.parallel import groups, pipeline
 from planner.parallel.mesh import arrange
 from planner.timing import cost
@@ -281,16 +283,23 @@ def row_summary(options, state: int | None = None) -> dict:
 def variants(options) -> list[tuple[str, dict]]:
     """Return (name, {option: value}) of every strategy for this number of ranks.
 
-    Of a third-party model these include tensor groups. Those of the course's models are planned for one --mesh at a time.
+    Of a third-party model these include tensor groups. Those of the course's models are planned for one --mesh at a time;
+    with one that shares sequences, each form of attention stands next to the strategies that share none.
     """
     if options.ranks == 1:
         return [("one process", {"strategy": "single"})]
-    plain = {"mesh": None, "reshard_after_forward": "true"}
+    plain = {"mesh": None, "reshard_after_forward": "true", "context_attention": "ring"}
     found = [(name, plain | {"strategy": name}) for name in STRATEGIES if name != "single"]
     found += [
         (f"{name}, parameters kept", plain | {"strategy": name, "reshard_after_forward": "false"})
         for name in ("fsdp1", "fsdp2")
     ]
+    if options.cp_degree > 1:
+        shared = {"strategy": "fsdp2", "reshard_after_forward": "true"}
+        found += [
+            (f"fsdp2, context {options.cp_degree}, {form}", shared | {"mesh": options.mesh, "context_attention": form})
+            for form in context.FORMS
+        ]
     size = options.node_size
     for degree in (2, 4, 8) if options.third_party else ():  # within a node
         if options.ranks % degree == 0 and size % degree == 0:
@@ -315,21 +324,29 @@ def find(options) -> dict:
     """
     what = options.find.replace("-", "_")
     last = LAST[what]
+    unit = 1
     if what == "seq_len":
-        last = min(last, options.longest)
+        unit = sequence_unit(options)
+        last = min(last, options.longest) // unit
 
     @cache
     def memory(number: int) -> dict:
-        tried = dataclasses.replace(options, **{what: number})
+        tried = dataclasses.replace(options, **{what: number * unit})
         return fit(tried, predict.total(plan_from_options(tried).peak()[1]))
 
     extreme = search.least if what == "ranks" else search.most
     found, tight = (
         extreme(lambda number, kind=kind: memory(number)[kind], options.memory, last) for kind in ("needs", "least")
     )
-    numbers = neighbors(what, found or tight, last, options.node_size)
+    numbers = [n * unit for n in neighbors(what, found or tight, last, options.node_size)]
     rows = [{what: n} | row_summary(dataclasses.replace(options, **{what: n})) for n in numbers]
-    return {"what": what, "found": found, "tight": tight, "rows": rows}
+    return {"what": what, "found": found and found * unit, "tight": tight and tight * unit, "unit": unit, "rows": rows}
+
+
+def sequence_unit(options) -> int:
+    """Return what --seq-len must be divisible by, so that the ranks of context and tensor groups can share a sequence."""
+    parts = options.cp_degree * context.ORDERS[context.order_of(options.context_attention)]
+    return lcm(parts if options.cp_degree > 1 else 1, options.cp_degree * options.tp_degree)
 
 
 def neighbors(what: str, number: int | None, last: int, node_size: int) -> list[int]:

@@ -226,7 +226,7 @@ def reason(asked, found: dict) -> str:
     """Return why the search ended there."""
     what, rows = found["what"], {row[found["what"]]: row for row in found["rows"]}
     number = found["found"]
-    beyond = rows.get((number or 0) + (-1 if what == "ranks" else 1))
+    beyond = rows.get((number or 0) + (-1 if what == "ranks" else found["unit"]))
     if number is None:
         row = next(iter(rows.values()))
         return f"({row[what]:,} needs {row['needs']:,.2f} GiB with what the allocator reserves: {advice(asked)})"

@@ -6,9 +6,9 @@ from math import prod
 
 from planner.ops.attention import Heads
 from planner.ops.autograd import AbstractParameter, AbstractTensor
+from planner.ops.context import Context
 from planner.ops.operators import Tape
 from planner.ops.tensor_parallel import Exchange
-from planner.parallel.context import Context
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from planner.models.shapes import GPTShape
 from planner.ops import chunked_loss, context_parallel, tensor_parallel
 from planner.ops.attention import Heads
 from planner.ops.autograd import INT64
-from planner.parallel.context import Context
+from planner.ops.context import Context
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from planner.models.gpt import GPT
 from planner.models.library import LibraryGPT
 from planner.models.shapes import GPTShape
 from planner.ops.autograd import INT64
-from planner.parallel.context import Context
+from planner.ops.context import Context
 
 # The MNIST network (labkit/training/models.py: Net)
 

@@ -6,7 +6,7 @@ Fields have the names of Hugging Face's configurations where these have them.
 from dataclasses import dataclass
 
 from planner import UserError
-from planner.parallel import context
+from planner.ops import context
 
 
 def check_divides(tp_degree: int, count: int, what: str):

@@ -2,12 +2,14 @@
 
 Each module may import those above it:
 
-  autograd          which tensors are alive when, and why
-  quantization      8-bit Adam's states and 4-bit weights, by their published layouts
-  attention         what each attention kernel saves for backward, and allocates
-  norms             what a norm saves and allocates, on each device
-  operators         what every other operator saves and allocates
-  experts           what a mixture of experts saves and allocates
-  chunked_loss      the head and the loss, computed in chunks of tokens
-  tensor_parallel   what tensor parallelism gathers, scatters, and allocates
+  autograd           which tensors are alive when, and why
+  context            context groups: which tokens a rank has, what is exchanged, and who computes most
+  quantization       8-bit Adam's states and 4-bit weights, by their published layouts
+  attention          what each attention kernel saves for backward, and allocates
+  norms              what a norm saves and allocates, on each device
+  operators          what every other operator saves and allocates
+  experts            what a mixture of experts saves and allocates
+  chunked_loss       the head and the loss, computed in chunks of tokens
+  tensor_parallel    what tensor parallelism gathers, scatters, and allocates
+  context_parallel   what attention over shared sequences saves and allocates
 """

@@ -3,7 +3,7 @@
 from planner.ops import attention
 from planner.ops.attention import Heads
 from planner.ops.autograd import FP32, AbstractTensor
-from planner.parallel.context import Context
+from planner.ops.context import Context
 
 
 def attend(
