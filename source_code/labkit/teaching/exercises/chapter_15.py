@@ -157,44 +157,7 @@ def judge_stage(stage_of) -> str:
 
 
 EXERCISES = {
-    "15.1": Predict(
-        title="the bubble of eight stages",
-        level=1,
-        minutes=3,
-        answer=bubble(STAGES, MICRO_BATCHES),
-        unit="%",
-        slips={
-            "that is the idle time as a share of the busy time, not of all of it": 100 * (STAGES - 1) / MICRO_BATCHES,
-            "eight stages wait seven times for the first micro-batch": 100 * STAGES / (MICRO_BATCHES + STAGES),
-            "that is the share of time in which a stage computes": 100 - bubble(STAGES, MICRO_BATCHES),
-            "that is a fraction; the question is in percent": bubble(STAGES, MICRO_BATCHES) / 100,
-        },
-        hint="After how many micro-batches' time does the last stage start? How many does a step take in total?",
-        solution=f"""
-stages, micro_batches = {STAGES}, {MICRO_BATCHES}
-answer = 100 * (stages - 1) / (micro_batches + stages - 1)
-""",
-    ),
-    "15.2": Predict(
-        title="what tensor parallelism gathers in a block",
-        level=2,
-        minutes=6,
-        answer=4 * BETWEEN,
-        unit="MB",
-        slips={
-            "that is attention or the feed-forward part alone; a block has both": 2 * BETWEEN,
-            "each part all-gathers its input and reduce-scatters its output": BETWEEN,
-            "count forward only, and 2 bytes per element in bf16": 8 * BETWEEN,
-            "that is the shard of one of eight ranks, in one collective; count full tensors": BETWEEN / 8,
-        },
-        hint="Attention and the feed-forward part each begin with an all-gather along the sequence, and end with a "
-        "reduce-scatter.\nThe full tensor is tokens × width.",
-        solution=f"""
-tokens, width = {TOKENS}, {LLAMA.hidden_size}
-answer = 4 * tokens * width * 2 / 1e6  # two all-gathers and two reduce-scatters of it, 2 bytes per element
-""",
-    ),
-    "15.3": Do(
+    "15.1": Do(
         title="two layers over the ranks",
         level=3,
         minutes=10,
@@ -211,7 +174,7 @@ def mlp(x, up, down):
     return part
 """,
     ),
-    "15.4": Do(
+    "15.2": Do(
         title="a plan for attention",
         level=2,
         minutes=10,
@@ -234,7 +197,7 @@ def attention_plan():
     }
 """,
     ),
-    "15.5": Do(
+    "15.3": Do(
         title="a stage of a pipeline",
         level=2,
         minutes=10,
@@ -263,6 +226,43 @@ class Part(torch.nn.Module):
 
 def stage_of(gpt, index, stages):
     return Part(gpt, index, stages)
+""",
+    ),
+    "15.4": Predict(
+        title="the bubble of eight stages",
+        level=1,
+        minutes=3,
+        answer=bubble(STAGES, MICRO_BATCHES),
+        unit="%",
+        slips={
+            "that is the idle time as a share of the busy time, not of all of it": 100 * (STAGES - 1) / MICRO_BATCHES,
+            "eight stages wait seven times for the first micro-batch": 100 * STAGES / (MICRO_BATCHES + STAGES),
+            "that is the share of time in which a stage computes": 100 - bubble(STAGES, MICRO_BATCHES),
+            "that is a fraction; the question is in percent": bubble(STAGES, MICRO_BATCHES) / 100,
+        },
+        hint="After how many micro-batches' time does the last stage start? How many does a step take in total?",
+        solution=f"""
+stages, micro_batches = {STAGES}, {MICRO_BATCHES}
+answer = 100 * (stages - 1) / (micro_batches + stages - 1)
+""",
+    ),
+    "15.5": Predict(
+        title="what tensor parallelism gathers in a block",
+        level=2,
+        minutes=6,
+        answer=4 * BETWEEN,
+        unit="MB",
+        slips={
+            "that is attention or the feed-forward part alone; a block has both": 2 * BETWEEN,
+            "each part all-gathers its input and reduce-scatters its output": BETWEEN,
+            "count forward only, and 2 bytes per element in bf16": 8 * BETWEEN,
+            "that is the shard of one of eight ranks, in one collective; count full tensors": BETWEEN / 8,
+        },
+        hint="Attention and the feed-forward part each begin with an all-gather along the sequence, and end with a "
+        "reduce-scatter.\nThe full tensor is tokens × width.",
+        solution=f"""
+tokens, width = {TOKENS}, {LLAMA.hidden_size}
+answer = 4 * tokens * width * 2 / 1e6  # two all-gathers and two reduce-scatters of it, 2 bytes per element
 """,
     ),
 }
