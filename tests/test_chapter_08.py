@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from notebooks import run_broken
 
-SETUP = ("cell-01", "cell-02", "cell-04", "cell-07")
+SETUP = ("cell-01", "cell-02", "cell-04", "cell-05", "cell-07")
 WITHOUT_A_RUN = {'fp32 = lab.run("gpt_fsdp.py", precision="fp32", max_steps=4)': "fp32 = None"}
 ON_ONE_RANK_ONLY = {"for n in (1, 2, 4, 8)}": "for n in (1,)}"}
 
@@ -36,6 +36,14 @@ BREAKS = {
         ON_ONE_RANK_ONLY | {'recompute="full", max_steps=4)\nmore': 'recompute="none", max_steps=4)\nmore'},
         (*SETUP, "more-ranks", "cell-19", "cell-25", "cell-43", "cell-47"),
         ["activations at their most, full"],
+    ),
+    "nothing is rounded at random": (
+        WITHOUT_A_RUN
+        | ON_ONE_RANK_ONLY
+        | {'stochastic": ("fp32", half, BF16AdamW)': 'stochastic": ("fp32", half, to_nearest)'}
+        | {"fp32['hardware']": "'CPU'", "fp32['data']['name']": "'text'", "activation_plots.losses": "print"},
+        (*SETUP, "more-ranks", "formats-run", "cell-37"),
+        ["from fp32's, bf16 weights, stochastic", "weights changed by any step", "loss difference of bf16 weights"],
     ),
     "weights are frozen": (
         WITHOUT_A_RUN | {"    if lora:\n        add_lora(model, lora)\n": "    add_lora(model, 4)\n"},
