@@ -131,7 +131,11 @@ def test_more_gathers_than_one_for_each_unit_are_noticed():
     """Parameters that are freed after each forward are gathered for every micro-batch."""
     only = (*IMPORTS, "cell-45g", "cell-45a", "cell-45b", "cell-45c", "cell-45d")
     lines = run_broken(
-        "15", {"reshard_after_forward=reshard)": "reshard_after_forward=True)"}, only=only, until="freed after", ranks=4
+        "15",
+        {"reshard_after_forward=reshard)": "reshard_after_forward=True)"},
+        only=only,
+        until="gathered bytes",
+        ranks=4,
     )
     assert [line.split("  ")[0] for line in lines[-4:]] == ["PASS", "PASS", "FAIL", "FAIL"]
 
