@@ -36,7 +36,7 @@ def pipeline_timeline(steps: dict[str, list], under: str, title: str):
     headline(
         figure,
         title,
-        f"{under}\nlight: forward of a micro-batch, dark: its backward; split: gradients of inputs dark, of weights in between",
+        f"{under}\nlight: forward, dark: backward, or its part for inputs, medium: for weights",
     )
     show(figure)
 
