@@ -167,7 +167,7 @@ def test_traffic_by_hand(found):
 # Without ranks
 
 
-@pytest.mark.parametrize(("size", "order"), itertools.product((2, 3, 4), ORDERS))
+@pytest.mark.parametrize(("size", "order"), list(itertools.product((2, 3, 4), ORDERS)))
 def test_every_pair_of_tokens_is_computed_once_and_by_the_rank_of_its_query(size, order):
     tokens, computed = 4, Counter()
     places = [Context(None, rank, size, order) for rank in range(size)]
@@ -190,7 +190,7 @@ def test_every_pair_of_tokens_is_computed_once_and_by_the_rank_of_its_query(size
         assert max(work) == work[-1] == (size - 0.5) * tokens**2 + tokens / 2
 
 
-@pytest.mark.parametrize(("size", "order"), itertools.product((2, 3, 4), ORDERS))
+@pytest.mark.parametrize(("size", "order"), list(itertools.product((2, 3, 4), ORDERS)))
 def test_the_planners_parts_are_what_the_lab_computes(size, order):
     for rank in range(size):
         lab = Context(None, rank, size, order)
