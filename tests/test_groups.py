@@ -43,7 +43,7 @@ USES = [  # those whose steps are simulated
     for ranks, chosen in (
         (8, {"mesh": "8x1"}),
         (8, {"mesh": "replicate=2,shard=2,tensor=2"}),
-        (8, {"mesh": "shard=2,context=4"}),
+        (8, {"mesh": "shard=2,context=4", "context_attention": "gather"}),
         (16, {"mesh": "2x8", "reshard_after_forward": "4"}),
     )
 ]
