@@ -272,8 +272,8 @@ class StepTrace(TorchDispatchMode):
         size = sum(t.nbytes for t in tensors)
         if kind == "all-to-all":  # a rank may receive more than it sends, or less
             size = max(size, args[1].nbytes)
-        in_context = group_name(args) in self._context_groups
-        dimension = "context" if in_context else self._dimensions.get(members(args))
+        in_context, ranks = group_name(args) in self._context_groups, members(args)
+        dimension = "context" if in_context else self._dimensions.get(ranks)
         self.collectives[kind, size, dimension] += 1
         category = None if in_context else category  # keys, values, and their gradients are no parameters
         for tensor in tensors:

@@ -199,7 +199,7 @@ EXERCISES = {
     "10.0": Do(
         title="the least bytes out of a node that fit",
         level=3,
-        minutes=15,
+        minutes=18,
         judge=judge_choice,
         hint="Write a formula for the bytes per parameter that leave a node. With replicas 1, each micro-batch gathers once or\n"
         "twice (2 bytes), and each reduction sends 4, all times (W − 1)/W. With replicas, only the all-reduce leaves.",
@@ -219,7 +219,7 @@ def choose(ways, nodes, per_node, limit):
     "10.1": Do(
         title="rows that stay within nodes",
         level=2,
-        minutes=10,
+        minutes=12,
         judge=judge_mesh,
         hint="Gather all names with dist.all_gather_object, as check_mesh does, and list the ranks of each node. All rows of a mesh\n"
         "have one length, and a node's ranks must fill whole rows: which lengths are possible for nodes of 4 and 2 ranks, or\n"

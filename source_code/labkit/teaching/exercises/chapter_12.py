@@ -292,7 +292,7 @@ def exposed(communication, compute):
     "12.1": Do(
         title="the same step, 1.5 × fewer operations",
         level=2,
-        minutes=12,
+        minutes=15,
         judge=judge_step,
         hint="One forward per micro-batch gives the logits; compute loss and predictions from them. Sum up detached\n"
         "tensors, and read them once, at the end. Delaying the reduction of gradients, or joining micro-batches, is\n"
@@ -317,7 +317,7 @@ def step(model, optimizer, batch):
     "12.2": Do(
         title="who is late",
         level=3,
-        minutes=15,
+        minutes=20,
         judge=judge_waits,
         hint="First put all clocks on rank 0's: what is the difference of the ends of one collective, and which average of these\n"
         "differences does one odd end not move? Then, for each collective: who called it last?",
