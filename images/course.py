@@ -41,12 +41,16 @@ ROWS = {
 }
 
 
+FAST_LANE = ("00", "01", "04", "05", "06", "07")  # chapter 00 names it at its end
+
+
 @dataclass
 class Chapter:
     number: str  # "05"
     name: str  # "05_auto_wrap"
     title: str  # "Auto wrap", without what follows a colon
-    claim: str  # the first sentence of the claim, without its full stop, in Markdown
+    minutes: int  # to read and run it
+    exercises: int  # minutes for these
 
     def law(self) -> str:
         return LAWS[self.number]
@@ -60,16 +64,18 @@ def chapters() -> list[Chapter]:
 def _chapter(path) -> Chapter:
     head = "".join(json.loads(path.read_text())["cells"][0]["source"])
     (title,) = re.findall(r"^# \d+ · ([^:\n]+)", head)
-    (claim,) = [" ".join(text.split()) for text in head.split("\n\n") if text.startswith("**The claim")]
-    claim = claim.replace("**", "").split(": ", 1)[1]  # "The claim put to the proof: …"
-    first = re.split(r"(?<=\.) (?=[A-Z]|bf16)", claim)[0]
-    return Chapter(path.stem[:2], path.stem, title, first.removesuffix("."))
+    ((minutes, exercises),) = re.findall(r"^(\d+) minutes, and (\d+) for the exercises", head, re.M)
+    return Chapter(path.stem[:2], path.stem, title, int(minutes), int(exercises))
 
 
 def table() -> str:
     """The chapters as README.md lists them."""
-    rows = [f"| [`{each.name}`](notebooks/{each.name}.ipynb) | {each.claim} |" for each in chapters()]
-    return "\n".join(["| notebook | the claim it puts to the proof |", "|---|---|", *rows])
+    rows = []
+    for each in chapters():
+        link = f"[{each.number} · {each.title}](notebooks/{each.name}.ipynb)"
+        name = f"**{link}**" if each.number in FAST_LANE else link
+        rows.append(f"| {name} | {each.law()} | {each.minutes} + {each.exercises} |")
+    return "\n".join(["| chapter | what it tests | minutes |", "|---|---|--:|", *rows])
 
 
 def course_map() -> Drawing:

@@ -140,8 +140,8 @@ def test_every_file_has_a_room():
     assert [name for name in DYNAMIC if not dynamic(SOURCE / name)] == []  # none is listed without need
 
 
-def test_the_readme_names_every_lab_tool_and_proof():
-    page = (SOURCE.parent / "README.md").read_text()
+def test_the_pages_name_every_lab_tool_and_proof():
+    page = (SOURCE.parent / "docs" / "source.md").read_text()
     names = [path.relative_to(SOURCE) for path in FILES if path.stem in (*LABS, *TOOLS) or path.parts[-2] == "minimal"]
     assert [str(name) for name in names if name.name not in page] == []
     proofs = (SOURCE / "proofs" / "README.md").read_text()
