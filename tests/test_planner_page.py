@@ -1,15 +1,13 @@
 """docs/planner.md shows what plan.py answers."""
 
 import pytest
-from conftest import SOURCE
 from proofs import planner_page
 
 PAGE = planner_page.PAGE.read_text()
 
 
 @pytest.mark.parametrize("question", list(planner_page.QUESTIONS), ids=lambda question: question.rstrip("?"))
-def test_the_page_has_the_planners_answer(question, monkeypatch):
-    monkeypatch.chdir(SOURCE)  # where a reader types the command
+def test_the_page_has_the_planners_answer(question):
     section = PAGE.partition(f"## {question}\n\n")[2].partition("\n## ")[0].strip()
     assert section == planner_page.answered(*planner_page.QUESTIONS[question]), "run: python -m proofs.planner_page"
 

@@ -2,9 +2,10 @@
 
 import re
 import shlex
+import subprocess
+import sys
 
-import plan
-from labkit.running import launch, options
+from labkit.running import launch
 
 PAGE = launch.SOURCE.parent / "docs" / "planner.md"
 MODEL = "--preset llama3-8b --precision bf16"
@@ -145,7 +146,8 @@ def chosen(output: str, wanted: list[str]) -> list[str]:
 
 def answered(command: str, wanted: list[str], remark: str) -> str:
     """Return the answer to a question: the command, the lines that it prints, and what to know of them."""
-    output = plan.answer(options.parse(plan.Config, plan.__doc__, shlex.split(command)))
+    words = [sys.executable, "plan.py", *shlex.split(command)]
+    output = subprocess.run(words, cwd=launch.SOURCE, capture_output=True, text=True, check=True, timeout=300).stdout
     return "\n".join(["```", f"$ python plan.py {command}", *chosen(output, wanted), "```", "", remark])
 
 
