@@ -41,6 +41,7 @@ ROWS = {
 }
 
 
+DAYS = {"first": ("00", "01", "04", "05", "07"), "second": ("08", "09", "10")}  # of a class
 FAST_LANE = ("00", "01", "04", "05", "06", "07")  # chapter 00 names it at its end
 
 
@@ -76,6 +77,18 @@ def table() -> str:
         name = f"**{link}**" if each.number in FAST_LANE else link
         rows.append(f"| {name} | {each.law()} | {each.minutes} + {each.exercises} |")
     return "\n".join(["| chapter | what it tests | minutes |", "|---|---|--:|", *rows])
+
+
+def day(name: str) -> str:
+    """A day of a class, as docs/instructor.md lists it."""
+    found = [each for each in chapters() if each.number in DAYS[name]]
+    rows = [
+        f"| [{each.number} · {each.title}](../notebooks/{each.name}.ipynb) | {each.minutes} | {each.exercises} |"
+        for each in found
+    ]
+    minutes = sum(each.minutes + each.exercises for each in found)
+    end = f"| in all, without breaks: {minutes // 60} h {minutes % 60:02} min | | |"
+    return "\n".join(["| chapter | read and run, minutes | exercises, minutes |", "|---|--:|--:|", *rows, end])
 
 
 def course_map() -> Drawing:

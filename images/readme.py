@@ -27,7 +27,7 @@ from planner import gpus, predict  # noqa: E402
 RESULTS = ROOT / "source_code" / "results" / "reference"
 REFERENCE = RESULTS / "ladder-amd-epyc-2-cores"
 TINY = RESULTS / "tiny-intel-xeon-2-cores"
-PAGES = [ROOT / "README.md", ROOT / "docs" / "measuring.md"]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "measuring.md", ROOT / "docs" / "instructor.md"]
 GIB = 2**30
 WAYS = {  # what the first picture shows, of both models
     "DDP": {"strategy": "ddp", "recompute": "none"},
@@ -124,6 +124,7 @@ def with_tables(page: str) -> str:
         "first": first_table(),
         "memory": ladder.as_markdown(ladder.memory_table(kept(ladder.read(REFERENCE)))),
         "chapters": course.table(),
+        **{f"{name} day": course.day(name) for name in course.DAYS},
     }
     for name, table in tables.items():
         pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
