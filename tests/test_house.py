@@ -21,7 +21,7 @@ LABS = {  # {lab: the labs that it may import}
     "gpt_jax": ("gpt_fsdp",),
     "faults": (),
 }
-TOOLS = ("plan", "ladder", "one_rank", "prepare_data", "export", "diagnose_hang")
+TOOLS = ("plan", "ladder", "one_rank", "prepare_data", "class_check", "export", "diagnose_hang")
 ROOMS = ("measuring", "running", "training", "teaching")  # of labkit; each may import those before it
 OURS = {*LABS, *TOOLS, "proofs", "minimal", "labkit", "planner"}
 
