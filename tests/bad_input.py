@@ -92,6 +92,7 @@ BEFORE_ANYTHING_STARTS = {
         "--mesh pipeline=8 --accumulate 8 --plot plan.png": "--plot pipeline",
         "--frozen nf4": "--frozen --lora",
         "--experts 8 --strategy zero1": "--experts 8 gpt_fsdp.py --strategy fsdp2 ddp single",
+        "--experts 8 --ranks 8 --mesh pipeline=8 --accumulate 8": "pipeline --experts",
         "--experts 8 --simulate": "--experts 8 --simulate",
         "--experts 8 --imbalance 2": "--imbalance --mesh shard=8,expert=N",
         "--experts 8 --ranks 4 --mesh shard=4,expert=2 --imbalance 2.5": "--imbalance 2.5 2",

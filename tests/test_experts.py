@@ -331,9 +331,21 @@ def test_a_plan_says_what_is_active_and_prints_the_command(capsys):
     assert answer["active_parameters"] < answer["parameters"]
 
 
-def test_a_sweep_tries_all_spreads():
-    answer = json.loads(
-        plan.answer(options.parse(plan.Config, "", ["--experts", "4", "--ranks", "4", "--sweep", "--json"]))
+def searched(*words: str):
+    return json.loads(plan.answer(options.parse(plan.Config, "", ["--experts", "4", "--ranks", "4", *words, "--json"])))
+
+
+def test_a_sweep_tries_all_spreads_each_with_the_imbalance():
+    even, full = (searched("--sweep", "--imbalance", load, "--batch-size", "512") for load in ("1", "2"))
+    peaks, fullest = (
+        {row["strategy"]: row["peak"] for row in rows if row["recompute"] == "full"} for rows in (even, full)
     )
-    rows = answer["rows"] if isinstance(answer, dict) else answer
-    assert {"fsdp2, expert 2", "fsdp2, expert 4"} <= {row["strategy"] for row in rows if row["peak"]}
+    assert fullest["fsdp2"] == peaks["fsdp2"]
+    assert all(fullest[f"fsdp2, expert {ranks}"] > peaks[f"fsdp2, expert {ranks}"] for ranks in (2, 4))
+
+
+def test_a_search_is_for_the_fullest_rank_and_for_ranks_that_share_sequences_too():
+    words = "--find", "seq-len", "--precision", "bf16", "--mesh"
+    alone, full = (searched(*words, "shard=4,expert=4", "--imbalance", load)["found"] for load in ("1", "2"))
+    shared = searched(*words, "shard=2,context=2,expert=4")["found"]
+    assert full < alone < shared

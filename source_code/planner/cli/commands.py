@@ -291,16 +291,17 @@ def variants(options) -> list[tuple[str, dict]]:
     """
     if options.ranks == 1:
         return [("one process", {"strategy": "single"})]
-    plain = {"mesh": None, "reshard_after_forward": "true", "context_attention": "ring"}
+    plain = {"mesh": None, "reshard_after_forward": "true", "context_attention": "ring", "imbalance": 1.0}
     found = [(name, plain | {"strategy": name}) for name in STRATEGIES if name != "single"]
     found += [
         (f"{name}, parameters kept", plain | {"strategy": name, "reshard_after_forward": "false"})
         for name in ("fsdp1", "fsdp2")
     ]
     if options.cp_degree > 1:
-        shared = {"strategy": "fsdp2", "reshard_after_forward": "true"}
+        shared = {"strategy": "fsdp2", "reshard_after_forward": "true", "mesh": options.mesh}
+        spread = f", expert {options.ep_degree}" if options.ep_degree > 1 else ""
         found += [
-            (f"fsdp2, context {options.cp_degree}, {form}", shared | {"mesh": options.mesh, "context_attention": form})
+            (f"fsdp2, context {options.cp_degree}{spread}, {form}", shared | {"context_attention": form})
             for form in context.FORMS
         ]
     size = options.node_size
@@ -311,7 +312,8 @@ def variants(options) -> list[tuple[str, dict]]:
     for degree in range(2, 1 + (options.experts or 0)):
         if options.experts % degree == 0 and options.ranks % degree == 0:
             mesh = f"shard={options.ranks},expert={degree}"
-            found.append((f"fsdp2, expert {degree}", plain | {"strategy": "fsdp2", "mesh": mesh}))
+            spread = {"strategy": "fsdp2", "mesh": mesh, "imbalance": options.imbalance}
+            found.append((f"fsdp2, expert {degree}", plain | spread))
     if options.ranks > size and options.ranks % size == 0:
         fsdp2 = plain | {"strategy": "fsdp2"}
         for replicas in sorted(
