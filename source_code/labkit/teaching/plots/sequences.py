@@ -36,30 +36,29 @@ def attention_times(measured: dict, predicted: dict, guess: float | None, under:
     show(figure)
 
 
-def forms(sent: dict, exposed: dict, under: str, title: str):
-    """Draw what a rank sends, by the size of the context group, and how much is not hidden, by the length.
+def forms(sent: dict, waiting: dict, under: str, title: str):
+    """Draw what a rank sends, by the size of the context group, and how long it waits for it, by the length.
 
     Args:
         sent: {form: {ranks of a context group: bytes of a layer}}.
-        exposed: {form: {tokens of a rank: share of a step that waits for the context group}}.
+        waiting: {form: {tokens of a rank: time, in units of what its attention takes to compute}}.
         under: the line below the title.
         title: of the figure.
     """
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     for form, color in COLORS.items():
         style = {"mfc": "none", "color": color, "label": form, "markersize": 7}
         left.plot([*sent[form]], [size / 1e6 for size in sent[form].values()], "o--", **style)
-        right.plot([*exposed[form]], [100 * share for share in exposed[form].values()], "o--", **style)
-    ranks, tokens = ([*max(found.values(), key=len)] for found in (sent, exposed))
+        right.plot([*waiting[form]], [*waiting[form].values()], "o--", **style)
+    ranks, tokens = ([*max(found.values(), key=len)] for found in (sent, waiting))
     left.set(xscale="log", ylim=(0, None), xlabel="ranks that share the sequence")
     left.set(xticks=ranks, xticklabels=ranks, ylabel="sent by a rank for one layer [MB]")
-    right.set(
-        xscale="log", ylim=(0, None), xlabel="tokens per rank", ylabel="waiting for the context group [% of a step]"
-    )
+    right.set(xscale="log", yscale="log", xlabel="tokens per rank", ylabel="waiting / computing attention")
     right.set(xticks=tokens, xticklabels=[f"{each:,}" for each in tokens])
+    right.set(yticks=(0.01, 0.1, 1, 10), yticklabels=("1 %", "10 %", "100 %", "1,000 %"))
     for axes in (left, right):
         axes.minorticks_off()
-    left.legend(loc="upper right")
+    left.legend(loc="center right")
     headline(figure, title, under)
     left.title.set_ha("left"), left.title.set_x(0)
     show(figure)
