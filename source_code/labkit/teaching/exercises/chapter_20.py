@@ -1,5 +1,7 @@
 """Exercises of chapter 20, long sequences."""
 
+import math
+
 import torch
 from planner.models import flops, networks
 from planner.models.shapes import GPT_SHAPES
@@ -106,7 +108,7 @@ COUNTED = [8, 5, 0, 2]  # tokens of each rank that count
 
 
 def _gradient(me, my_loss, counts):
-    """Return (what FSDP makes of the ranks' gradients, the gradient of the mean over all tokens that count)."""
+    """Return (this rank's loss, what FSDP makes of the gradients, the gradient of the mean over all tokens that count)."""
     import torch.distributed as dist
 
     draws = torch.Generator().manual_seed(1)
@@ -117,20 +119,22 @@ def _gradient(me, my_loss, counts):
     (whole,) = torch.autograd.grad(losses[counting].mean(), weight)
     loss = my_loss((x[me.rank] @ weight).square(), counting[me.rank], me)
     if unanswered(loss):
-        return loss, whole
+        return loss, None, whole
     (mine,) = torch.autograd.grad(loss, weight)
     dist.all_reduce(mine)
-    return mine / me.world_size, whole
+    return loss.item(), mine / me.world_size, whole
 
 
 def judge_my_loss(my_loss) -> str:
     for counts in ([TOKENS] * RANKS, COUNTED):
-        mine, whole = on_ranks(_gradient, my_loss, counts, ranks=RANKS)[0]
-        if unanswered(mine):
+        results = on_ranks(_gradient, my_loss, counts, ranks=RANKS)
+        losses, (_, mine, whole) = [loss for loss, *_ in results], results[0]
+        if any(map(unanswered, losses)):
             return "not answered yet"
         about = f"with {counts} counted tokens on the ranks"
-        if not mine.isfinite().all():
-            return f"not quite: {about}, the gradient is {mine[0].item()}: what does a rank without any return?"
+        for rank, loss in enumerate(losses):
+            if not math.isfinite(loss):
+                return f"not quite: {about}, the loss of rank {rank} is {loss}"
         if not largest_difference(mine, whole, relative=True) < WITHIN:
             times = (mine.norm() / whole.norm()).item()
             return f"not quite: {about}, the averaged gradient differs: it is {times:.3g} times as long as it should be"
