@@ -19,11 +19,9 @@ def context_parallel():
     d = Drawing(1000, 446, "Context parallelism: four ranks share a sequence, and only attention communicates")
     d.text(20, 36, "Four ranks share one sequence", 20, bold=True)
     d.text(20, 60, "Each rank has a quarter of the tokens, from the embedding to the loss.", 14, colour=SOFT)
-    columns = [(82, 240, ""), (356, 180, "token by token"), (566, 150, ""), (746, 180, "token by token")]
-    for x, width, text in columns:
-        d.text(x + width / 2, TOP - 14, text, 13.5, "middle", colour=SOFT)
-    d.text(566 + 75, TOP - 14, "needs earlier tokens", 13.5, "middle", colour=SOFT)
-    d.text(82 + 120, TOP - 14, "tokens of the sequence", 13.5, "middle", colour=SOFT)
+    heads = {202: "tokens of the sequence", 446: "token by token", 641: "needs earlier tokens", 836: "token by token"}
+    for x, text in heads.items():
+        d.text(x, TOP - 14, text, 13.5, "middle", colour=SOFT)
     for rank in range(RANKS):
         y = TOP + ROW * rank
         d.text(20, y + 28, f"rank {rank}", 15)
