@@ -31,13 +31,14 @@ LAWS = {  # what to remember of each chapter, in a few words; its notebook has t
     "16": "runs fail in few ways, and each leaves a trace",
     "17": "your model peaks where its config.json says",
     "18": "Muon needs whole matrices: let each have an owner",
+    "20": "split the sequence: only attention communicates",
 }
 ROWS = {
     "one small network": range(4),
     "": range(4, 8),
     "a transformer": range(8, 12),
     " ": range(12, 16),
-    "  ": range(16, 19),
+    "  ": range(16, 20),
 }
 
 
