@@ -1,7 +1,7 @@
 """Record when each stage of a pipeline computes, one row per rank, and the fraction of the time in which it is idle.
 
-``recording`` records the stages of one rank; ``record_steps`` collects the rows of all ranks. ``waiting_schedule`` makes a
-schedule of stages that sleep instead of computing: its rows show the schedule alone, on any number of cores.
+``recording`` records the stages of one rank; ``record_steps`` collects the rows of all ranks. ``record_waiting`` does so for
+stages that sleep instead of computing: its rows show the schedule alone, on any number of cores.
 """
 
 import contextlib
@@ -123,15 +123,22 @@ class _Wait(torch.autograd.Function):
 
 
 class Waiting(nn.Module):
-    """Sleep instead of computing. Input and output: one tensor of any shape."""
+    """Sleep instead of computing. Input and output: one tensor of any shape.
 
-    def __init__(self, forward_seconds: float, backward_seconds: float):
+    Args:
+        forward_seconds: of a micro-batch.
+        backward_seconds: of a micro-batch.
+        skipped: how many micro-batches do not sleep; these are of the step that ``record_steps`` does not record.
+    """
+
+    def __init__(self, forward_seconds: float, backward_seconds: float, skipped: int):
         super().__init__()
-        self.seconds = forward_seconds, backward_seconds
+        self.seconds, self.skipped = (forward_seconds, backward_seconds), skipped
         self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, x):
-        return _Wait.apply(x * self.weight, *self.seconds)
+        self.skipped -= 1
+        return _Wait.apply(x * self.weight, *((0.0, 0.0) if self.skipped >= 0 else self.seconds))
 
 
 def waiting_schedule(me, name: str, micro_batches: int, seconds: float):
@@ -154,7 +161,7 @@ def waiting_schedule(me, name: str, micro_batches: int, seconds: float):
     apart = {"dw_builder": lambda: lambda: time.sleep(seconds)} if split else {}
     stages = [
         PipelineStage(
-            Waiting(seconds, seconds if split else 2 * seconds).to(me.device),
+            Waiting(seconds, seconds if split else 2 * seconds, micro_batches).to(me.device),
             me.rank + number * me.world_size,
             count * me.world_size,
             me.device,
@@ -164,6 +171,19 @@ def waiting_schedule(me, name: str, micro_batches: int, seconds: float):
     ]
     of_one = issubclass(kind, pipelining.schedules.PipelineScheduleSingle)
     return kind(stages[0] if of_one else stages, micro_batches, _sum, scale_grads=False), stages
+
+
+def record_waiting(me, name: str, micro_batches: int, seconds: float) -> list[list[dict]]:
+    """Record one step of a ``waiting_schedule``, which has these arguments. Collective; all ranks must be on one machine.
+
+    Returns:
+        [rank][note], as ``record_steps`` returns them.
+    """
+    schedule, stages = waiting_schedule(me, name, micro_batches, seconds)
+    x = torch.zeros(micro_batches, 1, device=me.device)
+    inputs = [x] if me.rank == 0 else []
+    (step,) = record_steps(lambda: schedule.step(*inputs, target=x, return_outputs=False), 1, *stages)
+    return step
 
 
 def _sum(output, _):

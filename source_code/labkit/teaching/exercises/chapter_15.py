@@ -5,17 +5,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from planner.models.shapes import GPT_SHAPES
 
+from labkit.measuring.differences import largest_difference
 from labkit.teaching.exercises import Do, Predict, on_ranks
 
-STAGES, MICRO_BATCHES = 8, 16
 LLAMA, TOKENS, HALF = GPT_SHAPES["llama3-8b"], 8192, 2  # bytes per element in bf16
 BETWEEN = TOKENS * LLAMA.hidden_size * HALF / 1e6  # MB of the activation between two blocks
 WORLD, WIDTH, HIDDEN = 2, 6, 8
-
-
-def bubble(stages: int, micro_batches: int) -> float:
-    """Return the idle share of a pipeline's time, in percent (arXiv:1811.06965, section 2.3)."""
-    return 100 * (stages - 1) / (micro_batches + stages - 1)
 
 
 def _multiplied(me, mlp):
@@ -91,7 +86,7 @@ def _block_in_parts(me, plan):
     part = part.to_local() if hasattr(part, "to_local") else part
     if part.shape != right[:, mine].shape:
         return sharded, sent.get_total_counts(), tuple(part.shape)
-    return sharded, sent.get_total_counts(), float((x[:, mine] + part - right[:, mine]).detach().abs().max())
+    return sharded, sent.get_total_counts(), largest_difference(x[:, mine] + part, right[:, mine])
 
 
 def judge_plan(plan) -> str:
@@ -229,24 +224,6 @@ def stage_of(gpt, index, stages):
 """,
     ),
     "15.4": Predict(
-        title="the bubble of eight stages",
-        level=1,
-        minutes=3,
-        answer=bubble(STAGES, MICRO_BATCHES),
-        unit="%",
-        slips={
-            "that is the idle time as a share of the busy time, not of all of it": 100 * (STAGES - 1) / MICRO_BATCHES,
-            "eight stages wait seven times for the first micro-batch": 100 * STAGES / (MICRO_BATCHES + STAGES),
-            "that is the share of time in which a stage computes": 100 - bubble(STAGES, MICRO_BATCHES),
-            "that is a fraction; the question is in percent": bubble(STAGES, MICRO_BATCHES) / 100,
-        },
-        hint="After how many micro-batches' time does the last stage start? How many does a step take in total?",
-        solution=f"""
-stages, micro_batches = {STAGES}, {MICRO_BATCHES}
-answer = 100 * (stages - 1) / (micro_batches + stages - 1)
-""",
-    ),
-    "15.5": Predict(
         title="what tensor parallelism gathers in a block",
         level=2,
         minutes=6,
