@@ -36,7 +36,7 @@ pip     = $(1)/bin/python -m pip install --quiet --disable-pip-version-check
 install = { $(call pip,$(1)) uv && $(1)/bin/uv pip install --quiet --python $(1)/bin/python $(2); } || \
           { echo "uv cannot install here, so pip does: two minutes"; $(call pip,$(1)) $(2); }
 
-.PHONY: run check test nightly test-cluster test-lowest lab learner notebooks gpu bench drill deepspeed jax constraints slurm slurm-down help
+.PHONY: run check test nightly test-cluster test-lowest lab learner class-check notebooks gpu bench drill deepspeed jax constraints slurm slurm-down help
 
 run: $(READY)           ## climb the ladder on this machine: eight runs, a table and a picture
 	cd source_code && ../$(BIN)/python ladder.py $(LADDER)
@@ -85,6 +85,9 @@ learner:                ## copy the notebooks into a folder of your own, ~/my-fs
 	@echo "  $(CURDIR)/$(BIN)/jupyter lab $(LEARNER)"
 	@echo "or in JupyterHub with the kernel FSDP Labs, which this makes once:"
 	@echo "  $(CURDIR)/$(BIN)/python -m ipykernel install --user --name fsdp-labs --display-name 'FSDP Labs'"
+
+class-check: $(TEST_READY)  ## before a class, on its cluster: what a learner would stumble over, and what to do about it
+	cd source_code && ../$(BIN)/python class_check.py
 
 notebooks: $(READY)     ## run every notebook again, in place
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False \

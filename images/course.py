@@ -31,14 +31,19 @@ LAWS = {  # what to remember of each chapter, in a few words; its notebook has t
     "16": "runs fail in few ways, and each leaves a trace",
     "17": "your model peaks where its config.json says",
     "18": "Muon needs whole matrices: let each have an owner",
+    "20": "split the sequence: only attention communicates",
 }
 ROWS = {
     "one small network": range(4),
     "": range(4, 8),
     "a transformer": range(8, 12),
     " ": range(12, 16),
-    "  ": range(16, 19),
+    "  ": range(16, 20),
 }
+
+
+DAYS = {"first": ("00", "01", "04", "05", "07"), "second": ("08", "09", "10")}  # of a class
+FAST_LANE = ("00", "01", "04", "05", "06", "07")  # chapter 00 names it at its end
 
 
 @dataclass
@@ -46,7 +51,8 @@ class Chapter:
     number: str  # "05"
     name: str  # "05_auto_wrap"
     title: str  # "Auto wrap", without what follows a colon
-    claim: str  # the first sentence of the claim, without its full stop, in Markdown
+    minutes: int  # to read and run it
+    exercises: int  # minutes for these
 
     def law(self) -> str:
         return LAWS[self.number]
@@ -60,16 +66,30 @@ def chapters() -> list[Chapter]:
 def _chapter(path) -> Chapter:
     head = "".join(json.loads(path.read_text())["cells"][0]["source"])
     (title,) = re.findall(r"^# \d+ · ([^:\n]+)", head)
-    (claim,) = [" ".join(text.split()) for text in head.split("\n\n") if text.startswith("**The claim")]
-    claim = claim.replace("**", "").split(": ", 1)[1]  # "The claim put to the proof: …"
-    first = re.split(r"(?<=\.) (?=[A-Z]|bf16)", claim)[0]
-    return Chapter(path.stem[:2], path.stem, title, first.removesuffix("."))
+    ((minutes, exercises),) = re.findall(r"^(\d+) minutes, and (\d+) for the exercises", head, re.M)
+    return Chapter(path.stem[:2], path.stem, title, int(minutes), int(exercises))
 
 
 def table() -> str:
     """The chapters as README.md lists them."""
-    rows = [f"| [`{each.name}`](notebooks/{each.name}.ipynb) | {each.claim} |" for each in chapters()]
-    return "\n".join(["| notebook | the claim it puts to the proof |", "|---|---|", *rows])
+    rows = []
+    for each in chapters():
+        link = f"[{each.number} · {each.title}](notebooks/{each.name}.ipynb)"
+        name = f"**{link}**" if each.number in FAST_LANE else link
+        rows.append(f"| {name} | {each.law()} | {each.minutes} + {each.exercises} |")
+    return "\n".join(["| chapter | what it tests | minutes |", "|---|---|--:|", *rows])
+
+
+def day(name: str) -> str:
+    """A day of a class, as docs/instructor.md lists it."""
+    found = [each for each in chapters() if each.number in DAYS[name]]
+    rows = [
+        f"| [{each.number} · {each.title}](../notebooks/{each.name}.ipynb) | {each.minutes} | {each.exercises} |"
+        for each in found
+    ]
+    minutes = sum(each.minutes + each.exercises for each in found)
+    end = f"| in all, without breaks: {minutes // 60} h {minutes % 60:02} min | | |"
+    return "\n".join(["| chapter | read and run, minutes | exercises, minutes |", "|---|--:|--:|", *rows, end])
 
 
 def course_map() -> Drawing:

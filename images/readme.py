@@ -1,4 +1,4 @@
-"""Draw the pictures of README.md from committed records, and write its tables: python images/readme.py
+"""Draw the pictures of README.md from committed records, and write its tables and those of docs/: python images/readme.py
 
 The records of the first picture are those of three runs on two cores, without their timelines:
 torchrun --standalone --nproc-per-node 4 gpt_fsdp.py --device cpu --max-steps 6 --strategy ddp --record …/0-ddp.json,
@@ -27,6 +27,7 @@ from planner import gpus, predict  # noqa: E402
 RESULTS = ROOT / "source_code" / "results" / "reference"
 REFERENCE = RESULTS / "ladder-amd-epyc-2-cores"
 TINY = RESULTS / "tiny-intel-xeon-2-cores"
+PAGES = [ROOT / "README.md", ROOT / "docs" / "measuring.md", ROOT / "docs" / "instructor.md"]
 GIB = 2**30
 WAYS = {  # what the first picture shows, of both models
     "DDP": {"strategy": "ddp", "recompute": "none"},
@@ -117,26 +118,27 @@ def kept(runs: list[dict]) -> list[dict]:
     return runs
 
 
-def with_tables(readme: str) -> str:
-    """README's text with its tables made from the records and from the notebooks' heads. UserError: see ``kept``."""
+def with_tables(page: str) -> str:
+    """A page's text with its tables made from the records and from the notebooks' heads. UserError: see ``kept``."""
     tables = {
         "first": first_table(),
         "memory": ladder.as_markdown(ladder.memory_table(kept(ladder.read(REFERENCE)))),
         "chapters": course.table(),
+        **{f"{name} day": course.day(name) for name in course.DAYS},
     }
     for name, table in tables.items():
         pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
-        readme = re.sub(pattern, lambda found, table=table: f"{found[1]}{table}\n{found[2]}", readme, flags=re.DOTALL)
-    return readme
+        page = re.sub(pattern, lambda found, table=table: f"{found[1]}{table}\n{found[2]}", page, flags=re.DOTALL)
+    return page
 
 
 if __name__ == "__main__":
-    path = ROOT / "README.md"
     try:
-        page = with_tables(path.read_text())
+        pages = {path: with_tables(path.read_text()) for path in PAGES}
     except UserError as error:
         options.exit_with_error(str(error))
     first_picture(ROOT / "images" / "will_it_fit.png")
     plots.ladder(ladder.read(REFERENCE), ROOT / "images" / "ladder.png")
     course.course_map().save("course_map")
-    path.write_text(page)
+    for path, page in pages.items():
+        path.write_text(page)

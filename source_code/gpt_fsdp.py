@@ -4,6 +4,7 @@
   python gpt_fsdp.py --ranks 4 --mesh 2x2                   # two replicas, each sharded over two ranks
   python gpt_fsdp.py --ranks 4 --mesh shard=2,tensor=2      # tensor parallelism: two ranks share each matmul
   python gpt_fsdp.py --ranks 4 --mesh context=4 --context-attention ring    # four ranks share each sequence
+  python gpt_fsdp.py --ranks 4 --experts 8 --mesh shard=4,expert=2   # each rank has 4 experts, which two ranks shard
   python gpt_fsdp.py --lora 4 --accumulate 4 --clip 1.0     # a frozen base model, four micro-batches per step
   python gpt_fsdp.py --lr-schedule cosine --warmup-steps 4 --no-decay-1d --log logs     # tensorboard --logdir logs
   python gpt_fsdp.py --checkpoint ckpt && python gpt_fsdp.py --checkpoint ckpt --resume --max-steps 40
@@ -29,13 +30,14 @@ from labkit.measuring.trace import local
 from labkit.running import options, preflight, ranks
 from labkit.running.lab_options import TransformerTraining
 from labkit.running.options import Conflict, several
-from labkit.training import checkpoints, loss_scaling, models, muon, post_forward_mesh, recompute, saving, text
+from labkit.training import checkpoints, experts, loss_scaling, models, muon, post_forward_mesh, recompute, saving, text
 from labkit.training.bf16_adamw import BF16AdamW
 from labkit.training.context_parallel import Context, context_group, context_parallel, positions
+from labkit.training.expert_parallel import clip_grad_norm, expert_mesh, spread
 from labkit.training.loop import Loop, keep_norm
 from labkit.training.shards import count_units, part_of
 from labkit.training.tensor_parallel import tensor_parallel
-from labkit.training.weight_decay import parameter_groups
+from labkit.training.weight_decay import by_mesh, parameter_groups
 from planner.models import flops
 from planner.ops import context
 from torch import nn
@@ -56,6 +58,7 @@ def build(config, me):
     """Return (model ready to train, model FLOPs per token)."""
     with torch.device("meta"):  # shapes without storage: nothing is allocated
         model = unsharded(config).to(config.dtype)
+    experts.prepare(model, config.accumulate)
     preflight.refuse_if_too_big(config, me)
     return parallelize(model, config, me), flops.per_token(config.shape, config.seq_len, config.lora)
 
@@ -153,6 +156,9 @@ def fsdp2(model, config, me):
     units = list(model.blocks)
     if config.wraps_embeddings:
         units.insert(0, model.embedding)
+    if config.ep_degree > 1:
+        own_mesh = expert_mesh(me.world_size, config.ep_degree, me.device.type)
+        spread(model, own_mesh, settings | {"reshard_after_forward": config.reshard})
     with post_forward_mesh.shared():  # one for all units, if --reshard-after-forward is N
         for unit in units:
             fsdp.fully_shard(unit, reshard_after_forward=config.reshard, **settings)
@@ -205,7 +211,7 @@ def init_weights(model, seed):
 def make_optimizer(model, config):
     """Return the optimizer. foreach or fused is explicit, since PyTorch's default, and so the memory, depends on the device."""
     if config.optimizer in ("momentum", "sgd"):
-        trained = [p for p in model.parameters() if p.requires_grad]
+        trained = by_mesh({"params": [p for p in model.parameters() if p.requires_grad]})
         momentum = 0.9 if config.optimizer == "momentum" else 0.0
         return torch.optim.SGD(trained, lr=config.lr, momentum=momentum, foreach=True)
     if config.optimizer.startswith("muon"):
@@ -213,7 +219,8 @@ def make_optimizer(model, config):
     if config.optimizer == "adamw-bf16":
         return BF16AdamW(parameter_groups(model, config), config.lr, seed=config.seed)
     how = {"adamw": {"foreach": True}, "adamw-fused": {"fused": True}, "adamw-for-loop": {"foreach": False}}
-    return torch.optim.AdamW(parameter_groups(model, config), lr=config.lr, **how[config.optimizer])
+    groups = [part for group in parameter_groups(model, config) for part in by_mesh(group)]
+    return torch.optim.AdamW(groups, lr=config.lr, **how[config.optimizer])
 
 
 def compute_loss(model, inputs, targets, config):
@@ -243,6 +250,8 @@ def clip(model, config):
     max_norm = config.clip or math.inf  # without --clip, --log only measures the norm
     if config.strategy == "fsdp1":
         return model.clip_grad_norm_(max_norm)
+    if config.ep_degree > 1:
+        return clip_grad_norm(model, max_norm)
     return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
@@ -251,10 +260,12 @@ def train_step(model, optimizer, inputs, targets, config):
 
     Returns one term per micro-batch; their sum is the step's loss.
     """
-    losses, scaler = [], loss_scaling.scaler_of(optimizer)  # which does nothing, except with --precision fp16
+    losses, routing = [], []
+    scaler = loss_scaling.scaler_of(optimizer)  # which does nothing, except with --precision fp16
     for micro in range(config.accumulate):
         with gradients_wait(model, config, last=micro == config.accumulate - 1), loss_parallel():
             loss = compute_loss(model, inputs[micro], targets[micro], config) / config.accumulate
+            routing += experts.tokens_of(model)
             scaler.scale(loss).backward()
         losses.append(loss.detach())
     scaler.unscale_(optimizer)  # before the norm is computed
@@ -262,6 +273,7 @@ def train_step(model, optimizer, inputs, targets, config):
         keep_norm(optimizer, clip(model, config), config)
     scaler.step(optimizer)  # unless a gradient of any rank is not finite
     scaler.update()
+    experts.after_step(model, routing)
     optimizer.zero_grad()
     return losses
 

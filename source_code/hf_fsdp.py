@@ -59,7 +59,9 @@ def build(config, me):
         model, missing = hf_loading.load(config, config.architecture, device, parallelized)
     else:
         with torch.device("meta"):
-            model = parallelized(hf_models.without_weights(config.architecture, config.dtype, config.experts))
+            model = parallelized(
+                hf_models.without_weights(config.architecture, config.dtype, config.experts_implementation)
+            )
         model.to_empty(device=device)
         model.tie_weights()  # to_empty has given each name its own tensor
         missing = set(hf_initial.tensors(model))
@@ -73,7 +75,7 @@ def build(config, me):
 
 def unsharded(config):
     """Return the model as one process would train it, without weights, on the current default device."""
-    return change(hf_models.without_weights(config.architecture, config.dtype, config.experts), config)
+    return change(hf_models.without_weights(config.architecture, config.dtype, config.experts_implementation), config)
 
 
 def parallelize(model, config, me):
@@ -300,7 +302,7 @@ class Config(HuggingFaceTraining):
         return torch.bfloat16 if self.weights == "bf16" else torch.promote_types(self.dtype, torch.float32)
 
     @property
-    def experts(self) -> str | None:
+    def experts_implementation(self) -> str | None:
         """The library's implementation of experts; its default has no kernel in fp64."""
         return "eager" if self.precision == "fp64" else None
 

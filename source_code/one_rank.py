@@ -19,7 +19,7 @@ import torch
 from labkit import UserError
 from labkit.measuring import meters, records, simulate
 from labkit.running import gpus, lab_options, options, preflight, progress, ranks
-from labkit.running.options import GIVEN, Conflict, exit_with_error, option, redeclared
+from labkit.running.options import GIVEN, Conflict, exit_with_error, option, redeclared, several
 from labkit.training import text
 from planner import predict
 
@@ -36,6 +36,11 @@ class Config(gpt_fsdp.Config):
             {"strategy": ("single", "ddp")},
             "--strategy {c.strategy} needs no simulated world: a rank holds the whole model, so run "
             "gpt_fsdp.py --strategy single (DDP adds the gradients' buckets, which plan.py counts)",
+        ),
+        Conflict(
+            {},
+            {"ep_degree": several},
+            "--mesh {c.mesh} exchanges rows whose number other ranks determine: leave expert out, or use plan.py",
         ),
         Conflict(
             {}, {"checkpoint": GIVEN}, "--checkpoint would save the wrong values of a simulated world: leave it out"

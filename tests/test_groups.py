@@ -25,6 +25,7 @@ RUNS = [  # (lab, ranks, options)
     (GPT, 2, {"mesh": "tensor=2"}),
     *((GPT, 8, {"mesh": mesh}) for mesh in ("context=8", "replicate=2,context=2,tensor=2", "shard=2,context=4")),
     (GPT, 8, {"mesh": "shard=2,context=4", "reshard_after_forward": "2"}),
+    *((GPT, 8, {"experts": 8, "mesh": f"shard=8,expert={expert}"}) for expert in (2, 8)),
     *((GPT, 8, {"mesh": mesh}) for mesh in ("replicate=2,shard=2,tensor=2", "replicate=4,tensor=2")),
     *((GPT, 8, {"strategy": "fsdp1", "mesh": mesh}) for mesh in ("2x4", "4x2")),
     *((GPT, 8, {"reshard_after_forward": kept}) for kept in ("2", "4", "8")),
@@ -99,7 +100,7 @@ def counted(name, ranks, chosen):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run[0]} {run[1]} {' '.join(run[2].values())}")
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run[0]} {run[1]} {' '.join(map(str, run[2].values()))}")
 def test_the_groups_are_those_that_pytorch_makes(run, made):
     planned = [group.ranks for group in counted(*run) for _ in range(group.count)]
     assert sorted(planned) == made[RUNS.index(run)]

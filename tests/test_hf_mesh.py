@@ -74,7 +74,7 @@ def tokens_of(sequences):
 
 
 def experts_of(config):
-    return {"experts_implementation": config.experts} if config.experts else {}
+    return {"experts_implementation": config.experts_implementation} if config.experts_implementation else {}
 
 
 def one_process(folder, config, sequences):
@@ -152,7 +152,7 @@ def test_a_run_is_that_of_one_process_of_the_library(trained, run):
     ("options", "sentence"),
     [
         ({"mesh": "shard=2,expert=2"}, "no expert-parallel plan for llama: leave expert out"),
-        ({"mesh": "shard=4,expert=3"}, "expert must divide shard x tensor"),
+        ({"mesh": "shard=4,expert=3"}, "expert must divide shard x context x tensor"),
         ({"mesh": "shard=4,tensor=2"}, "is for 8 ranks, but there are"),
         ({"mesh": "shard=2,tensor=2", "lora": 4}, "does not support --lora"),
     ],

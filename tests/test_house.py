@@ -21,7 +21,7 @@ LABS = {  # {lab: the labs that it may import}
     "gpt_jax": ("gpt_fsdp",),
     "faults": (),
 }
-TOOLS = ("plan", "ladder", "one_rank", "prepare_data", "export", "diagnose_hang")
+TOOLS = ("plan", "ladder", "one_rank", "prepare_data", "class_check", "export", "diagnose_hang")
 ROOMS = ("measuring", "running", "training", "teaching")  # of labkit; each may import those before it
 OURS = {*LABS, *TOOLS, "proofs", "minimal", "labkit", "planner"}
 
@@ -140,8 +140,8 @@ def test_every_file_has_a_room():
     assert [name for name in DYNAMIC if not dynamic(SOURCE / name)] == []  # none is listed without need
 
 
-def test_the_readme_names_every_lab_tool_and_proof():
-    page = (SOURCE.parent / "README.md").read_text()
+def test_the_pages_name_every_lab_tool_and_proof():
+    page = (SOURCE.parent / "docs" / "source.md").read_text()
     names = [path.relative_to(SOURCE) for path in FILES if path.stem in (*LABS, *TOOLS) or path.parts[-2] == "minimal"]
     assert [str(name) for name in names if name.name not in page] == []
     proofs = (SOURCE / "proofs" / "README.md").read_text()

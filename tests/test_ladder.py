@@ -1,5 +1,6 @@
-"""The ladder's table and picture say what the records say; so does the README, which also lists the chapters as they do."""
+"""The ladder's table and picture say what the records say; so do the README and docs/, which also list the chapters as they do."""
 
+import re
 import sys
 
 import course
@@ -14,7 +15,7 @@ from labkit.running import launch
 from labkit.teaching import plots
 from planner import gpus
 
-from notebooks import PATHS
+from notebooks import PATHS, read
 
 ROOT = launch.SOURCE.parent
 
@@ -24,10 +25,24 @@ def reference():
     return ladder.read(readme.REFERENCE)
 
 
-def test_readme_shows_the_committed_records(reference):
-    page = (ROOT / "README.md").read_text()
-    assert readme.with_tables(page) == page, "run: python images/readme.py"
-    assert f"{sum(reference[1]['record']['memory']['peak'].values()):,}" in page
+@pytest.mark.parametrize("path", readme.PAGES, ids=lambda path: path.stem)
+def test_pages_show_the_committed_records(path):
+    assert readme.with_tables(path.read_text()) == path.read_text(), "run: python images/readme.py"
+
+
+def test_the_page_of_measuring_has_the_sums_of_the_ladder(reference):
+    assert f"{sum(reference[1]['record']['memory']['peak'].values()):,}" in readme.PAGES[1].read_text()
+
+
+def test_the_readme_is_short():
+    """What needs more room is in docs/."""
+    assert len(readme.PAGES[0].read_text().splitlines()) <= 150
+    assert [each for each in course.chapters() if len(each.law().split()) > 12] == []
+
+
+def test_the_fast_lane_is_that_of_chapter_00():
+    (line,) = [line for line in read(PATHS[0]).cells[-1].source.splitlines() if "Fast lane" in line] or [""]
+    assert {"00", *re.findall(r"\[(\d\d)\]", line)} == set(course.FAST_LANE)
 
 
 def test_the_map_of_the_course_has_every_chapter():

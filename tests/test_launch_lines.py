@@ -2,7 +2,7 @@
 
 In place of ``python`` and ``torchrun`` stand two that write down how they were called. So a line is judged by what
 Slurm made of it, its tasks, nodes and GPUs, and by what the lab script says to its options; nobody trains. Those of
-README then train for two steps.
+the cluster guide then train for two steps.
 """
 
 import ast
@@ -24,6 +24,7 @@ from notebooks import PATHS, read
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "source_code"
 LABS = ("hello.py", "mnist_fsdp.py", "gpt_fsdp.py", "gpt_zero.py", "gpt_pipeline.py", "hf_fsdp.py", "faults.py")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ONE_PROCESS = ("one_rank.py", "gpt_jax.py")  # labs whose own text says nothing of launching
 LAUNCH = re.compile(r"(cd source_code && )?(srun|sbatch|salloc|torchrun)\b")
 
@@ -53,7 +54,8 @@ def in_fences(markdown: str) -> str:
 
 def texts() -> dict[str, str]:
     """{where: text} of all in which launch lines stand."""
-    found = {"README.md": in_fences((ROOT / "README.md").read_text())}
+    fenced = {path.name: in_fences(path.read_text()) for path in PAGES}
+    found = {name: text for name, text in fenced.items() if commands(text)}
     for lab in LABS:
         found[lab] = ast.get_docstring(ast.parse((SOURCE / lab).read_text()))
     for path in sorted((SOURCE / "slurm").glob("*.sbatch")):
@@ -70,9 +72,9 @@ LINES = [(where, line) for where, text in texts().items() for line in commands(t
 def test_lines_are_found_everywhere():
     """If the search broke, the other tests would have nothing to say."""
     assert {where for where, _ in LINES} == set(texts())
-    assert {LAUNCH.match(line).group(2) for where, line in LINES if where == "README.md"} == {
-        *("srun", "sbatch", "salloc", "torchrun")
-    }
+    ways = {where: {LAUNCH.match(line).group(2) for place, line in LINES if place == where} for where, _ in LINES}
+    assert ways["cluster.md"] == {"srun", "sbatch", "salloc", "torchrun"}
+    assert "srun" in ways["README.md"] and "srun" in ways["your_model.md"]
 
 
 @dataclass
@@ -178,11 +180,13 @@ def check_meeting(each: Call, agents: int):
 REAL = """#!/bin/bash
 exec {python} "$@" --data mnist-5k --max-steps 2 --batch-size 8
 """
-TRAINS = [line for where, line in LINES if (where == "README.md" and "mnist_fsdp" in line) or where == "hello.py"]
+TRAINS = sorted(
+    {line for where, line in LINES if (where == "cluster.md" and "mnist_fsdp" in line) or where == "hello.py"}
+)
 
 
 @pytest.mark.parametrize("line", TRAINS)
-def test_a_line_of_the_readme_trains(line, slurm, tmp_path):
+def test_a_line_of_the_cluster_guide_trains(line, slurm, tmp_path):
     """The same lines with the programs themselves, told to take two steps."""
     shutil.copytree(SOURCE, tmp_path / "source_code", ignore=shutil.ignore_patterns("results", "__pycache__"))
     programs = tmp_path / ".venv" / "bin"

@@ -29,6 +29,7 @@ from math import prod
 from planner import UserError
 from planner.models import networks
 from planner.ops.context import Context, order_of
+from planner.ops.routing import Routing, expected
 from planner.parallel.mesh import arrange
 from planner.parallel.pipeline import Stage, split_blocks
 from planner.parallel.strategies import Unit
@@ -86,7 +87,15 @@ def plan_of(record: dict, rank: int = 0, at_least: bool = False) -> Plan:
     return PLANNERS[record["script"]](record, at_least=at_least, **fields)
 
 
-def transformer_plan(options, ranks: int, network: networks.Blueprint | None = None, *, on_gpu: bool, **fields) -> Plan:
+def transformer_plan(
+    options,
+    ranks: int,
+    network: networks.Blueprint | None = None,
+    *,
+    on_gpu: bool,
+    routing: Routing | None = None,
+    **fields,
+) -> Plan:
     """Return the plan of a transformer's training.
 
     Args:
@@ -94,6 +103,7 @@ def transformer_plan(options, ranks: int, network: networks.Blueprint | None = N
         ranks: how many train.
         network: the user's own; by default the one that the options name.
         on_gpu: whether a GPU's kernels run.
+        routing: of the rank's tokens to experts; by default the one expected.
         fields: further fields of ``Plan``.
 
     Raises:
@@ -103,6 +113,10 @@ def transformer_plan(options, ranks: int, network: networks.Blueprint | None = N
     # What attention needs for a moment differs among the ranks that share a sequence: the last one needs most.
     place = mesh.context_part(fields["rank"]) if "rank" in fields else mesh.context - 1
     form = options.context_attention
+    spreads = bool(options.experts) and mesh.expert > 1  # else it is transformers that spreads them
+    if routing is None and spreads:
+        sizes = options.batch_size, options.seq_len // mesh.context
+        routing = expected(options.shape.experts, *sizes, options.imbalance, mesh.expert)
     network = network or networks.gpt(
         options.shape,
         options.batch_size,
@@ -116,6 +130,8 @@ def transformer_plan(options, ranks: int, network: networks.Blueprint | None = N
         quantized=options.frozen == "nf4",
         offload_activations=options.offload_activations and on_gpu,  # on the CPU nothing moves
         context=Context(mesh.context, form, order_of(form), place),
+        ep_degree=mesh.expert if spreads else 1,
+        routing=routing,
     )
     return Plan(
         network,

@@ -204,6 +204,11 @@ CHOICES = {
     "accumulate": (1, 1, 2, 3, 4),
     "sync": ("every", "last"),
     "clip": (None, 1.0),
+    "experts": (None, None, 4, 8),
+    "top_k": (1, 2, 3),
+    "shared_expert": (False, True),
+    "capacity_factor": (None, 0.75, 1.5),
+    "balance": (),
     "tied": (None, True),
     "lora": (None, None, None, 1, 4),
     "reshard_after_forward": ("true", "true", "false", "2", "4"),
@@ -211,11 +216,39 @@ CHOICES = {
     "context_attention": ("ring", *context.FORMS),
 }
 CONTEXTS = ("context=4", "shard=2,context=2", "replicate=2,context=2", "context=2,tensor=2")
+EXPERTS = ("shard=4,expert=2", "shard=4,expert=4", "shard=2,context=2,expert=2", "context=4,expert=4")
 MESHES = {  # by the number of ranks, where --mesh goes with a strategy
     1: (None, None, "1x1"),
-    2: (None, None, "2x1", "tensor=2", "context=2", "context=2"),
+    2: (None, None, "2x1", "tensor=2", "context=2", "context=2", "shard=2,expert=2"),
     3: (None, None, "3x1", "1x3", "context=3"),
-    4: (None, "2x2", "4x1", "shard=2,tensor=2", "replicate=2,tensor=2", *CONTEXTS),
+    4: (None, "2x2", "4x1", "shard=2,tensor=2", "replicate=2,tensor=2", *CONTEXTS, *EXPERTS),
+}
+NEEDED = {  # {option: options that are drawn only with it}
+    "experts": ("top_k", "shared_expert", "capacity_factor", "balance"),
+    "context": ("context_attention",),
+}
+# What goes together with a mixture of experts, with sequences that ranks share, and with experts spread over ranks: few
+# draws of all choices would.
+MIXED = {
+    "precision": ("fp32", "bf16", "fp64"),
+    "weights": ("fp32", "fp32", "fp32", "bf16"),
+    "recompute": ("none", "full"),
+    "recompute_every": (1,),
+    "offload_activations": (False,),
+    "optimizer": ("adamw", "adamw-fused", "adamw-for-loop", "adamw-bf16", "momentum", "sgd"),
+    "lora": (None,),
+}
+SHARED = {"strategy": ("fsdp2",), "seq_len": (8, 16, 24, 32, 40), "precision": ("fp32", "bf16", "fp64")}
+SHARED |= {"weights": ("fp32",), "offload_activations": (False,), "recompute": ("none", "none", "full")}
+SHARED |= {"recompute_every": (1,), "capacity_factor": (None,), "balance": ("none", "bias")}
+SPREAD = MIXED | {
+    "strategy": ("fsdp2",),
+    "experts": (4, 8),
+    "weights": ("fp32",),
+    "optimizer": ("adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd"),
+    "reshard_after_forward": ("true", "false"),
+    "prefetch": (0,),
+    "wrap": ("blocks",),
 }
 KNOBS = {"shard_dim": (0, 0, 0, 1), "reduce_buffers": (1, 1, 1, 2, 3)}  # of FSDP2 in gpt_fsdp.py
 SCRIPTS = ("gpt_fsdp.py",) * 6 + ("mnist_fsdp.py", "gpt_pipeline.py", "gpt_zero.py", "gpt_zero.py")
@@ -245,6 +278,7 @@ def _draw(random: Random) -> dict:
         choices = MESHES[ranks] if field.name == "mesh" and "strategy" in config else choices_for(field)
         if choices and config.get("strategy") in (field.metadata["only"] or (config.get("strategy"),)):
             config[field.name] = random.choice(choices)
+    config = _together(random, config)
     one = {"script": script, "ranks": 1 if config.get("strategy") == "single" else ranks}
     if script == "mnist_fsdp.py":
         one["batch_size"] = config.pop("batch_size")
@@ -252,3 +286,17 @@ def _draw(random: Random) -> dict:
         one["knobs"] = {name: random.choice(choices) for name, choices in KNOBS.items()}
     defaults = {field.name: field.default for field in fields}
     return one | {"config": {name: value for name, value in config.items() if value != defaults[name]}}
+
+
+def _together(random: Random, config: dict) -> dict:
+    """Draw anew what goes together with experts and with shared sequences, and leave out what is for these alone."""
+    mesh = config.get("mesh") or ""
+    has = {"experts": bool(config.get("experts")) or "expert" in mesh, "context": "context" in mesh}
+    chosen = (
+        (MIXED if has["experts"] else {}) | (SHARED if has["context"] else {}) | (SPREAD if "expert" in mesh else {})
+    )
+    if has["context"] and not has["experts"]:  # more goes together with these
+        chosen = {name: chosen[name] for name in ("strategy", "seq_len")}
+    config |= {name: random.choice(choices) for name, choices in chosen.items()}
+    excluded = {name for what, names in NEEDED.items() if not has[what] for name in names}
+    return {name: value for name, value in config.items() if name not in excluded}

@@ -55,14 +55,18 @@ def supported(one: dict) -> bool:
 
 
 def measure(me, configs: list[dict]) -> list[dict]:
-    """Train in each configuration, and return the records' "memory" and "traffic", and new "groups". Collective."""
+    """Train in each configuration, and return the records' "memory" and "traffic", of experts "routing", and new "groups".
+
+    Collective.
+    """
     results = []
     os.environ.pop(progress.VARIABLE, None)  # a progress bar for dozens of short runs would mean nothing
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints a lot
         for one in configs:
             with deepspeed_zero.contained():
                 measured = (measure_mnist if one["script"] == "mnist_fsdp.py" else measure_gpt)(me, one)
-            results.append({name: measured[name] for name in ("memory", "traffic", "groups")})
+            kept = "memory", "traffic", "groups", "routing"  # the last only of a mixture of experts
+            results.append({name: measured[name] for name in kept if name in measured})
     return results
 
 
@@ -150,13 +154,18 @@ def todays_seed() -> int:
 
 def compare_ranks(one: dict, measured: list[dict]) -> dict:
     """Return the row of one configuration: of rank 0, or where ranks differ, of the rank that agrees least."""
-    differ = one["script"] == "gpt_pipeline.py" or planned(one).strategy in zero.UNEVEN
+    plan = planned(one)
+    differ = one["script"] == "gpt_pipeline.py" or plan.strategy in zero.UNEVEN or plan.ep_degree > 1
     rows = [compare(one, measured[rank], rank) for rank in range(one["ranks"] if differ else 1)]
     return max(rows, key=lambda r: (not r["persistent equal"], not r["traffic equal"], abs(r["difference"])))
 
 
 def compare(one: dict, measured: dict, rank: int = 0) -> dict:
-    """Compare one rank's measured memory and traffic with its plan: a row of the table, in bytes."""
+    """Compare one rank's measured memory and traffic with its plan: a row of the table, in bytes.
+
+    Of a mixture of experts, the plan is for the measured routing, which the row keeps.
+    """
+    one |= {name: measured[name] for name in ("routing",) if name in measured}
     plan = planned(one | {"versions": {"torch": torch.__version__}}, rank)
     where, terms = plan.peak()
     predicted, peak = predict.by_category(terms), measured["memory"]["peak"]

@@ -44,11 +44,12 @@ class Meter:
     """
 
     def __init__(self, model, optimizer, device, *, progress, profile: str | None = None, compiled=False):
-        self.device, self.progress, self.compiled = device, progress, compiled
+        self.model, self.device, self.progress, self.compiled = model, device, progress, compiled
         self.step = 0
         self.timed = []  # (begin, end) of each step to time
         self.trace = StepTrace(model, optimizer, device)
-        self.timeline = self.collectives = self.allocator = self.kept = None
+        self.timeline = self.collectives = self.allocator = self.kept = self.kept_step = None
+        self.routing = {}  # {traced step: tokens of each micro-batch, layer, and expert}
         self.profiler = _profiler(profile, progress.total - progress.step) if profile else None
         # Profiled steps are slower, so they are not timed.
         self.first_timed = sum(PROFILED.values()) + 1 if profile else FIRST_TIMED_STEP
@@ -108,9 +109,12 @@ class Meter:
         timeline = self.trace.timeline()
         if self.step == TRACED_STEPS[0]:
             return
+        if hasattr(self.model, "routing"):  # of a mixture of experts (labkit/training/experts.py)
+            self.routing[self.step] = [tokens.tolist() for tokens in self.model.routing]
         order = not self.trace.stepped, peak(timeline)[1]  # a step that loss scaling has skipped counts only alone
         if self.timeline is None or order < self.kept:
             self.kept, self.timeline, self.collectives = order, timeline, dict(self.trace.collectives)
+            self.kept_step = self.step
 
     def finish(self):
         """Stop the profiler, which writes its trace, and close the progress bar."""
@@ -125,7 +129,7 @@ class Meter:
             global_batch: samples per step, of all ranks together.
 
         Returns:
-            {"memory", "time", "traffic"}. ``time`` is as ``times`` returns it, ``traffic`` as ``trace.listed`` does, or
+            {"memory", "time", "traffic"}, and "routing" of a mixture of experts (``_routing``). ``time`` is as ``times`` returns it, ``traffic`` as ``trace.listed`` does, or
             None if the run was too short. ``memory`` is None if the run was too short or the step is compiled and on the
             CPU; else it has these keys, which are all None, except "allocator", if the step is compiled:
 
@@ -154,7 +158,20 @@ class Meter:
             }
         if self.timeline:
             traffic = listed(self.collectives)
-        return {"memory": memory, "time": times(self.step_times(), global_batch), "traffic": traffic}
+        measured = {"memory": memory, "time": times(self.step_times(), global_batch), "traffic": traffic}
+        return measured | ({"routing": self._routing()} if self.routing else {})
+
+    def _routing(self) -> dict:
+        """Return the tokens that each expert has computed in the traced steps. Collective.
+
+        Returns:
+            {"step_by_rank": [the traced step whose memory and traffic each rank reports], "tokens": {step: [of each rank
+            [of each micro-batch [of each mixture [of each expert]]]]}}.
+        """
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (self.kept_step, self.routing))
+        tokens = {str(step): [routing[step] for _, routing in gathered] for step in self.routing}
+        return {"step_by_rank": [step for step, _ in gathered], "tokens": tokens}
 
 
 def _bytes(snapshot: dict) -> dict:

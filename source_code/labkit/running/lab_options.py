@@ -16,14 +16,15 @@ from typing import ClassVar, Literal
 from planner import predict
 from planner.cli import coverage, report
 from planner.models import huggingface, networks
-from planner.models.shapes import GPT_SHAPES, GPTShape
-from planner.ops import context
+from planner.models.shapes import GPT_SHAPES, Experts, GPTShape, Layer
+from planner.ops import context, routing
 from planner.parallel import muon, pipeline, zero
 from planner.parallel.mesh import FORM, Mesh, arrange
 from planner.parallel.pipeline import Stage
 from planner.step.plan import Plan
 
 from labkit import UserError
+from labkit.running.expert_conflicts import EXPERT_CONFLICTS
 from labkit.running.options import GIVEN, SHARDED, Conflict, Training, option, redeclared, several
 
 LABS: dict[str, type[Training]] = {}  # {script of a lab: the class of its options}
@@ -64,7 +65,10 @@ def of_lab(*scripts: str):
             values = translated(record["config"])
             if values.get("batch_size") is None and "batch_size" in record:  # MNIST's --global-batch-size
                 values["batch_size"] = record["batch_size"]
-            return options_class.restored(values).plan(record["ranks"], **how)
+            options = options_class.restored(values)
+            if "routing" in record:
+                how["routing"] = routing.recorded(record["routing"], how["rank"], options.ep_degree)
+            return options.plan(record["ranks"], **how)
 
         options_class.script = scripts[0]
         for script in scripts:
@@ -347,11 +351,30 @@ class TransformerTraining(Training):
             {"decay_1d": False},
             "--no-decay-1d identifies norms and biases by their shape, which FSDP1 flattens: use --strategy fsdp2 or ddp",
         ),
+        *EXPERT_CONFLICTS,
     )
-    has_experts: ClassVar[bool] = False  # whether --mesh may have a dimension for experts
+    imbalance: ClassVar[float] = 1.0  # of the rows of a rank's experts; only plan.py has other values
     frozen: ClassVar[str] = "fp32"  # dtype of LoRA's frozen matrices; only plan.py has other values
 
     preset: Literal[tuple(GPT_SHAPES)] = option("tiny", "size of the model", resumed=True)
+    experts: int | None = option(
+        None, "mixture of experts: replace each block's feed-forward network by N of its size", least=2, resumed=True
+    )
+    top_k: int = option(2, "experts that compute a token", least=1, needs="experts", resumed=True)
+    shared_expert: bool = option(False, "one more expert, which computes every token", needs="experts", resumed=True)
+    capacity_factor: float | None = option(
+        None,
+        "drop a sequence's tokens above N times an expert's mean share (default: drop none)",
+        above=0,
+        needs="experts",
+        resumed="print",
+    )
+    balance: Literal["none", "loss", "bias"] = option(
+        "none",
+        "keep experts equally busy: by an auxiliary loss, or by a bias that each step adjusts",
+        needs="experts",
+        resumed=True,
+    )
     tied: bool | None = option(
         None, "share one weight between embedding and head (default: the preset's)", resumed=True
     )
@@ -386,7 +409,11 @@ class TransformerTraining(Training):
     )
     cpu_offload: bool = option(False, "FSDP: shards, gradients and optimizer state in CPU memory", only=SHARDED)
     mesh: str | None = option(
-        None, "device mesh: 2x4 (HSDP: 2 replicas, 4 shards each), or named: shard=4,tensor=2", form=FORM, only=SHARDED
+        None,
+        "device mesh: 2x4 (HSDP: 2 replicas, 4 shards each), or named: shard=4,tensor=2; shard=4,expert=2 spreads the "
+        "experts of these 4 ranks over 2",
+        form=FORM,
+        only=SHARDED,
     )
     context_attention: Literal[context.FORMS] = option(
         "ring",
@@ -436,7 +463,14 @@ class TransformerTraining(Training):
     def shape(self) -> GPTShape:
         """The shape of the model."""
         shape = GPT_SHAPES[self.preset]
-        return shape if self.tied is None else dataclasses.replace(shape, tie_word_embeddings=self.tied)
+        if self.tied is not None:
+            shape = dataclasses.replace(shape, tie_word_embeddings=self.tied)
+        return with_experts(shape, self) if self.experts else shape
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model is a mixture of experts, so that --mesh may have a dimension for them."""
+        return bool(self.experts)
 
     @property
     def tied_weights(self) -> bool:
@@ -471,6 +505,11 @@ class TransformerTraining(Training):
     def shards(self) -> int:
         """Number of shards of one copy of the model, according to --mesh."""
         return self._dimensions.shard
+
+    @property
+    def replicas(self) -> int:
+        """Number of copies of the model, according to --mesh."""
+        return self._dimensions.replicate
 
     @property
     def stages(self) -> int:
@@ -528,6 +567,8 @@ class TransformerTraining(Training):
             self.shape.check_context_parallel(mesh.context, mesh.tensor, self.context_attention, self.seq_len)
         if mesh.tensor > 1:
             self.shape.check_tensor_parallel(mesh.tensor, self.seq_len // mesh.context)
+        if self.experts:
+            self.shape.check_expert_parallel(mesh.expert)
         return mesh
 
     def plan(self, ranks: int, *, on_gpu: bool, at_least: bool = False, **how) -> Plan:
@@ -543,6 +584,24 @@ class TransformerTraining(Training):
             UserError: the planner does not cover these options.
         """
         return predict.transformer_plan(self, ranks, on_gpu=on_gpu, **how)
+
+
+def with_experts(shape: GPTShape, options: TransformerTraining) -> GPTShape:
+    """Return the shape of a mixture of experts, each as large as the feed-forward network of ``shape``.
+
+    Raises:
+        UserError: --top-k is larger than --experts.
+    """
+    size = shape.intermediate_size
+    experts = Experts(
+        options.experts,
+        options.top_k,
+        size,
+        shared_size=size if options.shared_expert else 0,
+        capacity_factor=options.capacity_factor,
+        balance=options.balance,
+    )
+    return dataclasses.replace(shape, experts=experts, layers=(Layer(routed=True),) * shape.num_hidden_layers)
 
 
 UNSCALED = "dtype of the computation"  # --help of labs without fp16, which would have to scale the loss

@@ -88,6 +88,26 @@ CONFLICTS = (
         "--offload-activations is neither simulated nor swept: leave --simulate and --sweep out",
     ),
     Conflict(
+        {"experts": GIVEN},
+        {"strategy": ("zero1", *DEEPSPEED)},
+        "--experts {c.experts} is planned for gpt_fsdp.py: take --strategy fsdp2, ddp or single",
+    ),
+    Conflict(
+        {"experts": GIVEN},
+        {"simulate": True},
+        "--experts {c.experts} is not simulated, as fake tensors choose no experts: leave --simulate out",
+    ),
+    Conflict(
+        {"ep_degree": 1, "sweep": False},
+        {"imbalance": GIVEN},
+        "--imbalance is the load of a rank that has some of the experts: give --mesh shard={c.ranks},expert=N, too",
+    ),
+    Conflict(
+        {"third_party": True},
+        {"experts": GIVEN},
+        "--experts is for the course's models; a model's configuration determines them: leave it out",
+    ),
+    Conflict(
         {"third_party": True},
         {"tied": GIVEN},
         "--tied is for the course's models; a model's configuration determines it: leave it out",

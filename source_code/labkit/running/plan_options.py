@@ -72,6 +72,9 @@ class Config(TransformerTraining):
         "device",
         help="kernels to plan for: they save different tensors for backward; auto: a GPU's",
     )
+    imbalance: float = option(
+        1.0, "rows that the planned rank's experts compute, relative to the mean of all ranks", least=1, needs="experts"
+    )
     node_size: int = option(8, "ranks on a node", least=1)
     gpu: Literal[tuple(GPUS)] = option(
         "h100",
@@ -206,7 +209,7 @@ class Config(TransformerTraining):
     @property
     def has_experts(self) -> bool:
         """Whether --mesh may have a dimension for experts."""
-        return self.third_party and (self.shape is None or bool(self.shape.experts))
+        return super().has_experts or (self.third_party and (self.shape is None or bool(self.shape.experts)))
 
     @cached_property
     def why_simulated(self) -> str:

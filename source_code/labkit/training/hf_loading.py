@@ -44,7 +44,7 @@ def load(config, architecture, device: torch.device, parallelize):
         UserError: the files do not have exactly the model's tensors; on every rank.
     """
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(architecture)]
-    how = {"experts_implementation": config.experts} if config.experts else {}
+    how = {"experts_implementation": config.experts_implementation} if config.experts_implementation else {}
     _agree(lambda: hf_files.check(config.model))
     if config.adapts:
         how["key_mapping"] = hf_lora.renamed_weights(on_meta(architecture, config.dtype), config)

@@ -8,6 +8,7 @@ from planner.models.shapes import GPTShape
 from torch import nn
 
 from labkit.training.chunked_loss import chunked_loss
+from labkit.training.experts import Experts, MixtureOfExperts, Router
 
 
 class Net(nn.Module):
@@ -84,6 +85,9 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
             elif isinstance(module, nn.RMSNorm):
                 nn.init.ones_(module.weight)
+            elif isinstance(module, Experts):
+                for parameter in module.parameters():
+                    nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens, targets=None, chunks: int = 1):
         """Compute logits, or the loss.
@@ -122,7 +126,7 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(shape.hidden_size, eps=1e-5)
         self.attention = Attention(shape)
         self.feed_forward_norm = nn.RMSNorm(shape.hidden_size, eps=1e-5)
-        self.feed_forward = FeedForward(shape)
+        self.feed_forward = FeedForward(shape) if shape.experts is None else mixture(shape)
 
     def forward(self, x, rotation):
         """Return the block's output, of x's shape.
@@ -180,6 +184,12 @@ class FeedForward(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+def mixture(shape: GPTShape) -> MixtureOfExperts:
+    """Return a mixture of experts for a block, each as large as the feed-forward network that it replaces."""
+    shared = FeedForward(shape) if shape.experts.shared_size else None
+    return MixtureOfExperts(shape.hidden_size, shape.experts, shared)
+
+
 class LoRALinear(nn.Linear):
     """A frozen linear layer with a trainable low-rank adapter, LoRA (arXiv:2106.09685): x Wᵀ + (x downᵀ) upᵀ.
 
@@ -225,13 +235,15 @@ def init_weights(model: nn.Module, seed: int, part_of=whole_parameter):
     time. The time is therefore proportional to the shard, and the model need not fit on one rank.
 
     Args:
-        model: contains only modules of this file. Parameters of any other kind are left as they are.
+        model: contains only modules of this file and of experts.py. Parameters of any other kind are left as they are.
         seed: any integer.
         part_of: maps a parameter to the tensor to fill and, for each dimension, the indices that this tensor holds of
             the unsharded parameter (a 1-D integer tensor on the CPU).
     """
     filled = set()
     for module_name, module in model.named_modules():
+        if isinstance(module, Router) and module.bias_for_choice is not None:
+            module.bias_for_choice.zero_()
         for name, parameter in module.named_parameters(recurse=False):
             if parameter in filled:  # tied
                 continue
@@ -241,6 +253,9 @@ def init_weights(model: nn.Module, seed: int, part_of=whole_parameter):
                 part.fill_(1)
             elif isinstance(module, LoRALinear) and name == "up":
                 part.fill_(0)
+            elif isinstance(module, Experts):
+                for expert, matrix in zip(indices[0].tolist(), part, strict=True):
+                    _draw(matrix, *indices[1:], parameter.shape[1:], f"{seed} {module_name}.{name} {expert}")
             elif isinstance(module, (nn.Linear, nn.Embedding)):
                 _draw(part, *indices, parameter.shape, f"{seed} {module_name}.{name}")
 

@@ -14,7 +14,7 @@ from planner import UserError, gpus, predict
 from planner.cli import search
 from planner.models import networks
 from planner.ops import context
-from planner.parallel import groups, pipeline
+from planner.parallel import expert_parallel, groups, pipeline
 from planner.parallel.mesh import arrange
 from planner.timing import cost
 
@@ -106,6 +106,8 @@ def describe(options, plan: predict.Plan) -> dict:
     plans = stages_of(options, plan)
     return {
         "parameters": sum(one.blueprint.numel for one in plans),
+        "active_parameters": sum(one.blueprint.active_numel for one in plans),
+        "routing": expert_parallel.describe(plan),
         "stages": [predict.total(one.peak()[1]) for one in plans],
         "persistent": {name: size for (_, name), size in plan.persistent().items()},
         "peak": peak,
@@ -283,21 +285,23 @@ def row_summary(options, state: int | None = None) -> dict:
 def variants(options) -> list[tuple[str, dict]]:
     """Return (name, {option: value}) of every strategy for this number of ranks.
 
-    Of a third-party model these include tensor groups. Those of the course's models are planned for one --mesh at a time;
-    with one that shares sequences, each form of attention stands next to the strategies that share none.
+    Of a third-party model these include tensor groups, and of a mixture of experts expert groups. Those of the course's
+    models are planned for one --mesh at a time; with one that shares sequences, each form of attention stands next to the
+    strategies that share none.
     """
     if options.ranks == 1:
         return [("one process", {"strategy": "single"})]
-    plain = {"mesh": None, "reshard_after_forward": "true", "context_attention": "ring"}
+    plain = {"mesh": None, "reshard_after_forward": "true", "context_attention": "ring", "imbalance": 1.0}
     found = [(name, plain | {"strategy": name}) for name in STRATEGIES if name != "single"]
     found += [
         (f"{name}, parameters kept", plain | {"strategy": name, "reshard_after_forward": "false"})
         for name in ("fsdp1", "fsdp2")
     ]
     if options.cp_degree > 1:
-        shared = {"strategy": "fsdp2", "reshard_after_forward": "true"}
+        shared = {"strategy": "fsdp2", "reshard_after_forward": "true", "mesh": options.mesh}
+        spread = f", expert {options.ep_degree}" if options.ep_degree > 1 else ""
         found += [
-            (f"fsdp2, context {options.cp_degree}, {form}", shared | {"mesh": options.mesh, "context_attention": form})
+            (f"fsdp2, context {options.cp_degree}{spread}, {form}", shared | {"context_attention": form})
             for form in context.FORMS
         ]
     size = options.node_size
@@ -305,6 +309,11 @@ def variants(options) -> list[tuple[str, dict]]:
         if options.ranks % degree == 0 and size % degree == 0:
             mesh = f"shard={options.ranks // degree},tensor={degree}"
             found.append((f"fsdp2, tensor {degree}", plain | {"strategy": "fsdp2", "mesh": mesh}))
+    for degree in range(2, 1 + (options.experts or 0)):
+        if options.experts % degree == 0 and options.ranks % degree == 0:
+            mesh = f"shard={options.ranks},expert={degree}"
+            spread = {"strategy": "fsdp2", "mesh": mesh, "imbalance": options.imbalance}
+            found.append((f"fsdp2, expert {degree}", plain | spread))
     if options.ranks > size and options.ranks % size == 0:
         fsdp2 = plain | {"strategy": "fsdp2"}
         for replicas in sorted(

@@ -11,6 +11,7 @@ COMPARED = """(a GPU's kernels: compared with PyTorch's own code on tensors with
 is in the answer as a factor: workspaces of cuDNN and cuBLAS, streams, what the allocator rounds up and reserves)"""
 SIMULATED = """(simulated with the operators that PyTorch selects on a GPU, and without memory; not yet compared with a GPU. What only a
 GPU can show is in the answer as a factor: workspaces of cuDNN and cuBLAS, streams, what the allocator rounds up and reserves)"""
+ALONG = ("tensor", "context", "expert", "expert_shard")  # the dimensions of a mesh that a collective is printed with
 SMALL = 1e-3  # terms below this share of the peak are explained together
 
 
@@ -54,7 +55,8 @@ def plan_text(asked, found: dict) -> str:
     stages = [f"peaks of the stages  {', '.join(map(gib, found['stages']))}"] if asked.stages > 1 else []
     lines = [
         f"{title(asked)}; {KERNELS[asked.on_gpu]}",
-        f"{found['parameters']:,} parameters; {not_modelled(asked)}",
+        f"{found['parameters']:,} parameters{active(found)}; {not_modelled(asked)}",
+        *routing_lines(asked, found["routing"]),
         "",
         verdict(asked, found["memory"]),
         "",
@@ -73,12 +75,33 @@ def plan_text(asked, found: dict) -> str:
     ]
     for c in found["traffic"]:
         sizes = [f"{size / 1e6:,.1f} MB" for size in (c["bytes"], c["count"] * c["rank"], c["count"] * c["node"])]
-        along = f"   along {c['dimension']}" if c["dimension"] in ("tensor", "context") else ""
+        along = f"   along {c['dimension']}" if c["dimension"] in ALONG else ""
         lines.append(f"  {c['count']:4} × {c['kind']:16}{sizes[0]:>17}{sizes[1]:>15}{sizes[2]:>23}{along}")
     lines += ["", *time_lines(asked, found)]
     if asked.on_gpu:
         lines += ["", COMPARED]
     return "\n".join(lines)
+
+
+def active(found: dict) -> str:
+    """Return how many parameters a token uses, if that is not all."""
+    used = found["active_parameters"]
+    return f", {used:,} active per token" if used != found["parameters"] else ""
+
+
+def routing_lines(asked, routing: dict | None) -> list[str]:
+    """Return what a rank's experts receive, if the model has experts."""
+    if not routing:
+        return []
+    dropped = f", {routing['dropped']:.1%} of them dropped" if asked.capacity_factor else ""
+    if asked.ep_degree == 1:
+        return [f"{routing['rows']:,.0f} rows for experts in each block{dropped}"]
+    spread = f"{routing['rows']:,.0f} ± {routing['deviation']:,.0f} rows"
+    size = f"{routing['bytes'] / 1e6:,.3f} ± {routing['deviation_bytes'] / 1e6:,.3f} MB"
+    return [  # compared with meters on the CPU, for given routings: tests/test_experts.py
+        f"if tokens choose uniformly, a rank's experts receive {spread} in each block{dropped}: {size}; "
+        f"planned: {routing['planned_rows']:,}"
+    ]
 
 
 def time_lines(asked, found: dict) -> list[str]:

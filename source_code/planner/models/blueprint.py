@@ -8,6 +8,7 @@ from planner.ops.attention import Heads
 from planner.ops.autograd import AbstractParameter, AbstractTensor
 from planner.ops.context import Context
 from planner.ops.operators import Tape
+from planner.ops.routing import Spread
 from planner.ops.tensor_parallel import Exchange
 
 
@@ -25,6 +26,7 @@ class AbstractModule:
         quantized: the frozen parameters that are stored in 4 bits.
         grouped_with_next: FSDP2 makes one unit of it and the module that follows; under FSDP1 it belongs to the root.
         recomputed: see ``flops.recomputed_operations``.
+        spread: the parameters of this rank's experts, of which other ranks have others.
         active: {parameter: the share of its elements that a token multiplies}, where that is not all.
         heads: of its attention, which is quadratic in the length; None: there is none.
     """
@@ -38,6 +40,7 @@ class AbstractModule:
     quantized: frozenset = frozenset()
     grouped_with_next: bool = False
     recomputed: tuple[float, bool] = (0, False)
+    spread: frozenset = frozenset()
     active: dict[str, float] = field(default_factory=dict)
     heads: Heads | None = None
 
@@ -61,6 +64,7 @@ class Blueprint:
         tied: {parameter: the one whose tensor it shares}.
         tensor_parallel: what the ranks of a tensor group exchange.
         context: what the ranks that share each sequence exchange.
+        spread: how its experts are spread over ranks.
         period: each wrapped module is like the one this many before it.
         boundary_numel: elements of a micro-batch between two blocks, and so between two stages of a pipeline.
         holds_output: whether the training loop holds the network's output until it has the next step's.
@@ -79,6 +83,7 @@ class Blueprint:
     tied: dict[str, str] = field(default_factory=dict)
     tensor_parallel: Exchange = field(default_factory=Exchange)
     context: Context = field(default_factory=Context)
+    spread: Spread = field(default_factory=Spread)
     period: int = 1
     boundary_numel: int = 0
     holds_output: bool = False
@@ -102,4 +107,5 @@ class Blueprint:
             for name, shape in module.parameters.items():
                 if name not in self.tied:
                     ranks = 1 if name in module.replicated else self.tensor_parallel.tp_degree
+                    ranks *= self.spread.ep_degree if name in module.spread else 1
                     yield prod(shape) * ranks, module.active.get(name, 1)

@@ -83,13 +83,16 @@ def module_flops(plan) -> list[tuple[float, float]]:
     work, modules = plan.blueprint, plan.blueprint.modules
     if not work.flops:
         return [(0.0, 0.0)] * len(modules)
-    multiplied = [_multiplying(module, work.tensor_parallel.tp_degree) for module in modules]
+    multiplied = [_multiplying(module, work) for module in modules]
     attended, share, flops = attention_flops(plan), work.samples / plan.tp_degree, []
+    load = work.spread.load(work.samples)
     for module, (every, trained) in zip(modules, multiplied, strict=True):
+        more = (load - 1) * _multiplied_by_experts(module, work)
+        every, trained = every + more, trained + more
         mixing_forward, mixing_backward = attended if module.heads else (0.0, 0.0)
         forward = 2 * share * every + mixing_forward
         matmuls, attends = module.recomputed
-        recomputed = 2 * share * matmuls + (mixing_forward if attends else 0.0)
+        recomputed = 2 * share * (matmuls + (more if matmuls else 0)) + (mixing_forward if attends else 0.0)
         flops.append((forward, recomputed + share * (2 * every + 2 * trained) + mixing_backward))
     return flops
 
@@ -100,16 +103,27 @@ def attention_flops(plan) -> tuple[float, float]:
     PaLM's count of its two matmuls, of the part that is computed: a third in forward, the rest in backward.
     """
     attending = [module for module in plan.blueprint.modules if module.heads]
-    multiplied = [_multiplying(module, plan.tp_degree) for module in plan.blueprint.modules]
+    multiplied = [_multiplying(module, plan.blueprint) for module in plan.blueprint.modules]
     mixing = plan.blueprint.flops - sum(4 * every + 2 * trained for every, trained in multiplied)
     mixing *= _share_computed(plan, attending) * plan.blueprint.samples / plan.tp_degree / max(1, len(attending))
     return mixing / 3, mixing * 2 / 3
 
 
-def _multiplying(module, tp_degree: int) -> tuple[float, float]:
-    """Return (parameters that multiply, those of them that are trained), on all ranks of a tensor group together."""
+def _multiplied_by_experts(module, work) -> float:
+    """Return the parameters of experts that multiply a token, if no token is dropped, and no rank has more than others."""
+    ranks = work.spread.ep_degree
+    sizes = ((prod(module.parameters[name]), name) for name in module.active)
+    return sum(size * module.active[name] * (ranks if name in module.spread else 1) for size, name in sizes)
+
+
+def _multiplying(module, work) -> tuple[float, float]:
+    """Return (parameters that multiply, those of them that are trained), on all ranks of a tensor or expert group together."""
+    tp_degree, ep_degree = work.tensor_parallel.tp_degree, work.spread.ep_degree
     sizes = {
-        name: prod(shape) * (1 if name in module.replicated else tp_degree) * module.active.get(name, 1)
+        name: prod(shape)
+        * (1 if name in module.replicated else tp_degree)
+        * (ep_degree if name in module.spread else 1)
+        * module.active.get(name, 1)
         for name, shape in module.parameters.items()
         if name not in LOOKED_UP
     }

@@ -10,10 +10,11 @@ from planner.models import flops
 from planner.models.blueprint import AbstractModule, Blueprint
 from planner.models.parameters import active_shares, block_parameters, linear_parameters, norm_parameters
 from planner.models.shapes import GPTShape
-from planner.ops import chunked_loss, context_parallel, tensor_parallel
+from planner.ops import chunked_loss, context_parallel, mixture, tensor_parallel
 from planner.ops.attention import Heads
-from planner.ops.autograd import INT64
+from planner.ops.autograd import FP32, INT64
 from planner.ops.context import Context
+from planner.ops.routing import Routing, Spread, expected
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,14 @@ class GPT:
     quantized: bool
     offload_activations: bool
     context: Context
+    ep_degree: int = 1
+    routing: Routing | None = None
 
     def __post_init__(self):
         if self.context.size > 1:
             self.shape.check_context_parallel(self.context.size, self.tp_degree, self.context.form, self.seq_len)
         self.shape.check_tensor_parallel(self.tp_degree, self.local_len)
+        self.shape.check_expert_parallel(self.ep_degree)
         self.check_loss()
         if self.tp_degree > 1 and (self.lora or self.wrap_embeddings or self.loss_chunks > 1):
             raise UserError(
@@ -93,8 +97,9 @@ class GPT:
 
     @property
     def buffers(self) -> int:
-        """Bytes of the buffers."""
-        return 0
+        """Bytes of the buffers: routers' biases, if they balance experts."""
+        experts = self.shape.experts
+        return self.shape.num_hidden_layers * experts.count * FP32 if experts and experts.balance == "bias" else 0
 
     @property
     def exchange(self) -> tensor_parallel.Exchange:
@@ -124,12 +129,30 @@ class GPT:
             tied={"head.weight": "embedding.weight"} if shape.tie_word_embeddings else {},
             tensor_parallel=self.exchange,
             context=self.exchanged,
-            period=lcm(shape.period, self.recompute_every if self.recompute != "none" else 1),
+            spread=self.spread,
+            period=self.period,
             boundary_numel=self.tokens * shape.hidden_size,
             unmodeled=self.unmodeled,
             buffers=self.buffers,
             offloaded_inputs=sum(map(self.is_recomputed, stage)) if self.offload_activations else 0,
         )
+
+    @property
+    def period(self) -> int:
+        """See ``Blueprint.period``: no block is like another if each has rows of its own."""
+        if self.spread.routing and not self.spread.routing.uniform:
+            return self.shape.num_hidden_layers
+        return lcm(self.shape.period, self.recompute_every if self.recompute != "none" else 1)
+
+    @property
+    def spread(self) -> Spread:
+        """How the experts are spread over ranks; by default each token is expected to choose uniformly."""
+        settings = self.shape.experts
+        if not settings or self.shape.library:
+            return Spread()
+        routing = self.routing or expected(settings, self.batch_size, self.local_len)
+        recomputed = tuple(map(self.is_recomputed, self.stage))
+        return Spread(self.ep_degree, settings, routing, self.shape.hidden_size, self.batch_size, recomputed)
 
     # The modules, with their parameters
 
@@ -155,6 +178,14 @@ class GPT:
         shape = self.shape
         parameters = block_parameters(shape, self.lora, self.tp_degree, number)
         options = {"wrapped": True, "active": active_shares(shape, parameters)}
+        if self.ep_degree > 1:
+            own = {
+                name: (size[0] // self.ep_degree, *size[1:])
+                for name, size in parameters.items()
+                if name in options["active"]
+            }
+            parameters |= own
+            options["spread"] = frozenset(own)
         if shape.layer(number).query_size != 0:
             options["heads"] = self.heads
         if self.quantized and self.lora:
@@ -203,13 +234,15 @@ class GPT:
 
     def block(self, tape, x, p, number):
         """Add attention and feed-forward layer to x (batch, length, hidden size). All blocks do the same."""
-        attended = tape.add(x, self.sublayer(tape, x, p, "attention"), "after attention")
-        return tape.add(attended, self.sublayer(tape, attended, p, "feed_forward"), "block's output")
+        attended = tape.add(x, self.sublayer(tape, x, p, "attention", number), "after attention")
+        return tape.add(attended, self.sublayer(tape, attended, p, "feed_forward", number), "block's output")
 
-    def sublayer(self, tape, x, p, name):
+    def sublayer(self, tape, x, p, name, number):
         """Apply norm and layer; a tensor group gathers the tokens in between, and sums and scatters the output."""
         layer = {"attention": self.attention, "feed_forward": self.feed_forward}[name]
         x = tensor_parallel.gather(tape, _norm(tape, x, p, f"{name}_norm"), self.tp_degree, self.batch_size)
+        if name == "feed_forward" and self.shape.experts:
+            return self.mixture(tape, x, p, number)
         return tensor_parallel.scatter(tape, layer(tape, x, p), self.tp_degree, self.batch_size)
 
     def attention(self, tape, x, p):
@@ -229,6 +262,16 @@ class GPT:
         """Compute down(silu(gate(x)) · up(x))."""
         linear = partial(_linear, tape, p)
         return linear("down", tape.multiply(tape.silu(linear("gate", x)), linear("up", x)))
+
+    def mixture(self, tape, x, p, number):
+        """Compute a few experts for each token, and the shared one for all."""
+        shared = partial(self.shared_expert, tape, p) if self.shape.experts.shared_size else None
+        return mixture.mixture(tape, x, p, number, self.spread, shared)
+
+    def shared_expert(self, tape, p, x):
+        """Compute the expert that every token uses."""
+        own = {name.removeprefix("shared."): parameter for name, parameter in p.items() if name.startswith("shared.")}
+        return self.feed_forward(tape, x, own)
 
     def norm_and_head(self, tape, x, p):
         """Run ``last_norm`` and ``head`` as one module."""

@@ -12,6 +12,7 @@ from planner.models.library import LibraryGPT
 from planner.models.shapes import GPTShape
 from planner.ops.autograd import INT64
 from planner.ops.context import Context
+from planner.ops.routing import Routing
 
 # The MNIST network (labkit/training/models.py: Net)
 
@@ -93,6 +94,8 @@ def gpt(
     quantized: bool = False,
     offload_activations: bool = False,
     context: Context | None = None,
+    ep_degree: int = 1,
+    routing: Routing | None = None,
 ) -> Blueprint:
     """Return the blueprint of a GPT for one rank's batch.
 
@@ -110,6 +113,8 @@ def gpt(
         quantized: with adapters, the matrices of the blocks are stored in 4 bits (QLoRA, arXiv:2305.14314).
         offload_activations: the inputs of recomputed blocks are in CPU memory from their forward to their backward.
         context: the ranks that share each sequence; None: each rank has its own.
+        ep_degree: ranks that have different experts.
+        routing: the rows of this rank; by default those expected if each token chooses its experts uniformly.
 
     Raises:
         UserError: the model cannot be split among ``tp_degree`` ranks, or the options do not go together.
@@ -129,4 +134,6 @@ def gpt(
         quantized=quantized,
         offload_activations=offload_activations,
         context=context or Context(),
+        ep_degree=ep_degree,
+        routing=routing,
     ).blueprint()

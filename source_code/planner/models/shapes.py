@@ -56,6 +56,12 @@ class Experts:
         normalizes: whether the weights of the chosen are divided by their sum.
         weighs_in_fp32: whether the weights of the chosen, and what they multiply, are in fp32 though the model is in bf16.
         output_first: whether an expert's weight is (out, in), else (in, out).
+        capacity_factor: the course's models: tokens of a sequence above this multiple of an expert's mean share are dropped;
+            None: none is.
+        balance: the course's models: how experts are kept equally busy: "none", by a "loss", or by a "bias".
+
+    Raises:
+        UserError: a token cannot choose as many.
     """
 
     count: int
@@ -68,6 +74,12 @@ class Experts:
     normalizes: bool = True
     weighs_in_fp32: bool = False
     output_first: bool = True
+    capacity_factor: float | None = None
+    balance: str = "none"
+
+    def __post_init__(self):
+        if self.top_k > self.count:
+            raise UserError(f"a token cannot choose {self.top_k} of {self.count} experts: give a smaller --top-k")
 
     @property
     def active_share(self) -> float:
@@ -197,6 +209,18 @@ class GPTShape:
         self.check_split_heads(tp_degree)
         check_divides(tp_degree, self.intermediate_size, "intermediate elements")
         check_divides(tp_degree, seq_len, "tokens of a sequence")
+
+    def check_expert_parallel(self, ep_degree: int):
+        """Check that ``ep_degree`` ranks can divide the experts evenly.
+
+        Raises:
+            UserError: they cannot.
+        """
+        if ep_degree > 1 and self.experts and self.experts.count % ep_degree:
+            raise UserError(
+                f"the {self.experts.count} experts cannot be divided evenly among the {ep_degree} ranks of --mesh "
+                f"expert={ep_degree}"
+            )
 
     def check_context_parallel(self, cp_degree: int, tp_degree: int, form: str, seq_len: int):
         """Check that ``cp_degree`` ranks can share sequences of ``seq_len`` tokens, and with Ulysses their heads.

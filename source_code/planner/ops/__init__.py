@@ -9,6 +9,8 @@ Each module may import those above it:
   norms              what a norm saves and allocates, on each device
   operators          what every other operator saves and allocates
   experts            what a mixture of experts saves and allocates
+  routing            which rows a rank sends to experts, and receives
+  mixture            what the course's mixture of experts saves and allocates, spread over ranks, too
   chunked_loss       the head and the loss, computed in chunks of tokens
   tensor_parallel    what tensor parallelism gathers, scatters, and allocates
   context_parallel   what attention over shared sequences saves and allocates

@@ -124,8 +124,8 @@ def weighed(tape, x, weights):
         if out_itemsize > itemsize:
             of_x = tape.make("gradient of outputs, unweighed, cast", numel, itemsize)
         of_rows = tape.make("gradient of weights, unreduced", numel, out_itemsize)
+        del of_rows  # in place of out's gradient, which autograd frees before it reduces this one
         of_weights = tape.make("gradient of weights of rows", rows, rows_itemsize)
-        del of_rows
         return [(nodes[0], of_x), (nodes[1], of_weights)]
 
     return tape.record(out, run, saved)

@@ -62,6 +62,8 @@ class Tape(Autograd):
         self.casts = {}  # parameter → its CastParameter, which autocast caches until it ends, if it is trained
         self.norm_gradients_in_fp32 = False  # whether a norm's weight gets its gradient as it is computed
         self.flash = True  # whether the GPU runs flash attention
+        self.micro_batch = 0  # that runs, counted from 0
+        self.experts_unit = None  # runs a rank's experts, with the hooks of their unit: see Step.run_nested
         self.casts_inputs = False  # whether FSDP casts what a block takes to the format that it computes in
 
     def recompute(self, frame: CheckpointFrame):

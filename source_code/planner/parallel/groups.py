@@ -71,7 +71,11 @@ def of_training(
 def _of_mesh(mesh: Mesh) -> list[Group]:
     """Return the groups of gpt_fsdp.py's device mesh, which omits dimensions of size 1, except FSDP's."""
     sizes = {"replicate": mesh.replicate, "shard": mesh.shards, "tensor": mesh.tensor}
-    return [Group(name, size, size > 1) for name, size in sizes.items() if size > 1 or name == "shard"]
+    made = [Group(name, size, size > 1) for name, size in sizes.items() if size > 1 or name == "shard"]
+    if mesh.expert == 1:
+        return made
+    own = {"expert_shard": mesh.shards // mesh.expert, "expert": mesh.expert}
+    return made + [Group(name, size, size > 1) for name, size in own.items()]
 
 
 def _of_transformers(mesh: Mesh) -> list[Group]:

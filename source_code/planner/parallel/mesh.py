@@ -20,8 +20,8 @@ class Mesh:
         shard: ranks that see different sequences, and among which FSDP shards a copy.
         context: ranks that share each sequence; FSDP shards among them, too.
         tensor: ranks that split every weight.
-        expert: ranks that have different experts of a mixture. These are some of those of ``shard`` and ``tensor``: the
-            dimension divides their product, and adds no ranks.
+        expert: ranks that have different experts of a mixture. These are some of those of ``shard``, ``context``, and
+            ``tensor``: the dimension divides their product, and adds no ranks.
     """
 
     pipeline: int = 1
@@ -91,9 +91,9 @@ def arrange(ranks: int, mesh: str | None = None, reshard: str = "true") -> Mesh:
     arranged = Mesh.parse(mesh) if mesh else Mesh(shard=ranks)
     if arranged.ranks != ranks:
         raise UserError(f"--mesh {mesh} is for {arranged.ranks} ranks, but there are {ranks}")
-    fits = arranged.shard * arranged.tensor % arranged.expert == 0 and arranged.expert % arranged.tensor == 0
+    fits = arranged.shards * arranged.tensor % arranged.expert == 0 and arranged.expert % arranged.tensor == 0
     if arranged.expert > 1 and not fits:
-        raise UserError(f"--mesh {mesh}: expert must divide shard x tensor, and be a multiple of tensor")
+        raise UserError(f"--mesh {mesh}: expert must divide shard x context x tensor, and be a multiple of tensor")
     if reshard.isdecimal() and arranged.shards % int(reshard):
         raise UserError(f"--reshard-after-forward {reshard} does not divide the {arranged.shards} ranks of a model")
     if reshard.isdecimal() and arranged.tensor > 1 and int(reshard) != arranged.shards:

@@ -29,23 +29,33 @@ class Unit:
         replicated: those that every rank of a tensor group has whole.
         gathered: the storage of the gathered parameters, while it is alive.
         retained: the storage of the part that stays after forward, with --reshard-after-forward N.
+        nested: the unit of the rank's experts, if they are spread over ranks; its parameters are no others' here.
     """
 
     def __init__(
-        self, modules: list, tied: dict, shards: int, flat: bool, itemsize: int, alignment: int = 1, shard_dim: int = 0
+        self,
+        modules: list,
+        tied: dict,
+        shards: int,
+        flat: bool,
+        itemsize: int,
+        alignment: int = 1,
+        shard_dim: int = 0,
+        spread: bool = False,
     ):
         self.shards, self.flat, self.modules, self.alignment = shards, flat, modules, alignment
         self.shard_dim = shard_dim
         wrapped = len(modules) == 1 or (modules and modules[0].grouped_with_next)
-        self.kind = modules[-1].kind if wrapped else "root"
+        self.kind = "experts" if spread else modules[-1].kind if wrapped else "root"
         self.parameters = {
             (module, name): AbstractParameter(
                 name, shape, itemsize, trained=name not in module.frozen, quantized=name in module.quantized
             )
             for module in modules
             for name, shape in module.parameters.items()
-            if name not in tied
+            if name not in tied and (name in module.spread) == spread
         }
+        self.nested = None
         self.updated = [parameter for parameter in self.parameters.values() if parameter.trained]
         if flat and self.updated:
             for parameter in self.parameters.values():
@@ -256,7 +266,6 @@ class FSDP2(Sharded):
     """Parameters are gathered into a buffer and copied out of it; gradients are packed into another.
 
     Attributes:
-        single_shard: the mesh has one shard: nothing is gathered, but parameters are copied all the same.
         prefetched: {unit: the buffer that was gathered ahead for it}.
         all_gather_state: in forward, the last unit's buffer.
         reduce_scatter_states: the last units' packed gradients, ``Plan.reduce_buffers`` of them.
@@ -264,8 +273,7 @@ class FSDP2(Sharded):
     """
 
     def __init__(self, plan, tape: Autograd, units: list[Unit]):
-        self.single_shard = plan.shards == 1
-        if self.single_shard:
+        if plan.shards == 1:  # nothing is gathered, but parameters are copied all the same
             self.gradient_category = "temporary"
         super().__init__(plan, tape, units)
         self.tape.casts_inputs = self.mixed_precision
@@ -312,7 +320,7 @@ class FSDP2(Sharded):
 
     def all_gather_copy_in(self, unit: Unit) -> Storage | None:
         """Return the buffer that a unit's parameters are gathered into, all ranks' shards one after another."""
-        if self.single_shard:
+        if unit.shards == 1:
             return None
         size = unit.shard_numel() * self.plan.compute_itemsize
         how = "cast" if self.mixed_precision else "copied to the device" if self.plan.offload else None
@@ -323,7 +331,7 @@ class FSDP2(Sharded):
 
     def all_gather_copy_out(self, unit: Unit):
         """Copy each parameter out of the buffer; from its cast, if there is no buffer."""
-        if self.single_shard and self.mixed_precision:
+        if unit.shards == 1 and self.mixed_precision:
             copies, cast = [], None  # the last parameter's cast is freed when the next one exists
             for numel in unit.shard_numels():
                 size = numel * self.plan.compute_itemsize
@@ -343,6 +351,8 @@ class FSDP2(Sharded):
             self.all_gather_state = buffer  # the unit before's is freed when this one's exists
             del buffer
             self.all_gather_copy_out(unit)
+        if not self.plan.prefetch:
+            return
         index = self.units.index(unit)
         for following in self.units[index + 1 : index + 1 + self.plan.prefetch]:
             self.prefetch(following)

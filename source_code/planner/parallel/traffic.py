@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 from planner.ops.autograd import FP32
-from planner.parallel import muon, zero
+from planner.parallel import expert_parallel, muon, zero
 from planner.parallel.strategies import NORM_GRADIENTS_IN_FP32, Unit, needed_in_backward
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes after which DDP closes its first bucket, and each other
@@ -16,6 +16,7 @@ FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes after which DDP closes its fir
 def step_collectives(plan) -> list[dict]:
     """Return the collectives of a step of a ``Plan``: see ``Plan.traffic``."""
     counts = norm_collectives(plan) + scaler_collectives(plan) + muon.collectives(plan)
+    counts += expert_parallel.collectives(plan)
     if plan.strategy in ("ddp", "zero1"):
         for size in ddp_buckets(plan):
             counts["all-reduce", size, plan.ranks, None] += plan.reductions
@@ -45,18 +46,21 @@ def unit_collectives(plan, unit: Unit, is_root: bool) -> Counter:
     shard_bytes = unit.shard_numel(trained=True) * plan.itemsize
     if plan.replicas > 1:
         counts["all-reduce", shard_bytes, plan.replicas, replicate] += reductions
-    if plan.shards == 1 and plan.strategy == "fsdp2":  # a group of one rank exchanges nothing
+    if unit.shards == 1 and plan.strategy == "fsdp2":  # a group of one rank exchanges nothing
         return counts
-    gathered = unit.shard_numel() * plan.shards * plan.compute_itemsize
+    shards = unit.shards
+    if shards != plan.shards:
+        shard = "expert_shard"
+    gathered = unit.shard_numel() * shards * plan.compute_itemsize
     # What FSDP1 does not free after forward, it does not free after backward either, if gradients wait.
     stays = plan.flat and plan.reshard == "false"
-    counts["all-gather", gathered, plan.shards, shard] += reductions if stays else plan.micro_batches
+    counts["all-gather", gathered, shards, shard] += reductions if stays else plan.micro_batches
     # The root stays gathered from forward to backward, and so does a separately wrapped head, except under FSDP1.
     needed = not plan.flat or needed_in_backward(unit)
     if not is_root and plan.reshard != "false" and needed and (plan.flat or unit.kind != "head"):
-        group = (plan.reshard_degree, None) if plan.reshard_degree else (plan.shards, shard)
+        group = (plan.reshard_degree, None) if plan.reshard_degree else (shards, shard)
         counts["all-gather", gathered, *group] += plan.micro_batches
-    counts["reduce-scatter", shard_bytes * plan.shards, plan.shards, shard] += reductions
+    counts["reduce-scatter", shard_bytes * shards, shards, shard] += reductions
     return counts
 
 
@@ -69,6 +73,8 @@ def norm_collectives(plan) -> Counter:
         return Counter()
     if plan.flat:
         return Counter({("all-reduce", FP32, plan.shards, None): 1})
+    if plan.ep_degree > 1:
+        return Counter({("all-reduce", plan.itemsize, plan.ranks, "shard"): 1})  # of the squared norms of all ranks
     norms = sum(len(unit.shard_numels(trained=True)) for unit in plan.unit_sizes) * plan.itemsize
     dimensions = {"shard": plan.shards, "tensor": plan.tp_degree}
     return Counter({("all-reduce", norms, size, name): 1 for name, size in dimensions.items() if size > 1})

@@ -159,6 +159,11 @@ class Plan:
         return self.blueprint.context.size
 
     @property
+    def ep_degree(self) -> int:
+        """The number of ranks that have different experts."""
+        return self.blueprint.spread.ep_degree
+
+    @property
     def flat(self) -> bool:
         """Whether a unit's parameters are sharded as one flat tensor."""
         return self.strategy == "fsdp1"
@@ -190,8 +195,15 @@ class Plan:
     def optimizer_groups(self) -> list[list[int]]:
         """``optimizer_numels`` in the groups that the optimizer updates one after another.
 
-        transformers' tensor parallelism distributes the parameters that it splits on another device mesh than the rest.
+        Those of each device mesh are a group. transformers' tensor parallelism distributes the parameters that it splits on
+        another one than the rest; expert parallelism has one for experts.
         """
+        if self.ep_degree > 1:
+            units = self.unit_sizes
+            return [
+                [n for u in units if (u.kind == "experts") == own for n in u.shard_numels(True)]
+                for own in (False, True)
+            ]
         if not self.blueprint.tensor_parallel.logits:
             return [self.optimizer_numels]
         groups = ([], [])
@@ -245,15 +257,20 @@ class Plan:
 
     @cached_property
     def unit_sizes(self) -> list[Unit]:
-        """The units, for their sizes: a simulated step needs units of its own, which it changes."""
-        return self.make_units()
+        """The units, nested ones too, for their sizes: a simulated step needs units of its own, which it changes."""
+        return [each for unit in self.make_units() for each in (unit, unit.nested) if each]
 
     def make_units(self) -> list[Unit]:
         """Return new units, the root first. With frozen parameters the labs give FSDP1 ``use_orig_params``, which aligns."""
         aligned = self.flat and any(module.frozen for module in self.blueprint.modules)
         alignment = ALIGNMENT // self.compute_itemsize if aligned else 1
         shared = self.blueprint.tied, self.shards, self.flat, self.compute_itemsize, alignment, self.shard_dim
-        return [Unit(modules, *shared) for modules in self.units]
+        units = [Unit(modules, *shared) for modules in self.units]
+        for unit in units if self.ep_degree > 1 else ():
+            if any(module.spread for module in unit.modules):
+                own = self.shards // self.ep_degree
+                unit.nested = Unit(unit.modules, {}, own, False, self.compute_itemsize, 1, self.shard_dim, spread=True)
+        return units
 
     def persistent(self) -> dict[tuple[str, str], int]:
         """Return what a rank stores from step to step on its device: {(category, name): bytes}."""

@@ -1,16 +1,19 @@
 """Run one training step on sizes: every micro-batch's forward and backward, then the optimizer. Imports no torch."""
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
 from planner.models.networks import AbstractModule, Blueprint
-from planner.ops.autograd import FP32
+from planner.ops.autograd import FP32, INT64, AbstractTensor
 from planner.ops.operators import Tape
-from planner.parallel import deepspeed, muon, strategies
+from planner.parallel import deepspeed, expert_parallel, muon, strategies
 from planner.parallel.strategies import Unit
 
 RULES = strategies.RULES | deepspeed.RULES
 
 SIMULATED_ENDS = 3  # of a stack of equal modules, those that are simulated at each end
+TOKENS = "tokens of each expert"
 MAX_SIMULATED_MICRO_BATCHES = 3  # each further one does what the last one does
 
 
@@ -40,7 +43,7 @@ class Step:
 
     def __init__(self, plan, first: bool):
         self.plan, self.first = plan, first
-        rules = RULES[plan.strategy]
+        rules = expert_parallel.SpreadFSDP2 if plan.ep_degree > 1 else RULES[plan.strategy]
         self.tape = getattr(rules, "Tape", Tape)(
             plan.on_gpu, 2 if plan.autocast else None, plan.on_gpu and plan.workspaces, plan.torch
         )
@@ -68,6 +71,10 @@ class Step:
             if not (self.first and term[0] == "optimizer state")
         ]
         self.held = [tape.constant("losses of the step before", 1, plan.loss_itemsize, plan.micro_batches)]
+        if (
+            counts := plan.blueprint.spread.counts
+        ):  # those of the last micro-batch, and of all micro-batches, for the record
+            self.held.append(tape.constant(TOKENS, counts, INT64, 1 + plan.micro_batches))
         self.batch = plan.blueprint.batch(tape, plan.micro_batches, plan.itemsize)
         if plan.precision == "fp16" and plan.flat and not plan.on_gpu:  # a GPU's kernel counts in place
             held.append(tape.constant("steps since the last overflow", 1, FP32))
@@ -87,12 +94,16 @@ class Step:
 
     def run_micro_batches(self):
         """Run forward and backward of the micro-batches that are simulated."""
-        simulated = min(self.plan.micro_batches, MAX_SIMULATED_MICRO_BATCHES)
+        routing = self.plan.blueprint.spread.routing
+        most = MAX_SIMULATED_MICRO_BATCHES if not routing or routing.uniform else self.plan.micro_batches
+        simulated = min(self.plan.micro_batches, most)
         for number in range(simulated):
+            self.tape.micro_batch = number
             self.rules.syncs = self.plan.reductions > 1 or number == simulated - 1
-            if number == 2:
+            if number == 2 and simulated == MAX_SIMULATED_MICRO_BATCHES:
                 others = self.plan.micro_batches - simulated
                 self.held.append(self.tape.constant("losses of other micro-batches", 1, self.plan.itemsize, others))
+                self.held.append(self.tape.constant(TOKENS, self.plan.blueprint.spread.counts, INT64, others))
             self.forward_and_backward()
             self.rules.after_micro_batch()
 
@@ -121,6 +132,8 @@ class Step:
             self.held.append(output)
         self.held.append(self.plan.blueprint.loss(tape, output, self.batch[1], self.plan.loss_itemsize))
         del output
+        if counts := self.plan.blueprint.spread.counts:
+            self.held.insert(0, tape.constant(TOKENS, counts, INT64))
         tape.enter_phase("backward of the loss")
         scaled = tape.constant("loss, scaled", 1, FP32) if self.plan.precision == "fp16" else None
         tape.backward(self.held[-1])
@@ -140,7 +153,7 @@ class Step:
         if begins:
             rules.pre_forward(unit)
             tape.call_in_backward(lambda: rules.post_backward(unit))
-        tape.prefix = f"{module.kind}: "
+        tape.prefix, tape.experts_unit = f"{module.kind}: ", partial(self.run_nested, unit.nested)
         carried.append(module.forward(tape, carried.pop(), self.parameters(module, unit)))
         tape.prefix = ""
         if ends:
@@ -149,6 +162,20 @@ class Step:
         tape.call_in_backward(
             lambda: self.begin_backward(f"backward of {module.name}", unit_to_gather, f"{module.kind}: ")
         )
+
+    def run_nested(self, unit: Unit | None, compute: Callable, x: AbstractTensor) -> AbstractTensor:
+        """Return ``compute(x)``, with the hooks of a unit inside a module around it; None: there is none."""
+        if unit is None:
+            return compute(x)
+        again = bool(self.tape.frame and self.tape.frame.recomputing)
+        self.rules.pre_forward(unit)
+        if not again:
+            self.tape.call_in_backward(lambda: self.rules.post_backward(unit))
+        out = compute(x)
+        self.rules.post_forward(unit)
+        if not again:
+            self.tape.call_in_backward(lambda: self.rules.pre_backward(unit))
+        return out
 
     def end_forward(self):
         """Free autocast's casts and the rotary tables, except what is saved for backward."""
@@ -185,6 +212,8 @@ class Step:
         self.live_at_backward.append(Counter(self.tape.live))
         self.tape.enter_phase(phase)
         self.tape.prefix = prefix
+        if unit and unit.nested:  # for recomputation
+            self.tape.experts_unit = partial(self.run_nested, unit.nested)
         if unit:
             self.rules.pre_backward(unit)
 
@@ -193,7 +222,10 @@ class Step:
         tied = self.plan.blueprint.tied
         of_root = {name: parameter for (_, name), parameter in self.units[0].parameters.items()}
         return {
-            name: of_root[tied[name]] if name in tied else unit.parameters[module, name] for name in module.parameters
+            name: of_root[tied[name]]
+            if name in tied
+            else (unit.nested if name in module.spread else unit).parameters[module, name]
+            for name in module.parameters
         }
 
 

@@ -86,10 +86,12 @@ def ring_bytes(collective: dict, plan: Plan, node_size: int, backend: str = "rin
         return {"rank": sent, "node": sent * (plan.ranks > node_size), "steps": bool(sent)}
     dimension = _dimension(collective, plan)
     sizes = {"tensor": plan.tp_degree, "context": plan.cp_degree, "shard": plan.shards, "replicate": plan.replicas}
+    sizes |= {"expert": plan.ep_degree, "expert_shard": plan.shards // plan.ep_degree}
     n = collective.get("ranks") or sizes.get(dimension, plan.ranks)
     passes = PASSES[backend][collective["kind"]]
     edge = passes * (n - 1) / n * collective["bytes"]
-    stride = {"shard": plan.tp_degree, "context": plan.tp_degree, "replicate": plan.ranks // n}.get(dimension, 1)
+    strides = {"shard": plan.tp_degree, "context": plan.tp_degree, "replicate": plan.ranks // n}
+    stride = strides.get(dimension, plan.ep_degree if dimension == "expert_shard" else 1)
     if collective["kind"] == "all-to-all":  # no ring: each part goes to another rank, in n − 1 steps
         leaving = _parts_to_other_nodes(plan.ranks, n, stride, node_size) / n * collective["bytes"]
         return {"rank": edge, "node": leaving, "steps": n - 1}
@@ -167,8 +169,8 @@ def step_time(plan: Plan, node_size: int, link: Link, network: Link, flops: floa
 
     A step takes from "overlapped", where compute and each link work side by side as far as the order of the step allows
     (planner/timing/overlap.py), to "serial", where nothing is hidden. "exposed" is the communication that "overlapped"
-    does not hide. Nothing hides a tensor group's communication: the next matmul waits for it. Nor that of a context group,
-    unless it is a ring (``ring_hidden_seconds``). "bubble" is the time that
+    does not hide. Nothing hides a tensor group's communication, nor the all-to-alls of experts: the next matmul waits. Nor
+    that of a context group, unless it is a ring (``ring_hidden_seconds``). "bubble" is the time that
     a pipeline stage is idle, if all stages take equally long.
 
     Args:
@@ -187,10 +189,11 @@ def step_time(plan: Plan, node_size: int, link: Link, network: Link, flops: floa
     )
     share = bubble(plan.pipeline.stages, plan.micro_batches) if plan.pipeline else 0.0
     waiting = compute * share / (1 - share)
-    times = {True: [], False: []}  # of a tensor or context group, and the others: (seconds, count)
+    times = {True: [], False: []}  # of a tensor, context, or expert group, and the others: (seconds, count)
     for c in plan.traffic():
         one = collective_seconds(c, plan, node_size, link, network, backend)
-        times[c.get("dimension") in ("tensor", "context")].append((one, c["count"]))
+        rows = c["kind"] == "all-to-all" and plan.ep_degree > 1  # of experts, which wait for them
+        times[rows or c.get("dimension") in ("tensor", "context")].append((one, c["count"]))
     of_group, others = (sum(one * count for one, count in times[which]) for which in (True, False))
     hidden = ring_hidden_seconds(plan, node_size, link, network, flops)
     busy = compute + waiting + of_group - hidden

@@ -178,6 +178,7 @@ class Sharded:
         for number, seconds, _ in self.order:
             entered = number or entered
             self.compute(number, seconds, self.units_after(entered), self.plan.shards)
+            self.streams.compute(0.0, after=self.gather_nested(number))  # FSDP2 gathers experts when they are called
             if not self.stays_gathered(number):
                 del self.gathered_at[number]
 
@@ -192,6 +193,8 @@ class Sharded:
         entered = len(self.units)
         for number, _, seconds in reversed(self.order):
             entered = number or entered
+            if self.plan.reshard == "true":
+                self.gather_nested(number)
             self.compute(number, seconds, self.units_before(entered, ahead=self.ahead if number else 1), group)
             if number:
                 self.free_unit(number, syncs)
@@ -228,6 +231,13 @@ class Sharded:
         size = self.units[number].shard_numel() * self.plan.shards * self.plan.compute_itemsize
         self.gathered_at[number] = self.send("all-gather", size, group, along)
 
+    def gather_nested(self, number: int) -> float:
+        """All-gather the unit of the rank's experts inside a block's unit, if there is one, and return when it ends."""
+        if not (unit := self.units[number].nested):
+            return 0.0
+        size = unit.shard_numel() * unit.shards * self.plan.compute_itemsize
+        return self.send("all-gather", size, unit.shards, "expert_shard")
+
     def free_unit(self, number: int, syncs: bool):
         """Free a unit after its backward, and reduce its gradients: among its shards, then among the replicas."""
         self.gathered_at.pop(number, None)  # a root without parameters was never gathered
@@ -235,6 +245,9 @@ class Sharded:
             size = self.units[number].shard_numel(trained=True) * self.plan.itemsize
             done = self.send("reduce-scatter", size * self.plan.shards, self.plan.shards, self.dimensions[0])
             self.send("all-reduce", size, self.plan.replicas, self.dimensions[1], ready=done)
+            if unit := self.units[number].nested:
+                size = unit.shard_numel(trained=True) * unit.shards * self.plan.itemsize
+                self.send("reduce-scatter", size, unit.shards, "expert_shard")
 
     def after_optimizer(self):
         """Do nothing: the parameters are gathered in the next step."""
