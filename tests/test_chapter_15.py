@@ -8,12 +8,13 @@ from forked import by_value
 from labkit.measuring.differences import largest_difference
 from labkit.running.lab import Lab
 from labkit.teaching.exercises import check
+from labkit.teaching.exercises.chapter_15 import EXERCISES
 
 from notebooks import FOLDER, code_cells, read, run_broken
 
 
 def mlp(reduces=True, divides=False, gathers=False):
-    """A function for 15.3, right but for what is said."""
+    """A function for 15.1, right but for what is said."""
 
     def function(x, up, down):
         hidden = F.relu(F.linear(x, up))
@@ -40,16 +41,40 @@ def mlp(reduces=True, divides=False, gathers=False):
 )
 def test_two_layers_are_told_their_first_difference(function, said, capsys):
     by_value(mlp)
-    check("15.3", function)
+    check("15.1", function)
     assert said in capsys.readouterr().out
 
 
 def test_columns_that_do_not_belong_to_the_rows_are_noticed():
     """Each rank then takes hidden numbers that another has computed: the parts add up to something else."""
     lines = run_broken("15", {"down.chunk(me.world_size, dim=1)[me.rank]": "down.chunk(me.world_size, dim=1)[0]"},
-                       until="sum of the ranks' parts", skip=("asked(", "few, many"))  # fmt: skip
+                       until="sum of the parts", skip=("asked(", "kept[4]"))  # fmt: skip
     (line,) = lines
-    assert line.startswith("FAIL  largest difference of the sum of the ranks' parts")
+    assert line.startswith("FAIL  largest difference of the sum of the parts")
+
+
+@pytest.mark.parametrize(
+    ("number", "break_it", "said"),
+    [
+        ("15.2", "", "right"),
+        ("15.2", "attention_plan = lambda right=attention_plan: right() | {'attention.value': None}", "raises"),
+        (
+            "15.2",
+            "attention_plan = lambda r=attention_plan: r() | {'attention.output': RowwiseParallel()}",
+            "on a rank",
+        ),
+        ("15.3", "", "right"),
+        ("15.3", "right = stage_of\ndef stage_of(*a):\n    p = right(*a)\n    p.whole = a[0]\n    return p", "is on 2"),
+        ("15.3", "forward = Part.forward\nPart.forward = lambda self, x: forward(self, x) * 1.01", "differs"),
+    ],
+    ids=lambda value: value if value and value[0].isdigit() else "",
+)
+def test_plans_and_stages_are_told_their_first_difference(number, break_it, said, capsys):
+    names = {"__name__": "__main__"}
+    exec(EXERCISES[number].solution + break_it, names)
+    function = names["attention_plan" if number == "15.2" else "stage_of"]
+    check(number, function)
+    assert said in capsys.readouterr().out
 
 
 def by_an_optimizer(me, kind):
@@ -86,40 +111,45 @@ def test_an_optimizer_alone_sums_what_is_partial(kind):
         assert "Partial" in placed and apart < 1e-12 < 1e-3 < moved
 
 
+IMPORTS, PLANS = ("cell-01", "cell-02", "cell-12"), ("cell-17", "cell-18")
+BREAK = ("cell-61p", "cell-62", "cell-64")
+
+
 @pytest.mark.long
-def test_gradients_that_are_not_divided_twice_are_noticed():
-    """The chapter says that SGD shows it, and AdamW does not."""
-    skip = (
-        "few, many",
-        "sum of the ranks' parts",
-        "of_plans",
-        "trained(",
-        "ran[",
-        "schedules",
-        "matrix",
-        "live",
-        "guide(",
-        "ways that fit",
-        "MICRO_BATCHES",
-    )
+def test_mistakes_that_are_not_made_are_noticed():
+    """The chapter says that SGD shows both, and AdamW not the second."""
     breaks = {
-        "scale_grads=twice": "scale_grads=False",
-        'CASES = [("gpipe", 4), ("gpipe", 8), ("1f1b", 8)]': "CASES = []",
-        "real = lab.on_ranks(computed, MICRO_BATCHES, ranks=2)[0]": "",
+        "return torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)": "return correct(model, config)",
+        "    def own_norm(model, config):": "    correct = gpt_pipeline.clip\n\n    def own_norm(model, config):",
+        "scale_grads=True": "scale_grads=False",
     }
-    lines = run_broken("15", breaks, until='apart["sgd"], at_least', skip=skip)
-    assert [line.split("  ")[0] for line in lines] == ["FAIL", "PASS"]
+    lines = run_broken("15", breaks, until='"twice"], at_most', only=IMPORTS + PLANS + BREAK, ranks=4)
+    assert [line.split("  ")[0] for line in lines[1:]] == ["FAIL", "FAIL", "PASS"]
+
+
+def test_more_gathers_than_one_for_each_unit_are_noticed():
+    """Parameters that are freed after each forward are gathered for every micro-batch; another loss has other gradients."""
+    breaks = {
+        "reshard_after_forward=reshard)": "reshard_after_forward=True)",
+        "4, mean_loss)": "4, lambda *a: 1.01 * mean_loss(*a))",
+        "if way.name in NAMES": "if False",
+    }
+    only = (*IMPORTS, *PLANS, "cell-45g", "cell-45a", "cell-45c", "cell-53")
+    lines = run_broken("15", breaks, only=only, until="gathers of a unit", ranks=4)
+    assert [line.split("  ")[0] for line in lines[-4:]] == ["FAIL", "FAIL", "FAIL", "PASS"]
 
 
 @pytest.mark.long
-def test_the_guide_answers_as_the_page_says(capsys):
+def test_the_guide_names_only_what_fits():
     """Of plans, no measurement: the page prints them without a verdict."""
-    sources = [cell.source for cell in code_cells(read(next(FOLDER.glob("15_*.ipynb"))))]
+    sources = {cell.id: cell.source for cell in code_cells(read(next(FOLDER.glob("15_*.ipynb"))))}
     names = {}
-    for text in ("def asked(", "def candidates(", "def guide(", "guesses = {", "small = guide("):
-        source = next(source for source in sources if text in source)
-        exec(source.partition("long = {}")[0], names)  # without the table for long sequences
-    fit = {size: [name for fits, _, name, *_ in names[size] if fits] for size in ("small", "huge")}
-    assert "FSDP2" in fit["small"]
-    assert fit["huge"] and all("tensor" in name and name.endswith("in turn") for name in fit["huge"])
-    assert names["large"][0][1] / names["slow"][0][1] > 3
+    for cell, end in {"cell-01": "\0", "cell-07": "\nprint(", "cell-56p": "\0", "cell-56": "\nfor mine"}.items():
+        exec(sources[cell].partition(end)[0], names)
+    rows = {tuple(question.items()): names["guide"](**question) for _, question in names["guesses"]}
+    for answer, _, _, _, needs in (row for found in rows.values() for row in found):
+        assert (answer == "fits") == (needs <= 80)
+    small, large, slow = rows.values()
+    assert any(row[0] == "tight" for row in large)
+    assert small[0][2] == "FSDP2" and large[0][2:4] == ("FSDP2 8 × tensor 8, one by one", "none")
+    assert 3 < large[0][1] / slow[0][1] < 4

@@ -52,7 +52,7 @@ def test_the_training_learns(rows):
 
 
 def test_the_committed_record_is_of_one_training():
-    """Chapter 15 shows it beside two of its rows, which it runs."""
+    """Chapter 15 runs three of its ways again."""
     (path,) = (RESULTS / "reference").glob("parity-*.json")
     rows = json.loads(path.read_text())["rows"]
     assert {row["way"] for row in rows} == {way.name for way in [parity.BASELINE, *parity.VARIANTS]}

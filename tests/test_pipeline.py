@@ -54,14 +54,7 @@ def leg(me, number: int, folder: str) -> dict:
 
 def order_of(me, schedule: str, micro_batches: int) -> list:
     """[what each stage computed in a step, in order] as the stages of a pipeline that only waits have noted it."""
-    import torch
-
-    stage = pipeline_timeline.waiting_stage(me, 0.0)
-    run = gpt_pipeline.SCHEDULES[schedule](stage, micro_batches, lambda out, _: out.sum(), scale_grads=False)
-    x = torch.zeros(micro_batches, 1)
-    (step,) = pipeline_timeline.record_steps(
-        stage, lambda: run.step(*([x] if me.rank == 0 else []), target=x, return_outputs=False), 1
-    )
+    step = pipeline_timeline.record_waiting(me, schedule, micro_batches, 0.0)
     assert 0 < pipeline_timeline.idle_share(step) < 1
     assert pipeline.idle_share(schedule, pipeline_timeline.seconds(step)) <= pipeline_timeline.idle_share(
         step

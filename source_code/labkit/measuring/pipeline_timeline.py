@@ -1,7 +1,7 @@
 """Record when each stage of a pipeline computes, one row per rank, and the fraction of the time in which it is idle.
 
-``recording`` records one stage; ``record_steps`` collects the rows of all ranks. ``waiting_stage`` makes a stage that
-sleeps instead of computing: its rows show the schedule alone, on any number of cores.
+``recording`` records the stages of one rank; ``record_steps`` collects the rows of all ranks. ``record_waiting`` does so for
+stages that sleep instead of computing: its rows show the schedule alone, on any number of cores.
 """
 
 import contextlib
@@ -11,35 +11,49 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
+
+# Methods of PyTorch's stages; under a zero-bubble schedule "backward" computes the gradients of inputs only.
+ACTIONS = {"forward_one_chunk": "forward", "backward_one_chunk": "backward", "backward_weight_one_chunk": "weights"}
+# {name: (class of the schedule, stages of a rank, whether the gradients of weights are computed on their own)}
+SCHEDULES = {
+    "gpipe": (pipelining.ScheduleGPipe, 1, False),
+    "1f1b": (pipelining.Schedule1F1B, 1, False),
+    "interleaved": (pipelining.ScheduleInterleaved1F1B, 2, False),
+    "zero-bubble": (pipelining.ScheduleInterleavedZeroBubble, 1, True),
+}
 
 
 @contextlib.contextmanager
-def recording(stage: PipelineStage) -> Iterator[list[dict]]:
-    """Record each forward and backward that a stage runs within the context, in order.
+def recording(*stages: PipelineStage) -> Iterator[list[dict]]:
+    """Record what the stages of this rank compute within the context, in order.
 
     The loss of the last stage is not included: PyTorch computes it after the forward.
 
     Yields:
-        A list that grows: {"action": "forward" or "backward", "micro_batch": its number, "begin", "end"}, in seconds of
-        ``time.perf_counter``, which the processes of one machine share.
+        A list that grows: {"action": a value of ``ACTIONS``, "stage": its index, "micro_batch": its number, "begin",
+        "end"}, in seconds of ``time.perf_counter``, which the processes of one machine share.
     """
-    notes, originals = [], (stage.forward_one_chunk, stage.backward_one_chunk)
+    notes, originals = [], {(stage, name): getattr(stage, name) for stage in stages for name in ACTIONS}
 
-    def noting(action, compute):
+    def noting(stage, action, compute):
         def noted(number, *args, **kwargs):
             begin = _now(stage.device)
             result = compute(number, *args, **kwargs)
-            notes.append({"action": action, "micro_batch": number, "begin": begin, "end": _now(stage.device)})
+            about = {"action": action, "stage": stage.stage_index, "micro_batch": number}
+            notes.append(about | {"begin": begin, "end": _now(stage.device)})
             return result
 
         return noted
 
-    stage.forward_one_chunk, stage.backward_one_chunk = map(noting, ("forward", "backward"), originals)
+    for (stage, name), compute in originals.items():
+        setattr(stage, name, noting(stage, ACTIONS[name], compute))
     try:
         yield notes
     finally:
-        stage.forward_one_chunk, stage.backward_one_chunk = originals
+        for (stage, name), compute in originals.items():
+            setattr(stage, name, compute)
 
 
 def _now(device: torch.device) -> float:
@@ -48,8 +62,13 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def record_steps(stage: PipelineStage, step: Callable[[], object], steps: int) -> list[list[list[dict]]]:
+def record_steps(step: Callable[[], object], steps: int, *stages: PipelineStage) -> list[list[list[dict]]]:
     """Run a step ``steps`` times and record when each rank computes. Collective; all ranks must be on one machine.
+
+    Args:
+        step: called without arguments; it runs the schedule.
+        steps: to record.
+        stages: of this rank.
 
     An additional first step, in which the stages exchange shapes, is not recorded.
 
@@ -60,7 +79,7 @@ def record_steps(stage: PipelineStage, step: Callable[[], object], steps: int) -
     recorded = []
     for _ in range(steps):
         dist.barrier()
-        with recording(stage) as notes:
+        with recording(*stages) as notes:
             step()
         every = [None] * dist.get_world_size()
         dist.all_gather_object(every, notes)
@@ -84,8 +103,8 @@ def idle_share(step: list[list[dict]]) -> float:
 
 def seconds(step: list[list[dict]]) -> dict[tuple[int, str, int], float]:
     """Return the seconds of each (stage, action, micro-batch) of one recorded step: see ``planner.parallel.pipeline.idle_share``."""
-    notes = [(stage, note) for stage, row in enumerate(step) for note in row]
-    return {(stage, note["action"], note["micro_batch"]): note["end"] - note["begin"] for stage, note in notes}
+    notes = [note for row in step for note in row]
+    return {(note["stage"], note["action"], note["micro_batch"]): note["end"] - note["begin"] for note in notes}
 
 
 class _Wait(torch.autograd.Function):
@@ -104,22 +123,68 @@ class _Wait(torch.autograd.Function):
 
 
 class Waiting(nn.Module):
-    """Sleep instead of computing; a backward takes twice as long as a forward. Input and output: one tensor of any shape."""
+    """Sleep instead of computing. Input and output: one tensor of any shape.
 
-    def __init__(self, forward_seconds: float):
+    Args:
+        forward_seconds: of a micro-batch.
+        backward_seconds: of a micro-batch.
+        skipped: how many micro-batches do not sleep; these are of the step that ``record_steps`` does not record.
+    """
+
+    def __init__(self, forward_seconds: float, backward_seconds: float, skipped: int):
         super().__init__()
-        self.seconds = forward_seconds
+        self.seconds, self.skipped = (forward_seconds, backward_seconds), skipped
         self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, x):
-        return _Wait.apply(x * self.weight, self.seconds, 2 * self.seconds)
+        self.skipped -= 1
+        return _Wait.apply(x * self.weight, *((0.0, 0.0) if self.skipped >= 0 else self.seconds))
 
 
-def waiting_stage(me, forward_seconds: float) -> PipelineStage:
-    """Make this rank's stage of a pipeline that sleeps instead of computing.
+def waiting_schedule(me, name: str, micro_batches: int, seconds: float):
+    """Make a PyTorch schedule of stages that sleep instead of computing, and this rank's stages.
+
+    A micro-batch takes a rank three times ``seconds``: one forward, and one for the gradients of inputs and of weights each.
 
     Args:
         me: a ``ranks.Rank``.
-        forward_seconds: how long a forward takes; a backward takes twice as long.
+        name: a key of ``SCHEDULES``.
+        micro_batches: in a step.
+        seconds: of a rank's forward of a micro-batch, in all its stages together.
+
+    Returns:
+        (the schedule, its stages on this rank).
     """
-    return PipelineStage(Waiting(forward_seconds).to(me.device), me.rank, me.world_size, me.device)
+    kind, count, split = SCHEDULES[name]
+    seconds /= count
+    # A stage that is given a builder of weight passes runs what it builds as the second part of a split backward.
+    apart = {"dw_builder": lambda: lambda: time.sleep(seconds)} if split else {}
+    stages = [
+        PipelineStage(
+            Waiting(seconds, seconds if split else 2 * seconds, micro_batches).to(me.device),
+            me.rank + number * me.world_size,
+            count * me.world_size,
+            me.device,
+            **apart,
+        )
+        for number in range(count)
+    ]
+    of_one = issubclass(kind, pipelining.schedules.PipelineScheduleSingle)
+    return kind(stages[0] if of_one else stages, micro_batches, _sum, scale_grads=False), stages
+
+
+def record_waiting(me, name: str, micro_batches: int, seconds: float) -> list[list[dict]]:
+    """Record one step of a ``waiting_schedule``, which has these arguments. Collective; all ranks must be on one machine.
+
+    Returns:
+        [rank][note], as ``record_steps`` returns them.
+    """
+    schedule, stages = waiting_schedule(me, name, micro_batches, seconds)
+    x = torch.zeros(micro_batches, 1, device=me.device)
+    inputs = [x] if me.rank == 0 else []
+    (step,) = record_steps(lambda: schedule.step(*inputs, target=x, return_outputs=False), 1, *stages)
+    return step
+
+
+def _sum(output, _):
+    return output.sum()

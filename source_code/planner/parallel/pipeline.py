@@ -71,17 +71,22 @@ def order(schedule: str, stages: int, stage: int, micro_batches: int) -> list[tu
     return actions
 
 
-def bubble(stages: int, micro_batches: int) -> float:
-    """Return the share of a step that a stage is idle, if all stages take equally long: (p − 1) / (m + p − 1).
+def bubble(stages: int, micro_batches: int, chunks: int = 1, split_backward: bool = False) -> float:
+    """Return the share of a step that a rank is idle, if all stages take equally long: (p − 1) / (m + p − 1).
 
-    Both schedules have the same: they differ in memory, not in time. Sources: GPipe's paper, section 2.3, where it is
+    GPipe and 1F1B have the same: they differ in memory, not in time. Sources: GPipe's paper, section 2.3, where it is
     O((p − 1) / (m + p − 1)); Megatron-LM's, section 2.2, has (p − 1) / m, the ratio to the ideal step instead.
 
     Args:
-        stages: p.
+        stages: p, the ranks of the pipeline.
         micro_batches: m.
+        chunks: stages of a rank, among which its blocks are divided ("interleaved"): it divides the wait (Megatron-LM's
+            paper, section 2.2).
+        split_backward: whether the gradients of weights are computed in what would be idle time (ZB-H1 of zero bubble,
+            arXiv:2401.10241, section 2): of forward, input gradients, and weight gradients, equally long, one is waited for.
     """
-    return (stages - 1) / (micro_batches + stages - 1)
+    wait = (stages - 1) / chunks / (3 if split_backward else 1)
+    return wait / (micro_batches + wait)
 
 
 def idle_share(schedule: str, seconds: dict[tuple[int, str, int], float]) -> float:
