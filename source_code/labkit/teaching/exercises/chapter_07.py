@@ -127,12 +127,22 @@ def _train(parts, mesh, steps: int) -> list[dict]:
     return made
 
 
-def _kill(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
+def _killing_writer(me):
+    """Return a replacement for DCP's ``write_data``: rank 0 writes its file, then rank 1 is killed. Collective."""
+    control, write = dist.new_group(backend="gloo"), dcp.FileSystemWriter.write_data
+
+    def write_data(*arguments):
+        written = write(*arguments) if me.rank == 0 else None
+        dist.barrier(control)
+        if me.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return written
+
+    return write_data
 
 
 def _save_and_be_killed(me, recipe, folder):
-    """Save twice on two ranks; rank 1 is killed as DCP writes its file of the second save. Return what load returned."""
+    """Save twice on two ranks; rank 1 is killed before it writes its file of the second save. Return what load returned."""
     mesh = DeviceMesh("cpu", [0, 1])
     parts = _training(mesh, seed=1)
     first = recipe.load(folder, *parts)
@@ -141,8 +151,7 @@ def _save_and_be_killed(me, recipe, folder):
     _train(parts, mesh, FIRST)
     recipe.save(folder, FIRST, *parts)
     _train(parts, mesh, SECOND - FIRST)
-    if me.rank == 1:
-        dcp.FileSystemWriter.write_data = _kill
+    dcp.FileSystemWriter.write_data = _killing_writer(me)
     recipe.save(folder, SECOND, *parts)
     return 0
 
