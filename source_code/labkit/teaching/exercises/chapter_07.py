@@ -1,5 +1,7 @@
 """Exercises of chapter 07, checkpoints."""
 
+import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -7,15 +9,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from labkit.running import launch
 from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
 
-GIB = 2**30
-EIGHT_BILLION, RANKS = 8_030_261_248, 64
-STATE = 3 * 4 * EIGHT_BILLION  # the parameter and Adam's two moments, 4 bytes each
 SAVING, BETWEEN_FAILURES = 30, 6 * 3600  # seconds
 
 
@@ -79,123 +78,186 @@ def judge_anyone(anyone) -> str:
     return "right"
 
 
-# Saved by two ranks, resumed on three
+# Saved by two ranks, of which one is killed during the second save, and resumed on three
 
-SAVED_AT, LAST = 3, 5  # steps
-LR, LOWERED = 0.1, 0.02  # the learning rate at the start, and from the second step on, as if by a schedule
+FIRST, SECOND, LAST = 2, 4, 7  # steps: of the saves, and the last one that is compared
 
 
-def _sharded(mesh, seed):
+class Batches:
+    """Load a batch per step; the state is the number of batches loaded, as a StatefulDataLoader's."""
+
+    def __init__(self):
+        self.loaded = 0
+
+    def next(self) -> torch.Tensor:
+        self.loaded += 1
+        return torch.randn(6, 8, generator=torch.Generator().manual_seed(self.loaded), dtype=torch.float64)
+
+    def state_dict(self) -> dict:
+        return {"loaded": self.loaded}
+
+    def load_state_dict(self, state: dict):
+        self.loaded = state["loaded"]
+
+
+def _training(mesh, seed: int) -> tuple:
+    """Return (model, optimizer, scheduler, batches) of a training that has not begun."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(8, 10), nn.ReLU(), nn.Linear(10, 2)).double()
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh), torch.optim.Adam(model.parameters(), lr=LR)
+    optimizer = torch.optim.Adam(fully_shard(model, mesh=mesh).parameters(), lr=0.1)
+    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2 * LAST), Batches()
 
 
-def _trained(model, optimizer, mesh, steps) -> list[float]:
-    """Train and return the losses of the global batch; each step's batch depends only on its number."""
-    losses = []
-    for step in steps:
-        if step == 2:
-            optimizer.param_groups[0]["lr"] = LOWERED
-        rows = torch.randn(6, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-        loss = model(rows.chunk(mesh.size())[mesh.get_local_rank()]).square().mean()
+def _train(parts, mesh, steps: int) -> list[dict]:
+    """Train some steps, and return each one's batch, learning rate, and loss of the global batch."""
+    model, optimizer, scheduler, batches = parts
+    made = []
+    for _ in range(steps):
+        loss = model(batches.next().chunk(mesh.size())[mesh.get_local_rank()]).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         mean = loss.detach().clone()
         dist.all_reduce(mean, group=mesh.get_group())
-        losses.append(mean.item() / mesh.size())
-    return losses
+        rate = optimizer.param_groups[0]["lr"]
+        made.append({"batch": batches.loaded, "rate": rate, "loss": mean.item() / mesh.size()})
+        scheduler.step()
+    return made
 
 
-def _resume_on_three(me, resume, folder) -> dict:
-    """Train and save on ranks 0 and 1, then resume on all three with the learner's function."""
-    two, three = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [0, 1, 2])
-    whole = []
-    if me.rank < 2:
-        model, optimizer = _sharded(two, seed=1)
-        _trained(model, optimizer, two, range(1, SAVED_AT + 1))
-        tensors, state = get_state_dict(model, optimizer)
-        checkpoint = {"model": tensors, "optimizer": state, "step": SAVED_AT}
-        dcp.save(checkpoint, checkpoint_id=folder / "saved", process_group=two.get_group())
-        whole = _trained(model, optimizer, two, range(SAVED_AT + 1, LAST + 1))
-    dist.barrier()
-    without_checkpoint = resume(folder / "nothing", *_sharded(three, seed=2))
-    model, optimizer = _sharded(three, seed=2)
-    step = resume(folder / "saved", model, optimizer)
-    rate = optimizer.param_groups[0]["lr"]
-    losses = _trained(model, optimizer, three, range(SAVED_AT + 1, LAST + 1))
-    return {"whole": whole, "without checkpoint": without_checkpoint, "step": step, "rate": rate, "losses": losses}
+def _killing_writer(me):
+    """Return a replacement for DCP's ``write_data``: rank 0 writes its file, then rank 1 is killed. Collective."""
+    control, write = dist.new_group(backend="gloo"), dcp.FileSystemWriter.write_data
+
+    def write_data(*arguments):
+        written = write(*arguments) if me.rank == 0 else None
+        dist.barrier(control)
+        if me.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return written
+
+    return write_data
 
 
-def judge_resume(resume) -> str:
+def _save_and_be_killed(me, recipe, folder):
+    """Save twice on two ranks; rank 1 is killed before it writes its file of the second save. Return what load returned."""
+    mesh = DeviceMesh("cpu", [0, 1])
+    parts = _training(mesh, seed=1)
+    first = recipe.load(folder, *parts)
+    if unanswered(first) or first != 0:
+        return first
+    _train(parts, mesh, FIRST)
+    recipe.save(folder, FIRST, *parts)
+    _train(parts, mesh, SECOND - FIRST)
+    dcp.FileSystemWriter.write_data = _killing_writer(me)
+    recipe.save(folder, SECOND, *parts)
+    return 0
+
+
+def _resume_on_three(me, recipe, folder) -> dict:
+    """Train without interruption; resume from what the killed run left; save once more, and resume from that."""
+    mesh = DeviceMesh("cpu", [0, 1, 2])
+    whole = _train(_training(mesh, seed=1), mesh, LAST)
+    parts = _training(mesh, seed=2)
+    step = recipe.load(folder, *parts)
+    if step != FIRST:
+        return {"step": step}
+    made = _train(parts, mesh, SECOND - FIRST)
+    recipe.save(folder, SECOND, *parts)
+    made += _train(parts, mesh, LAST - SECOND)
+    again = recipe.load(folder, *_training(mesh, seed=3))
+    return {"step": step, "whole": whole[FIRST:], "made": made, "again": again}
+
+
+def judge_recipe(recipe) -> str:
+    if missing := [name for name in ("save", "load") if not callable(getattr(recipe, name, None))]:
+        return f"the answer must be a class with the functions save and load; {missing[0]} is missing"
     with tempfile.TemporaryDirectory() as folder:
-        result = on_ranks(_resume_on_three, resume, Path(folder), ranks=3)[0]
-    if unanswered(result["step"]) and unanswered(result["without checkpoint"]):
-        return "not answered yet"
-    if result["without checkpoint"] != 0:
-        return f"not quite: without a checkpoint it returns {result['without checkpoint']!r} instead of 0 steps"
-    for number, (right, loss) in enumerate(zip(result["whole"], result["losses"], strict=True)):
-        if abs(loss - right) > 1e-10 * right:
-            where = f"the loss of step {SAVED_AT + 1 + number} is {loss:.4f}, and {right:.4f} without interruption"
-            return f"not quite: {where}; {_forgotten(number, result['rate'])}"
-    if result["step"] != SAVED_AT:
-        about = f"it returns {result['step']!r}, but step {SAVED_AT} was saved"
-        return f"not quite: the losses are right, but {about}: training would continue with the wrong data"
+        try:
+            first = on_ranks(_save_and_be_killed, recipe, Path(folder), ranks=2)[0]
+        except launch.RunFailed as error:
+            if "rank 1 was killed by SIGKILL" not in str(error):
+                raise
+        else:
+            if unanswered(first):
+                return "not answered yet"
+            if first != 0:
+                return f"not quite: without a checkpoint load returns {first!r} instead of 0 steps"
+            return "not quite: save did not write a file by dcp.save on rank 1, where the judge kills it"
+        result = on_ranks(_resume_on_three, recipe, Path(folder), ranks=3)[0]
+    if result["step"] == SECOND:
+        return f"not quite: load returns step {SECOND}, whose save was killed before it was complete"
+    if result["step"] != FIRST:
+        return f"not quite: load returns {result['step']!r}; step {FIRST} was saved completely"
+    for number, (right, made) in enumerate(zip(result["whole"], result["made"], strict=True)):
+        if message := _forgotten(number, right, made):
+            return f"not quite: in step {FIRST + 1 + number} {message}"
+    if result["again"] != SECOND:
+        return f"not quite: after step {SECOND} was saved completely, load returns {result['again']!r}"
     return "right"
 
 
-def _forgotten(number: int, rate: float) -> str:
-    if number == 0:
-        return "the parameters are not the saved ones"
-    if rate != LOWERED:
-        return f"the parameters are right, but the learning rate is {rate}, that of a new optimizer: set_state_dict restores the values that are not tensors"
-    return "the parameters are right, so the optimizer state is wrong"
+def _forgotten(number: int, right: dict, made: dict) -> str | None:
+    """Describe what a resumed step shows to be missing, or return None."""
+    if made["batch"] != right["batch"]:
+        return f"batch {made['batch']} is read, and should be {right['batch']}: the loader's state is not restored"
+    if abs(made["rate"] - right["rate"]) > 1e-12:
+        return f"the learning rate is {made['rate']:.4f}, and {right['rate']:.4f} without interruption: the " + (
+            "optimizer's param_groups are not restored" if number == 0 else "scheduler's state is not restored"
+        )
+    if abs(made["loss"] - right["loss"]) > 1e-10 * right["loss"]:
+        values = f"the loss is {made['loss']:.4f}, and {right['loss']:.4f} without interruption"
+        if number == 0:
+            return f"{values}: these are not the parameters of step {FIRST}. Did the killed save overwrite them?"
+        return f"{values}: the parameters were right, so the optimizer state is wrong"
+    return None
 
+
+RECIPE = (launch.SOURCE / "minimal" / "checkpoint.py").read_text()
+
+# When a warning may come at the worst moment, and how long the run then needs [s]
+STEP, EVALUATION, WRITING, SAVE = 2, 90, 50, 60
 
 EXERCISES = {
     "07.0": Do(
-        title="go on with another number of ranks",
-        level=2,
-        minutes=10,
-        judge=judge_resume,
-        hint="Start as save does: get_state_dict returns the model's and the optimizer's state, sharded over these ranks. Build the\n"
-        "same dict, with step 0; dcp.load(state, checkpoint_id=where) fills it. Then load both parts with set_state_dict.",
-        solution='''
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+        title="a recipe that survives a kill",
+        level=3,
+        minutes=20,
+        judge=judge_recipe,
+        hint="Save to a folder with another name, such as step-00000004.partial; when dcp.save has returned, rank 0 renames it.\n"
+        "load takes the newest name that is complete, starts from the same dict, and puts the parts back. A state_dict that is\n"
+        "no tensor goes through pickle.dumps and back. Which calls must every rank make, and which only rank 0?",
+        solution=RECIPE
+        + """
 
-
-def go_on(where, model, optimizer):
-    """Fill model and optimizer from the checkpoint, if there is one; return its step, or 0."""
-    if not where.exists():
-        return 0
-    tensors, state = get_state_dict(model, optimizer)  # sharded over these ranks
-    checkpoint = {"model": tensors, "optimizer": state, "step": 0}
-    dcp.load(checkpoint, checkpoint_id=where)  # fills the tensors, and sets the step
-    set_state_dict(model, optimizer, model_state_dict=tensors, optim_state_dict=checkpoint["optimizer"])
-    return checkpoint["step"]
-''',
+class Recipe:
+    save, load = save, load
+""",
     ),
     "07.1": Predict(
-        title="what one of 64 ranks writes",
-        level=1,
-        minutes=3,
-        answer=STATE / RANKS / GIB,
-        unit="GiB",
+        title="when to be warned",
+        level=2,
+        minutes=6,
+        answer=EVALUATION + 2 * STEP + SAVE,
+        unit="seconds",
         slips={
-            "that is the whole checkpoint; each rank writes 1/64 of it": STATE / GIB,
-            "that is the parameters alone; the run cannot resume without Adam's two moments": STATE / 3 / RANKS / GIB,
-            "Adam has two moments per parameter, not one": STATE * 2 / 3 / RANKS / GIB,
-            "that includes the gradients, which the next step computes again": STATE * 4 / 3 / RANKS / GIB,
-            "those are GB (1000³); GiB are 1024³": STATE / RANKS / 1e9,
+            "a save in progress ends during the evaluation; both worst cases cannot come together": EVALUATION
+            + 2 * STEP
+            + WRITING
+            + SAVE,
+            "the warning may also come as the evaluation begins": 2 * STEP + WRITING + SAVE,
+            "after the evaluation the state must still be saved": EVALUATION + 2 * STEP,
+            "the vote is counted a step later: two steps": EVALUATION + STEP + SAVE,
         },
-        hint="Which tensors does the next step depend on? How many elements per parameter is that? Which rank writes each of them?",
+        hint="Put the warning at two moments: just after a save was started in the background, and as an evaluation begins. What "
+        "must the run finish in each case before its state is on the disk? The longer one counts.",
         solution="""
-# Parameters and Adam's two moments, 4 bytes each: 12 bytes per parameter. Each rank writes the shards it holds.
-answer = 3 * 4 * 8_030_261_248 / 64 / 2**30
+# As the evaluation begins: 90 s until the next vote, two steps until it is counted, and the save. A save in the
+# background has ended by then. Just after one was started: two steps, the rest of its 50 s, and the save: 114 s.
+evaluation, step, writing, save = 90, 2, 50, 60  # seconds
+answer = max(evaluation + 2 * step + save, 2 * step + writing + save)
 """,
     ),
     "07.2": Do(
@@ -241,7 +303,8 @@ def read_rows(pieces, begin, end):
         solution="""
 # Time lost per second of training: save / t + t / (2 between). Its derivative, -save / t² + 1 / (2 between), is zero
 # at t² = 2 save between: Young's formula (1974). At that point both terms are equal. An asynchronous save makes
-# `save` smaller; the best interval and the time lost fall with its square root.
+# `save` smaller; the best interval and the time lost fall with its square root, but an interval cannot be shorter
+# than the writing takes in the background.
 save, between = 30, 6 * 3600  # seconds
 answer = (2 * save * between) ** 0.5 / 60
 """,

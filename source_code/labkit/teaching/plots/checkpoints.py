@@ -1,8 +1,8 @@
-"""Figures of chapter 07: a run resumed from a checkpoint, and the files of the checkpoint."""
+"""The figure of chapter 07: a run resumed from a checkpoint."""
 
 import matplotlib.pyplot as plt
 
-from labkit.teaching.plots import MIB, PREDICTED, STRATEGY_COLOURS, caption, headline, show
+from labkit.teaching.plots import caption, headline, show
 
 # One style per resumed run, larger marks first so that the smaller ones on top leave them visible
 MARKS = ({"marker": "s", "markersize": 12, "color": "#56B4E9"}, {"marker": "o", "markersize": 6, "color": "#0072B2"})
@@ -45,30 +45,6 @@ def seam(whole: dict, resumed: dict[str, list[float]], saved_at: int, killed_at:
     below.set_xticks(range(2, len(losses) + 1, 2))
     headline(figure, title, f"{_about(whole)}; measured")
     figure.legend(*above.get_legend_handles_labels(), loc="outside lower left", ncols=3, fontsize=11)
-    show(figure)
-
-
-def files(record: dict, written: dict[int, dict[str, int]], predicted: int, guess: float | None):
-    """Draw the bytes of a checkpoint by file, one bar for each number of ranks: written is {ranks: {file: bytes}}; guess in MiB."""
-    figure, axes = plt.subplots(figsize=(10, 0.75 * len(written) + 1.9), layout="constrained")
-    for place, by_file in enumerate(written.values()):
-        left = 0.0
-        for number, size in enumerate(size for name, size in by_file.items() if name.endswith(".distcp")):
-            width = size / MIB
-            axes.barh(place, width, left=left, color=STRATEGY_COLOURS["fsdp2"], edgecolor="white", height=0.62)
-            axes.text(left + width / 2, place, f"rank {number}\n{width:.1f}", color="white", ha="center", va="center")
-            left += width
-        axes.barh(place, predicted / MIB, height=0.78, **PREDICTED)
-        axes.text(left * 1.02, place, f"{left:.1f}", va="center")
-    if guess is not None:
-        axes.plot(guess, -0.39, "D", color="black", markersize=7, clip_on=False, zorder=5)
-    axes.set_yticks(range(len(written)), [f"{ranks} ranks" for ranks in written])
-    axes.tick_params(axis="y", length=0)
-    axes.invert_yaxis()
-    axes.set_xlim(0, predicted / MIB * 1.1)
-    axes.set_xlabel("the ranks' files on disk [MiB]; .metadata and manifest.json left out")
-    marks = "solid: measured, outlined: predicted" + ", diamond: your guess" * (guess is not None)
-    headline(figure, "More ranks cut the same bytes into more files", f"{_about(record)}\n{marks}")
     show(figure)
 
 
