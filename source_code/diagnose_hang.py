@@ -8,7 +8,8 @@ It follows who waits for whom through all process groups (FSDP, HSDP, tensor par
 root: a rank that waits for no other and did not arrive at a collective, or ranks that wait for each other in a circle;
 then the ranks that wait because of them. It also reports a rank that called a different collective, or with different
 shapes or dtypes, even if it went on; a rank that is dead or stopped (kill -STOP); and the current line of each rank. No
-rank needs to be alive, and events are not ordered by clocks of different ranks.
+rank needs to be alive, and events are not ordered by clocks of different ranks. If no rank is missing, it looks for a
+straggler: a rank that takes longer than the others between collectives, again and again.
 
 Dumps are called flight_<rank> (the recorder's), comm_lib_trace_rank_<rank> (PyTorch 2.11 to 2.15) or nccl_trace_rank_<rank>
 (older). PyTorch 2.15 writes one by default when a collective of NCCL times out. Which ranks write depends on the backend:
@@ -33,8 +34,8 @@ from pathlib import Path
 from textwrap import shorten
 
 from labkit import UserError
-from labkit.measuring import flight_recorder
-from labkit.running import options, ranks
+from labkit.measuring import flight_recorder, stragglers
+from labkit.running import gpu_errors, options, ranks
 
 UNEVEN = ("all_to_all", "all_to_all_single", "alltoall_base", "gather", "scatter")  # ranks may give different sizes
 LOST_CONTACT = re.compile(f"{ranks.LOST_CONTACT.pattern}|NCCL|DistBackendError", re.IGNORECASE)
@@ -101,7 +102,7 @@ def diagnosis(run: flight_recorder.Run) -> str:
     lines += rest
     if silent and not blocked and not clashing and not one_failed:
         lines += _last_calls(groups)
-    lines = lines or _of_no_trouble(groups, places)
+    lines = lines or _of_no_trouble(groups, places, stragglers.find(run.dumps))
     lines += [
         f"left out, as of an earlier run: what {_ranks(some)} left ({why}); remove it" for some, why in run.left_out
     ]
@@ -124,7 +125,8 @@ def _of_failures(places: dict, valid_until: dict) -> list[str]:
         aborted = rank in valid_until and place.left == "Aborted"  # as NCCL's watchdog does with ranks that wait
         if place.left not in (None, "finished") and not LOST_CONTACT.search(place.left) and not aborted:
             alike[shorten(place.left, 160, placeholder=" …"), place.line].append(rank)
-    return [_row(f"{_ranks(some)} failed:", left, line).strip() for (left, line), some in alike.items()]
+    findings = [_row(f"{_ranks(some)} failed:", left, line).strip() for (left, line), some in alike.items()]
+    return findings + [gpu_errors.HINT] * any(gpu_errors.is_hardware(left) for left, _ in alike)
 
 
 def _lost(places: dict, valid_until: dict) -> set:
@@ -413,7 +415,9 @@ def _differing(title: str, alike: list) -> list[str]:
     for odd in others:
         pair = [next(iter(some.values())) for some in (odd, usual)]
         what = next(what for what in WORDS if getattr(pair[0], what) != getattr(pair[1], what))
-        findings.append(f"{_ranks(odd)} and {_ranks(usual)} differ in {WORDS[what]} at {title}")
+        apart = {call.line for call in odd.values()}.isdisjoint(call.line for call in usual.values())
+        sentence = f"{_ranks(odd)} and {_ranks(usual)} differ in {WORDS[what]} at {title}"
+        findings.append(sentence + (", called from different lines" if apart and what != "kind" else ""))
     return findings + [line for some in alike for line in _called(some)]
 
 
@@ -447,10 +451,11 @@ def _last_calls(groups: dict) -> list[str]:
     return findings
 
 
-def _of_no_trouble(groups: dict, places: dict) -> list[str]:
-    """Report that all ranks have called the same collectives."""
+def _of_no_trouble(groups: dict, places: dict, slow: stragglers.Straggler | None) -> list[str]:
+    """Report that all ranks have called the same collectives, and which rank is slow."""
     counts = ", ".join(f"{max(map(len, calls.values()))} of group {group.label}" for group, calls in groups.items())
-    findings = [f"no rank is missing: in each group all ranks have called the same collectives (the last {counts})"]
+    findings = _of_a_straggler(slow) if slow else []
+    findings.append(f"no rank is missing: in each group all ranks have called the same collectives (the last {counts})")
     hanging = {rank: place for rank, place in places.items() if place.left != "finished"}
     if hanging:
         findings.append(
@@ -459,6 +464,17 @@ def _of_no_trouble(groups: dict, places: dict) -> list[str]:
     for rank, place in sorted(hanging.items()):
         findings.append(_row(f"rank {rank} " + ("left" if place.left else "is at"), place.left or "", place.line))
     return findings
+
+
+def _of_a_straggler(slow: stragglers.Straggler) -> list[str]:
+    others = [time for rank, time in slow.own.items() if rank != slow.rank]
+    low, high = (f"{time:.2f}" for time in (min(others), max(others)))
+    theirs = f"{low} to {high}" if len(others) > 1 else high
+    sentence = (
+        f"rank {slow.rank} is a straggler: of {slow.span:.2f} s it spends {slow.own[slow.rank]:.2f} s between "
+        f"collectives, the others {theirs} s; most of it before it calls"
+    )
+    return [_row(sentence, "", slow.line).strip()]
 
 
 def _shown(call: flight_recorder.Call) -> str:

@@ -1,4 +1,4 @@
-"""Run one of twelve faults that are common on clusters. Notebook 16 runs each as an exercise in diagnosis.
+"""Run one of 17 faults that are common on clusters. Notebook 16 runs most of them as exercises in diagnosis.
 
   python faults.py --fault 1 --ranks 4                    locally
   srun -p gpu -N 1 --ntasks-per-node=4 --gres=gpu:4 python faults.py --fault 1
@@ -12,6 +12,7 @@ import os
 import queue
 import signal
 import threading
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from labkit.measuring import flight_recorder, memory_budget, records
 from labkit.running import options, ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
@@ -30,7 +31,7 @@ from torch.utils.data import DistributedSampler
 
 @dataclass(frozen=True)
 class Config(options.Start):
-    fault: int = options.option(1, "which one, 1 to 12", least=1, at_most=12)
+    fault: int = options.option(1, "which one, 1 to 17", least=1, at_most=17)
     flight: str = options.option("flight", "folder for the ranks' flight records")
     timeout: float = options.option(8.0, "seconds that a collective may take (a cluster gives minutes)", above=0)
     record: str | None = options.option(None, "write the result to this JSON file")
@@ -261,7 +262,93 @@ def fault_12(me, config, result):
     dist.barrier()
 
 
-FAULTS = [fault_1, fault_2, fault_3, fault_4, fault_5, fault_6, fault_7, fault_8, fault_9, fault_10, fault_11, fault_12]
+def fault_13(me, config, result):
+    model = DistributedDataParallel(network().to(me.device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    began = time.perf_counter()
+    for step in range(16):
+        loss = train_step(model, optimizer, *loaded_batch(me, step))
+        me.say(f"step {step}: loss {loss.item():.3f}") if step % 5 == 0 else None
+    me.say(f"{(time.perf_counter() - began) / 16:.2f} s per step")
+
+
+def loaded_batch(me, step):
+    """Simulate a node whose storage is slow."""
+    if me.rank == 2:
+        time.sleep(0.15)
+    return batch(me, step)
+
+
+def fault_14(me, config, result):
+    model = shard(me, network().to(me.device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(7):
+        inputs, classes = batch(me, step)
+        if (me.rank, step) == (1, 3):
+            inputs[5, 7] = torch.inf  # simulates a sample that was decoded wrongly
+        me.say(f"step {step}: loss {train_step(model, optimizer, inputs, classes).item():.3f}")
+
+
+def fault_15(me, config, result):
+    model = DistributedDataParallel(network().to(me.device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(6):
+        me.say(f"step {step}: loss {train_step(model, optimizer, *batch(me, step)).item():.3f}")
+        if (me.rank, step) == (2, 3):
+            flip_a_bit(model.module[1][0].weight)
+    validation = batch(ranks.Rank(0, 0, 1, "", me.device, ""), step=99)  # the same on all ranks
+    with torch.no_grad():
+        print(
+            f"rank {me.rank}: validation loss {F.cross_entropy(model.module(validation[0]), validation[1]):.4f}",
+            flush=True,
+        )
+
+
+def flip_a_bit(weight, bit: int = 25):
+    """Simulate memory that fails: flip a bit of the first element's exponent (fp32)."""
+    weight.detach().view(torch.int32).view(-1)[0] ^= 1 << bit
+
+
+def fault_16(me, config, result):
+    model = shard(me, network().to(me.device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(8):
+        if (me.rank, step) == (3, 4):
+            raise RuntimeError("CUDA error: uncorrectable ECC error encountered")  # simulates what a broken GPU raises
+        me.say(f"step {step}: loss {train_step(model, optimizer, *batch(me, step)).item():.3f}")
+
+
+def fault_17(me, config, result):
+    mesh = hybrid_mesh(me, config.timeout)
+    model = network().to(me.device)
+    for block in model[:3]:
+        fully_shard(block, mesh=mesh)
+    model = fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(8):
+        if (me.rank, step) == (1, 4):
+            wait_for_the_file_system()
+        me.say(f"step {step}: loss {train_step(model, optimizer, *batch(me, step)).item():.3f}")
+
+
+def hybrid_mesh(me, seconds: float) -> DeviceMesh:
+    """Return a mesh of 2 replicas x W / 2 shards whose collectives may take as long as the process group's."""
+    grid = torch.arange(me.world_size, device="cpu").view(2, -1)
+    limit = timedelta(seconds=seconds)
+    replicate, _ = dist.new_subgroups_by_enumeration(grid.T.tolist(), timeout=limit)
+    shards, _ = dist.new_subgroups_by_enumeration(grid.tolist(), timeout=limit)
+    return DeviceMesh.from_group([replicate, shards], me.device.type, grid, mesh_dim_names=("replicate", "shard"))
+
+
+def wait_for_the_file_system():
+    """Simulate a read from a network folder that does not answer."""
+    threading.Event().wait()
+
+
+FAULTS = [
+    fault_1, fault_2, fault_3, fault_4, fault_5, fault_6, fault_7, fault_8, fault_9, fault_10, fault_11, fault_12, fault_13,
+    fault_14, fault_15, fault_16, fault_17,
+]  # fmt: skip
 
 
 def keep(me, config, result):
