@@ -25,7 +25,7 @@ echo verbose status | nc localhost 28028
 import linecache
 import re
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from math import prod
@@ -89,7 +89,8 @@ def diagnosis(run: flight_recorder.Run) -> str:
     lines += _of_silent_ranks(silent, lost, places, one_failed)
     blocked, clashing = _messages(dumps), set()
     for group, calls in groups.items():
-        findings, held, diverged = _compared(group, calls, dumps, places)
+        alike = [of for other, of in groups.items() if other.label == group.label and other != group]
+        findings, held, diverged = _compared(group, calls, dumps, places, alike)
         lines += findings
         blocked += held
         clashing |= diverged
@@ -120,12 +121,18 @@ def _by_group(dumps: dict) -> dict:
 
 def _of_failures(places: dict, valid_until: dict) -> list[str]:
     """Report ranks that failed by themselves, not because of another one."""
-    alike = defaultdict(list)
+    alike, findings = defaultdict(list), []
     for rank, place in sorted(places.items()):
         aborted = rank in valid_until and place.left == "Aborted"  # as NCCL's watchdog does with ranks that wait
-        if place.left not in (None, "finished") and not LOST_CONTACT.search(place.left) and not aborted:
+        if place.left == "Aborted" and place.inside and not aborted:
+            sentence = (
+                f"rank {rank} was aborted in {place.inside}(): gloo aborts a rank that receives more bytes than it expects, so "
+                "a rank has another shape or dtype; start again with TORCH_DISTRIBUTED_DEBUG=DETAIL to see which"
+            )
+            findings.append(_row(sentence, "", place.line).strip())
+        elif place.left not in (None, "finished") and not LOST_CONTACT.search(place.left) and not aborted:
             alike[shorten(place.left, 160, placeholder=" …"), place.line].append(rank)
-    findings = [_row(f"{_ranks(some)} failed:", left, line).strip() for (left, line), some in alike.items()]
+    findings += [_row(f"{_ranks(some)} failed:", left, line).strip() for (left, line), some in alike.items()]
     return findings + [gpu_errors.HINT] * any(gpu_errors.is_hardware(left) for left, _ in alike)
 
 
@@ -207,7 +214,7 @@ def _of_a_lost_rank(rank: int, place: flight_recorder.RankState, one_failed: boo
 
 
 def _compared(
-    group: flight_recorder.Group, calls: dict, dumps: dict, places: dict
+    group: flight_recorder.Group, calls: dict, dumps: dict, places: dict, of_peers: list[dict]
 ) -> tuple[list[str], list[Blocked], set]:
     """Compare what the ranks of a group have called, number by number, up to where they cannot go on.
 
@@ -215,6 +222,7 @@ def _compared(
         group: the group.
         calls: {rank: {number: flight_recorder.Call}} of those ranks whose record counts.
         dumps, places: of the run.
+        of_peers: the calls of groups with the same label, such as the other shard groups of a mesh.
 
     Returns:
         Lines on calls that differ; the call, if any, that ranks of the group have not joined; and the ranks that wait for
@@ -229,7 +237,8 @@ def _compared(
         if done in seen:
             continue
         missing = frozenset() if done else _missing(group, number, arrived, calls, dumps, places)
-        alike = _group_compatible(arrived)
+        peers = [by_number[number] for of in of_peers for by_number in of.values() if number in by_number]
+        alike = _group_compatible(arrived, peers)
         if not missing and len(alike) == 1:
             continue
         title = f"collective {number} of group {group.label} (ranks {_list(group.ranks)})"
@@ -397,16 +406,24 @@ def _first_divergence(number: int, oldest: int, calls: dict) -> list[str]:
     return []
 
 
-def _group_compatible(arrived: dict) -> list[dict]:
-    """Group the ranks whose calls are compatible: [{rank: its call}, …], the largest group first."""
+def _group_compatible(arrived: dict, peers=()) -> list[dict]:
+    """Group the ranks whose calls are compatible: [{rank: its call}, …], the largest group first.
+
+    Of two groups of the same size, the first is the one with more compatible calls among ``peers``, those of ranks of other
+    process groups.
+    """
     same = defaultdict(dict)
     for rank, call in sorted(arrived.items()):
-        if call.kind in UNEVEN:  # and only one of the ranks may have a list
-            fits = frozenset(dtype for side in call.dtypes for dtype in side)
-        else:
-            fits = call.dtypes, tuple(tuple(map(prod, side)) for side in call.sizes)  # [] and [1] have one element each
-        same[call.kind, fits][rank] = call
-    return sorted(same.values(), key=lambda calls: -len(calls))
+        same[_form(call)][rank] = call
+    votes = Counter(map(_form, peers))
+    return [calls for _, calls in sorted(same.items(), key=lambda each: (-len(each[1]), -votes[each[0]]))]
+
+
+def _form(call: flight_recorder.Call) -> tuple:
+    """Return what the calls of a collective must have in common."""
+    if call.kind in UNEVEN:  # and only one of the ranks may have a list
+        return call.kind, frozenset(dtype for side in call.dtypes for dtype in side)
+    return call.kind, call.dtypes, tuple(tuple(map(prod, side)) for side in call.sizes)  # [] and [1] have one element
 
 
 def _differing(title: str, alike: list) -> list[str]:

@@ -333,11 +333,13 @@ def fault_17(me, config, result):
 
 def hybrid_mesh(me, seconds: float) -> DeviceMesh:
     """Return a mesh of 2 replicas x W / 2 shards whose collectives may take as long as the process group's."""
-    grid = torch.arange(me.world_size, device="cpu").view(2, -1)
-    limit = timedelta(seconds=seconds)
-    replicate, _ = dist.new_subgroups_by_enumeration(grid.T.tolist(), timeout=limit)
-    shards, _ = dist.new_subgroups_by_enumeration(grid.tolist(), timeout=limit)
-    return DeviceMesh.from_group([replicate, shards], me.device.type, grid, mesh_dim_names=("replicate", "shard"))
+    grid, limit = torch.arange(me.world_size, device="cpu").view(2, -1), timedelta(seconds=seconds)
+    names = ("replicate", "shard")
+    groups = []
+    for name, rows in zip(names, (grid.T.tolist(), grid.tolist()), strict=True):
+        made = [dist.new_group(row, timeout=limit, group_desc=name) for row in rows]  # every rank makes every group
+        groups += [group for group, row in zip(made, rows, strict=True) if me.rank in row]
+    return DeviceMesh.from_group(groups, me.device.type, grid, mesh_dim_names=names)
 
 
 def wait_for_the_file_system():
