@@ -20,11 +20,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from labkit.measuring import flight_recorder, memory_budget, records
+from labkit.measuring import flight_recorder, memory_budget, rank_checks, records
 from labkit.running import options, ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
@@ -351,6 +352,107 @@ FAULTS = [
     fault_1, fault_2, fault_3, fault_4, fault_5, fault_6, fault_7, fault_8, fault_9, fault_10, fault_11, fault_12, fault_13,
     fault_14, fault_15, fault_16, fault_17,
 ]  # fmt: skip
+
+
+# What mends them
+
+
+def on_all_ranks(me) -> tuple[float, int]:
+    """Mend faults 1 and 12: return the accuracy, reduced by every rank, and the steps of a loop of equal length."""
+    model = DistributedDataParallel(network().to(me.device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    mine = range(me.rank, 30 - 30 % me.world_size, me.world_size)  # the batches that do not go round are dropped
+    for number in mine:
+        train_step(model, optimizer, *batch(me, number))
+    return accuracy(me, model.module), len(mine)
+
+
+def wrapped_alike(me) -> nn.Module:
+    """Mend fault 5: memory that is short on one rank is short on all."""
+    short = torch.tensor(int(memory_is_short(me)), device=me.device)
+    dist.all_reduce(short, op=dist.ReduceOp.MAX)
+    model, mesh = network().to(me.device), init_device_mesh(me.device.type, (me.world_size,))
+    for block in model[:3] if short.item() else ():
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def validated(me, context) -> tuple[list, int]:
+    """Run fault 3's validation within a context; return (timeline, how many of its snapshots are of training)."""
+    model = shard(me, network().to(me.device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with memory_budget.Budget(model, optimizer, me.device, 2**22) as budget:
+        for step in range(3):
+            train_step(model, optimizer, *batch(me, step, size=256))
+        trained, losses = len(budget.timeline()), []
+        with context():
+            for step in range(90, 99):
+                inputs, classes = batch(me, step, size=256)
+                losses.append(F.cross_entropy(model(inputs), classes))
+        return budget.timeline(), trained
+
+
+def trained(me, sharded_first: bool) -> tuple[int, list]:
+    """Train as fault 4, or mend it; return (how many of the optimizer's tensors are the model's, the losses)."""
+    model = network().to(me.device)
+    model = shard(me, model) if sharded_first else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model = model if sharded_first else shard(me, model)
+    of_model = {id(parameter) for parameter in model.parameters()}
+    shared = sum(id(p) in of_model for group in optimizer.param_groups for p in group["params"])
+    return shared, [train_step(model, optimizer, *batch(me)).item() for _ in range(8)]
+
+
+def orders(me, set_epoch: bool) -> list:
+    """Return the samples of each step of fault 6, or mend it."""
+    sampler = DistributedSampler(range(256), me.world_size, me.rank, shuffle=True)
+    rows = []
+    for epoch in range(6):
+        if set_epoch:
+            sampler.set_epoch(epoch)
+        rows += torch.tensor(list(sampler)).split(8)
+    return [some.tolist() for some in rows]
+
+
+def from_empty(me, begin) -> tuple[list, list]:
+    """Start as fault 7 does, where empty memory is NaN; ``begin(model, device)`` may fill it. Return (losses, shards)."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # which the switch wants on GPUs
+    torch.use_deterministic_algorithms(True)
+    with torch.device("meta"):
+        model = network()
+    model = shard(me, model).to_empty(device=me.device)
+    begin(model, me.device)
+    shards = [parameter.to_local().tolist() for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return [train_step(model, optimizer, *batch(me)).item() for _ in range(4)], shards
+
+
+def initial_weights(model, device):
+    """Draw each layer whole, with one seed on all ranks; keep this rank's part, and free the rest."""
+    torch.manual_seed(0)
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            whole = nn.Linear(layer.in_features, layer.out_features).to(device)
+            for mine, value in zip(layer.parameters(), whole.parameters(), strict=True):
+                part = distribute_tensor(value.detach(), mine.device_mesh, mine.placements, src_data_rank=None)
+                mine.detach().copy_(part)
+
+
+def checked(me, flips: bool, spoils: bool) -> tuple:
+    """Train as faults 14 and 15 do, with ``rank_checks``: return (where a NaN began, the replicas that differ)."""
+    finite = rank_checks.FirstNonFinite(me.device)
+    model = DistributedDataParallel(network().to(me.device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(4):
+        inputs, classes = batch(me, step)
+        if flips and (me.rank, step) == (2, 1):
+            flip_a_bit(model.module[1][0].weight)
+        if step == 2:
+            differing = rank_checks.differing(model)
+        if spoils and (me.rank, step) == (1, 2):
+            inputs[5, 7] = torch.inf
+        finite.see(step, train_step(model, optimizer, inputs, classes))
+    return finite.origin(), differing
 
 
 def keep(me, config, result):

@@ -47,16 +47,16 @@ FAULTS = {  # {kind: the layouts it is drawn on}
     "killed": LAYOUTS,
     "stopped": LAYOUTS,
     "exception": LAYOUTS,
-    "GPU error": LAYOUTS,
+    "broken GPU": LAYOUTS,
     "stuck outside": LAYOUTS,
     "interpreter held": LAYOUTS,
-    "fewer steps": LAYOUTS,
+    "fewer batches": LAYOUTS,
     "lone collective": LAYOUTS,
     "other shape": LAYOUTS,
     "other dtype": LAYOUTS,
     "other order": ("mesh",),
     "straggler": LAYOUTS,
-    "first NaN": LAYOUTS,
+    "bad sample": LAYOUTS,
     "flipped bit": ("ddp", "mesh"),  # where there are replicas
     "healthy": LAYOUTS,
     "one pause": LAYOUTS,
@@ -65,8 +65,8 @@ CONTROLS = ("healthy", "one pause")
 NOTHING = "nothing"  # what is named for a control
 
 SENTENCES = [  # (kind, how a line of the report begins), in the order in which they are tried on each line
-    ("GPU error", r"ranks? (?P<ranks>[\d, -]+) failed: .*CUDA error"),
-    ("first NaN", r"ranks? [\d, -]+ failed: NotFinite: .* on ranks? (?P<ranks>[\d, ]+)$"),
+    ("broken GPU", r"ranks? (?P<ranks>[\d, -]+) failed: .*CUDA error"),
+    ("bad sample", r"ranks? [\d, -]+ failed: NotFinite: .* on ranks? (?P<ranks>[\d, ]+)$"),
     ("flipped bit", r"ranks? [\d, -]+ failed: ReplicasDiffer: ranks? (?P<ranks>[\d, ]+) holds?"),
     ("exception", r"ranks? (?P<ranks>[\d, -]+) failed: "),
     ("killed", r"rank (?P<ranks>\d+) is dead:"),
@@ -77,7 +77,7 @@ SENTENCES = [  # (kind, how a line of the report begins), in the order in which 
     ("lone collective", r"ranks? (?P<ranks>[\d, -]+) and .* differ in what they called"),
     ("other shape", r"ranks? (?P<ranks>[\d, -]+) and .* differ in the shape"),
     ("other dtype", r"ranks? (?P<ranks>[\d, -]+) and .* differ in the type"),
-    ("fewer steps", r"  ranks? (?P<ranks>[\d, -]+) had left \(finished\)"),
+    ("fewer batches", r"  ranks? (?P<ranks>[\d, -]+) had left \(finished\)"),
     ("stuck outside", r"  ranks? (?P<ranks>\d+) is at"),
     ("straggler", r"rank (?P<ranks>\d+) is a straggler"),
     ("another size", r"rank \d+ was aborted in "),  # gloo: neither which one, nor whose
@@ -225,13 +225,13 @@ BEFORE = {  # what happens before the training step
     "killed": is_killed,
     "stopped": is_stopped,
     "exception": raises,
-    "GPU error": has_a_broken_gpu,
+    "broken GPU": has_a_broken_gpu,
     "stuck outside": waits,
     "interpreter held": holds_the_interpreter,
-    "fewer steps": has_no_more_batches,
+    "fewer batches": has_no_more_batches,
     "straggler": is_slow,
     "one pause": pauses,
-    "first NaN": has_a_bad_sample,
+    "bad sample": has_a_bad_sample,
 }
 LASTING = ("straggler",)  # at each step from the draw's on
 
