@@ -315,7 +315,8 @@ def fault_16(me, config, result):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(8):
         if (me.rank, step) == (3, 4):
-            raise RuntimeError("CUDA error: uncorrectable ECC error encountered")  # simulates what a broken GPU raises
+            # What CUDA's runtime library says of a broken GPU
+            raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
         me.say(f"step {step}: loss {train_step(model, optimizer, *batch(me, step)).item():.3f}")
 
 

@@ -4,6 +4,10 @@ A rank's *own time* runs from the moment its previous collectives could complete
 had called them, until it calls the next one. A rank that waits for a straggler has little own time, in whichever
 process group it waits.
 
+Clocks of different nodes are corrected as far as the calls prove a difference. That takes a few collectives in close
+succession, as FSDP's units make them. Where much work precedes every collective, a slow rank on another node may be a
+clock that is ahead, and is not named.
+
 Call times are those of the host. On GPUs, the host runs ahead of the device: a slow loader, a slow CPU, and a rank whose
 ``.item()`` waits for a slow GPU show; a slow GPU that no host waits for does not.
 """
@@ -39,7 +43,7 @@ def find(dumps: dict[int, Dump]) -> Straggler | None:
     if len(times) < 2:
         return None
     own = {rank: sum(sorted(time for time, _ in of)[:-PAUSES]) for rank, of in times.items()}
-    first, second, *_, last = *sorted(own, key=own.get, reverse=True), None
+    first, second = sorted(own, key=own.get, reverse=True)[:2]
     last = min(own, key=own.get)
     spread = own[second] - own[last] if len(own) > 2 else own[second] / SPREAD
     excess, span = own[first] - own[second], _span(dumps)

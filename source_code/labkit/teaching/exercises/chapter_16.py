@@ -511,7 +511,7 @@ def origin(losses, me):
         title="the drill",
         level=3,
         minutes=6,
-        hint="Read the first line of each report; then look for the rank that waits for nobody. Kinds: diagnosis.FAULTS.",
+        hint="Read the first line of each report; then look for the rank that waits for nobody. Kinds: drill.FAULTS.",
         solution="from proofs import diagnosis\n"
         "answers = [((each.kind, each.rank), (each.kind, each.rank)) for each in diagnosis.draws(2, seed=16)]  # your seed",
     ),
