@@ -180,6 +180,8 @@ def _of_silent_ranks(silent: list, lost: set, places: dict, one_failed: bool) ->
             findings.append(_of_a_lost_rank(rank, place, one_failed))
             if place.line:
                 findings.append(_row("it had been quiet before, at", "", place.line))
+        elif place.left == "Aborted" and place.inside:
+            continue  # reported with the failures
         elif place.line or place.ended:  # a signal's handler wrote that; a record needs the interpreter
             ended[place.line].append(rank)
         elif place.state == "there" and time.time() - place.seen > 4 * place.beat:

@@ -382,7 +382,7 @@ def validated(me, context) -> tuple[list, int]:
     """Run fault 3's validation within a context; return (timeline, how many of its snapshots are of training)."""
     model = shard(me, network().to(me.device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with memory_budget.Budget(model, optimizer, me.device, 2**22) as budget:
+    with memory_budget.Budget(model, optimizer, me.device, 2**21) as budget:
         for step in range(3):
             train_step(model, optimizer, *batch(me, step, size=256))
         trained, losses = len(budget.timeline()), []

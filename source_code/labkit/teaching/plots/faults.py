@@ -37,15 +37,15 @@ def drilled(rows: list[dict], under: str, title: str):
 
     rows: of ``proofs/diagnosis.py``.
     """
-    kinds = sorted({row["kind"] for row in rows}, key=lambda kind: _share(rows, kind, "kind_right"))
-    figure, axes = plt.subplots(figsize=(11, 5.4), layout="constrained")
+    both = {row["kind"]: _share(rows, row["kind"], "kind_right", "rank_right") for row in rows}
+    kinds = sorted(both, key=lambda kind: (both[kind], _share(rows, kind, "kind_right"), kind))
+    figure, axes = plt.subplots(figsize=(11, 6), layout="constrained")
     axes.barh(kinds, [_share(rows, kind, "kind_right") for kind in kinds], color="#56B4E9", label="the kind")
-    both = [_share(rows, kind, "kind_right", "rank_right") for kind in kinds]
-    axes.barh(kinds, both, height=0.4, color="#0072B2", label="the kind, and no rank but the right one")
-    for place, share in enumerate(both):
-        axes.text(101, place, f"{share:.0f} %", va="center")
+    axes.barh(kinds, [both[kind] for kind in kinds], height=0.4, color="#0072B2", label="the kind, and the rank alone")
+    for place, kind in enumerate(kinds):
+        axes.text(101, place, f"{both[kind]:.0f} %", va="center")
     axes.set(xlim=(0, 108), xlabel="draws in which it was named [%]")
-    axes.legend(loc="lower left")
+    figure.legend(loc="outside lower center", ncols=2)
     headline(figure, title, under)
     show(figure)
 
