@@ -72,7 +72,7 @@ def test_what_a_rank_was_about_to_call_is_its_own_not_the_others():
         ("lone collective", "the cause is right; on which rank?"),
         (("lone collective", 2), "not on rank 2"),
         (("lone collective", 0), ": right"),
-        ("the network", "is not among the causes: damaged data, "),
+        ("the network", "is not among the causes: bad sample, "),
         (("lone collective", 0, 1), "is not among the causes"),
         ((..., 0), "not answered yet"),
         (["killed"], "is not among the causes"),
