@@ -14,7 +14,6 @@ Call times are those of the host. On GPUs, the host runs ahead of the device: a 
 
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import combinations
 
 from labkit.measuring.flight_recorder import ROOTED, Dump, Line
 
@@ -105,26 +104,25 @@ def _clock_offsets(dumps: dict[int, Dump]) -> dict[int, int]:
     of two clocks from both sides. If 0 lies between the bounds, the clocks are taken to agree. If the bounds contradict
     each other, the calls did not wait for each other, and prove nothing.
     """
-    between = {}
+    ahead = defaultdict(dict)  # {rank: {another: ns by which that one's clock is ahead}}
     for group, numbers in _common(dumps).items():
-        for one, other in combinations(group.ranks, 2):
-            a, b = dumps[one].calls[group], dumps[other].calls[group]
+        first, *others = group.ranks
+        for other in others:
+            a, b = dumps[first].calls[group], dumps[other].calls[group]
             pairs = [n for n in numbers if n + 1 in a and n + 1 in b and a[n].kind not in ROOTED]
             if pairs:
                 lower = max(b[n].created - a[n + 1].created for n in pairs)
                 upper = min(b[n + 1].created - a[n].created for n in pairs)
                 proven = lower <= upper and not lower <= 0 <= upper
-                between[one, other] = (lower + upper) // 2 if proven else 0
-    offsets, pending = {}, sorted(dumps)
-    while pending:
-        rank = next((r for r in pending if any({r, known} in map(set, between) for known in offsets)), pending[0])
-        pending.remove(rank)
-        offsets[rank] = next(
-            (
-                offsets[known] + (between[known, rank] if (known, rank) in between else -between[rank, known])
-                for known in offsets
-                if (known, rank) in between or (rank, known) in between
-            ),
-            0,
-        )
+                ahead[first][other] = (lower + upper) // 2 if proven else 0
+                ahead[other][first] = -ahead[first][other]
+    offsets = {}
+    for start in dumps:
+        pending = [] if start in offsets else [start]
+        offsets.setdefault(start, 0)
+        while pending:
+            rank = pending.pop()
+            new = {other: offsets[rank] + by for other, by in ahead[rank].items() if other not in offsets}
+            offsets |= new
+            pending += new
     return offsets
