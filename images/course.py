@@ -28,7 +28,7 @@ LAWS = {  # what to remember of each chapter, in a few words; its notebook has t
     "13": "a stage of ZeRO says what is split",
     "14": "in JAX, a compiler writes the collectives",
     "15": "one sequence's activations need more than FSDP",
-    "16": "runs fail in few ways, and each leaves a trace",
+    "16": "what ranks leave behind names most faults",
     "17": "your model peaks where its config.json says",
     "18": "Muon needs whole matrices: let each have an owner",
     "20": "split the sequence: only attention communicates",

@@ -8,7 +8,8 @@ It follows who waits for whom through all process groups (FSDP, HSDP, tensor par
 root: a rank that waits for no other and did not arrive at a collective, or ranks that wait for each other in a circle;
 then the ranks that wait because of them. It also reports a rank that called a different collective, or with different
 shapes or dtypes, even if it went on; a rank that is dead or stopped (kill -STOP); and the current line of each rank. No
-rank needs to be alive, and events are not ordered by clocks of different ranks.
+rank needs to be alive, and events are not ordered by clocks of different ranks. If no rank is missing, it looks for a
+straggler: a rank that takes longer than the others between collectives, again and again.
 
 Dumps are called flight_<rank> (the recorder's), comm_lib_trace_rank_<rank> (PyTorch 2.11 to 2.15) or nccl_trace_rank_<rank>
 (older). PyTorch 2.15 writes one by default when a collective of NCCL times out. Which ranks write depends on the backend:
@@ -24,7 +25,7 @@ echo verbose status | nc localhost 28028
 import linecache
 import re
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from math import prod
@@ -33,8 +34,8 @@ from pathlib import Path
 from textwrap import shorten
 
 from labkit import UserError
-from labkit.measuring import flight_recorder
-from labkit.running import options, ranks
+from labkit.measuring import flight_recorder, stragglers
+from labkit.running import gpu_errors, options, ranks
 
 UNEVEN = ("all_to_all", "all_to_all_single", "alltoall_base", "gather", "scatter")  # ranks may give different sizes
 LOST_CONTACT = re.compile(f"{ranks.LOST_CONTACT.pattern}|NCCL|DistBackendError", re.IGNORECASE)
@@ -88,7 +89,8 @@ def diagnosis(run: flight_recorder.Run) -> str:
     lines += _of_silent_ranks(silent, lost, places, one_failed)
     blocked, clashing = _messages(dumps), set()
     for group, calls in groups.items():
-        findings, held, diverged = _compared(group, calls, dumps, places)
+        alike = [of for other, of in groups.items() if other.label == group.label and other != group]
+        findings, held, diverged = _compared(group, calls, dumps, places, alike)
         lines += findings
         blocked += held
         clashing |= diverged
@@ -101,7 +103,7 @@ def diagnosis(run: flight_recorder.Run) -> str:
     lines += rest
     if silent and not blocked and not clashing and not one_failed:
         lines += _last_calls(groups)
-    lines = lines or _of_no_trouble(groups, places)
+    lines = lines or _of_no_trouble(groups, places, stragglers.find(run.dumps))
     lines += [
         f"left out, as of an earlier run: what {_ranks(some)} left ({why}); remove it" for some, why in run.left_out
     ]
@@ -119,12 +121,19 @@ def _by_group(dumps: dict) -> dict:
 
 def _of_failures(places: dict, valid_until: dict) -> list[str]:
     """Report ranks that failed by themselves, not because of another one."""
-    alike = defaultdict(list)
+    alike, findings = defaultdict(list), []
     for rank, place in sorted(places.items()):
         aborted = rank in valid_until and place.left == "Aborted"  # as NCCL's watchdog does with ranks that wait
-        if place.left not in (None, "finished") and not LOST_CONTACT.search(place.left) and not aborted:
+        if place.left == "Aborted" and place.inside and not aborted:
+            sentence = (
+                f"rank {rank} was aborted in {place.inside}(): gloo aborts a rank that receives more bytes than it expects, so "
+                "a rank has another shape or dtype; start again with TORCH_DISTRIBUTED_DEBUG=DETAIL to see which"
+            )
+            findings.append(_row(sentence, "", place.line).strip())
+        elif place.left not in (None, "finished") and not LOST_CONTACT.search(place.left) and not aborted:
             alike[shorten(place.left, 160, placeholder=" …"), place.line].append(rank)
-    return [_row(f"{_ranks(some)} failed:", left, line).strip() for (left, line), some in alike.items()]
+    findings += [_row(f"{_ranks(some)} failed:", left, line).strip() for (left, line), some in alike.items()]
+    return findings + [gpu_errors.HINT] * any(gpu_errors.is_hardware(left) for left, _ in alike)
 
 
 def _lost(places: dict, valid_until: dict) -> set:
@@ -171,6 +180,8 @@ def _of_silent_ranks(silent: list, lost: set, places: dict, one_failed: bool) ->
             findings.append(_of_a_lost_rank(rank, place, one_failed))
             if place.line:
                 findings.append(_row("it had been quiet before, at", "", place.line))
+        elif place.left == "Aborted" and place.inside:
+            continue  # reported with the failures
         elif place.line or place.ended:  # a signal's handler wrote that; a record needs the interpreter
             ended[place.line].append(rank)
         elif place.state == "there" and time.time() - place.seen > 4 * place.beat:
@@ -205,7 +216,7 @@ def _of_a_lost_rank(rank: int, place: flight_recorder.RankState, one_failed: boo
 
 
 def _compared(
-    group: flight_recorder.Group, calls: dict, dumps: dict, places: dict
+    group: flight_recorder.Group, calls: dict, dumps: dict, places: dict, of_peers: list[dict]
 ) -> tuple[list[str], list[Blocked], set]:
     """Compare what the ranks of a group have called, number by number, up to where they cannot go on.
 
@@ -213,6 +224,7 @@ def _compared(
         group: the group.
         calls: {rank: {number: flight_recorder.Call}} of those ranks whose record counts.
         dumps, places: of the run.
+        of_peers: the calls of groups with the same label, such as the other shard groups of a mesh.
 
     Returns:
         Lines on calls that differ; the call, if any, that ranks of the group have not joined; and the ranks that wait for
@@ -227,7 +239,8 @@ def _compared(
         if done in seen:
             continue
         missing = frozenset() if done else _missing(group, number, arrived, calls, dumps, places)
-        alike = _group_compatible(arrived)
+        peers = [by_number[number] for of in of_peers for by_number in of.values() if number in by_number]
+        alike = _group_compatible(arrived, peers)
         if not missing and len(alike) == 1:
             continue
         title = f"collective {number} of group {group.label} (ranks {_list(group.ranks)})"
@@ -395,16 +408,24 @@ def _first_divergence(number: int, oldest: int, calls: dict) -> list[str]:
     return []
 
 
-def _group_compatible(arrived: dict) -> list[dict]:
-    """Group the ranks whose calls are compatible: [{rank: its call}, …], the largest group first."""
+def _group_compatible(arrived: dict, peers=()) -> list[dict]:
+    """Group the ranks whose calls are compatible: [{rank: its call}, …], the largest group first.
+
+    Of two groups of the same size, the first is the one with more compatible calls among ``peers``, those of ranks of other
+    process groups.
+    """
     same = defaultdict(dict)
     for rank, call in sorted(arrived.items()):
-        if call.kind in UNEVEN:  # and only one of the ranks may have a list
-            fits = frozenset(dtype for side in call.dtypes for dtype in side)
-        else:
-            fits = call.dtypes, tuple(tuple(map(prod, side)) for side in call.sizes)  # [] and [1] have one element each
-        same[call.kind, fits][rank] = call
-    return sorted(same.values(), key=lambda calls: -len(calls))
+        same[_form(call)][rank] = call
+    votes = Counter(map(_form, peers))
+    return [calls for _, calls in sorted(same.items(), key=lambda each: (-len(each[1]), -votes[each[0]]))]
+
+
+def _form(call: flight_recorder.Call) -> tuple:
+    """Return what the calls of a collective must have in common."""
+    if call.kind in UNEVEN:  # and only one of the ranks may have a list
+        return call.kind, frozenset(dtype for side in call.dtypes for dtype in side)
+    return call.kind, call.dtypes, tuple(tuple(map(prod, side)) for side in call.sizes)  # [] and [1] have one element
 
 
 def _differing(title: str, alike: list) -> list[str]:
@@ -413,7 +434,9 @@ def _differing(title: str, alike: list) -> list[str]:
     for odd in others:
         pair = [next(iter(some.values())) for some in (odd, usual)]
         what = next(what for what in WORDS if getattr(pair[0], what) != getattr(pair[1], what))
-        findings.append(f"{_ranks(odd)} and {_ranks(usual)} differ in {WORDS[what]} at {title}")
+        apart = {call.line for call in odd.values()}.isdisjoint(call.line for call in usual.values())
+        sentence = f"{_ranks(odd)} and {_ranks(usual)} differ in {WORDS[what]} at {title}"
+        findings.append(sentence + (", called from different lines" if apart and what != "kind" else ""))
     return findings + [line for some in alike for line in _called(some)]
 
 
@@ -447,10 +470,11 @@ def _last_calls(groups: dict) -> list[str]:
     return findings
 
 
-def _of_no_trouble(groups: dict, places: dict) -> list[str]:
-    """Report that all ranks have called the same collectives."""
+def _of_no_trouble(groups: dict, places: dict, slow: stragglers.Straggler | None) -> list[str]:
+    """Report that all ranks have called the same collectives, and which rank is slow."""
     counts = ", ".join(f"{max(map(len, calls.values()))} of group {group.label}" for group, calls in groups.items())
-    findings = [f"no rank is missing: in each group all ranks have called the same collectives (the last {counts})"]
+    findings = _of_a_straggler(slow) if slow else []
+    findings.append(f"no rank is missing: in each group all ranks have called the same collectives (the last {counts})")
     hanging = {rank: place for rank, place in places.items() if place.left != "finished"}
     if hanging:
         findings.append(
@@ -459,6 +483,17 @@ def _of_no_trouble(groups: dict, places: dict) -> list[str]:
     for rank, place in sorted(hanging.items()):
         findings.append(_row(f"rank {rank} " + ("left" if place.left else "is at"), place.left or "", place.line))
     return findings
+
+
+def _of_a_straggler(slow: stragglers.Straggler) -> list[str]:
+    others = [time for rank, time in slow.own.items() if rank != slow.rank]
+    low, high = (f"{time:.2f}" for time in (min(others), max(others)))
+    theirs = f"{low} to {high}" if len(others) > 1 else high
+    sentence = (
+        f"rank {slow.rank} is a straggler: of {slow.span:.2f} s it spends {slow.own[slow.rank]:.2f} s between "
+        f"collectives, the others {theirs} s; most of it before it calls"
+    )
+    return [_row(sentence, "", slow.line).strip()]
 
 
 def _shown(call: flight_recorder.Call) -> str:

@@ -1,4 +1,4 @@
-"""Run one of twelve faults that are common on clusters. Notebook 16 runs each as an exercise in diagnosis.
+"""Run one of 17 faults that are common on clusters. Notebook 16 runs most of them as exercises in diagnosis.
 
   python faults.py --fault 1 --ranks 4                    locally
   srun -p gpu -N 1 --ntasks-per-node=4 --gres=gpu:4 python faults.py --fault 1
@@ -12,6 +12,7 @@ import os
 import queue
 import signal
 import threading
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,18 +20,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from labkit.measuring import flight_recorder, memory_budget, records
+from labkit.measuring import flight_recorder, memory_budget, rank_checks, records
 from labkit.running import options, ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 
 @dataclass(frozen=True)
 class Config(options.Start):
-    fault: int = options.option(1, "which one, 1 to 12", least=1, at_most=12)
+    fault: int = options.option(1, "which one, 1 to 17", least=1, at_most=17)
     flight: str = options.option("flight", "folder for the ranks' flight records")
     timeout: float = options.option(8.0, "seconds that a collective may take (a cluster gives minutes)", above=0)
     record: str | None = options.option(None, "write the result to this JSON file")
@@ -261,7 +263,197 @@ def fault_12(me, config, result):
     dist.barrier()
 
 
-FAULTS = [fault_1, fault_2, fault_3, fault_4, fault_5, fault_6, fault_7, fault_8, fault_9, fault_10, fault_11, fault_12]
+def fault_13(me, config, result):
+    model = DistributedDataParallel(network().to(me.device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    began = time.perf_counter()
+    for step in range(16):
+        loss = train_step(model, optimizer, *loaded_batch(me, step))
+        me.say(f"step {step}: loss {loss.item():.3f}") if step % 5 == 0 else None
+    me.say(f"{(time.perf_counter() - began) / 16:.2f} s per step")
+
+
+def loaded_batch(me, step):
+    """Simulate a node whose storage is slow."""
+    if me.rank == 2:
+        time.sleep(0.15)
+    return batch(me, step)
+
+
+def fault_14(me, config, result):
+    model = shard(me, network().to(me.device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(7):
+        inputs, classes = batch(me, step)
+        if (me.rank, step) == (1, 3):
+            inputs[5, 7] = torch.inf  # simulates a sample that was decoded wrongly
+        me.say(f"step {step}: loss {train_step(model, optimizer, inputs, classes).item():.3f}")
+
+
+def fault_15(me, config, result):
+    model = DistributedDataParallel(network().to(me.device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(6):
+        me.say(f"step {step}: loss {train_step(model, optimizer, *batch(me, step)).item():.3f}")
+        if (me.rank, step) == (2, 3):
+            flip_a_bit(model.module[1][0].weight)
+    validation = batch(ranks.Rank(0, 0, 1, "", me.device, ""), step=99)  # the same on all ranks
+    with torch.no_grad():
+        print(
+            f"rank {me.rank}: validation loss {F.cross_entropy(model.module(validation[0]), validation[1]):.4f}",
+            flush=True,
+        )
+
+
+def flip_a_bit(weight, bit: int = 25):
+    """Simulate memory that fails: flip a bit of the first element's exponent (fp32)."""
+    weight.detach().view(torch.int32).view(-1)[0] ^= 1 << bit
+
+
+def fault_16(me, config, result):
+    model = shard(me, network().to(me.device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(8):
+        if (me.rank, step) == (3, 4):
+            # What CUDA's runtime library says of a broken GPU
+            raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+        me.say(f"step {step}: loss {train_step(model, optimizer, *batch(me, step)).item():.3f}")
+
+
+def fault_17(me, config, result):
+    mesh = hybrid_mesh(me, config.timeout)
+    model = network().to(me.device)
+    for block in model[:3]:
+        fully_shard(block, mesh=mesh)
+    model = fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(8):
+        if (me.rank, step) == (1, 4):
+            wait_for_the_file_system()
+        me.say(f"step {step}: loss {train_step(model, optimizer, *batch(me, step)).item():.3f}")
+
+
+def hybrid_mesh(me, seconds: float) -> DeviceMesh:
+    """Return a mesh of 2 replicas x W / 2 shards whose collectives may take as long as the process group's."""
+    grid, limit = torch.arange(me.world_size, device="cpu").view(2, -1), timedelta(seconds=seconds)
+    names = ("replicate", "shard")
+    groups = []
+    for name, rows in zip(names, (grid.T.tolist(), grid.tolist()), strict=True):
+        made = [dist.new_group(row, timeout=limit, group_desc=name) for row in rows]  # every rank makes every group
+        groups += [group for group, row in zip(made, rows, strict=True) if me.rank in row]
+    return DeviceMesh.from_group(groups, me.device.type, grid, mesh_dim_names=names)
+
+
+def wait_for_the_file_system():
+    """Simulate a read from a network folder that does not answer."""
+    threading.Event().wait()
+
+
+FAULTS = [
+    fault_1, fault_2, fault_3, fault_4, fault_5, fault_6, fault_7, fault_8, fault_9, fault_10, fault_11, fault_12, fault_13,
+    fault_14, fault_15, fault_16, fault_17,
+]  # fmt: skip
+
+
+# What mends them
+
+
+def on_all_ranks(me) -> tuple[float, int]:
+    """Mend faults 1 and 12: return the accuracy, reduced by every rank, and the steps of a loop of equal length."""
+    model = DistributedDataParallel(network().to(me.device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    mine = range(me.rank, 30 - 30 % me.world_size, me.world_size)  # the batches that do not go round are dropped
+    for number in mine:
+        train_step(model, optimizer, *batch(me, number))
+    return accuracy(me, model.module), len(mine)
+
+
+def wrapped_alike(me) -> nn.Module:
+    """Mend fault 5: memory that is short on one rank is short on all."""
+    short = torch.tensor(int(memory_is_short(me)), device=me.device)
+    dist.all_reduce(short, op=dist.ReduceOp.MAX)
+    model, mesh = network().to(me.device), init_device_mesh(me.device.type, (me.world_size,))
+    for block in model[:3] if short.item() else ():
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def validated(me, context) -> tuple[list, int]:
+    """Run fault 3's validation within a context; return (timeline, how many of its snapshots are of training)."""
+    model = shard(me, network().to(me.device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with memory_budget.Budget(model, optimizer, me.device, 2**21) as budget:
+        for step in range(3):
+            train_step(model, optimizer, *batch(me, step, size=256))
+        trained, losses = len(budget.timeline()), []
+        with context():
+            for step in range(90, 99):
+                inputs, classes = batch(me, step, size=256)
+                losses.append(F.cross_entropy(model(inputs), classes))
+        return budget.timeline(), trained
+
+
+def trained(me, sharded_first: bool) -> tuple[int, list]:
+    """Train as fault 4, or mend it; return (how many of the optimizer's tensors are the model's, the losses)."""
+    model = network().to(me.device)
+    model = shard(me, model) if sharded_first else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model = model if sharded_first else shard(me, model)
+    of_model = {id(parameter) for parameter in model.parameters()}
+    shared = sum(id(p) in of_model for group in optimizer.param_groups for p in group["params"])
+    return shared, [train_step(model, optimizer, *batch(me)).item() for _ in range(8)]
+
+
+def orders(me, set_epoch: bool) -> list:
+    """Return the samples of each step of fault 6, or mend it."""
+    sampler = DistributedSampler(range(256), me.world_size, me.rank, shuffle=True)
+    rows = []
+    for epoch in range(6):
+        if set_epoch:
+            sampler.set_epoch(epoch)
+        rows += torch.tensor(list(sampler)).split(8)
+    return [some.tolist() for some in rows]
+
+
+def from_empty(me, begin) -> tuple[list, list]:
+    """Start as fault 7 does, where empty memory is NaN; ``begin(model, device)`` may fill it. Return (losses, shards)."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # which the switch wants on GPUs
+    torch.use_deterministic_algorithms(True)
+    with torch.device("meta"):
+        model = network()
+    model = shard(me, model).to_empty(device=me.device)
+    begin(model, me.device)
+    shards = [parameter.to_local().tolist() for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return [train_step(model, optimizer, *batch(me)).item() for _ in range(4)], shards
+
+
+def initial_weights(model, device):
+    """Draw each layer whole, with one seed on all ranks; keep this rank's part, and free the rest."""
+    torch.manual_seed(0)
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            whole = nn.Linear(layer.in_features, layer.out_features).to(device)
+            for mine, value in zip(layer.parameters(), whole.parameters(), strict=True):
+                part = distribute_tensor(value.detach(), mine.device_mesh, mine.placements, src_data_rank=None)
+                mine.detach().copy_(part)
+
+
+def checked(me, flips: bool, spoils: bool) -> tuple:
+    """Train as faults 14 and 15 do, with ``rank_checks``: return (where a NaN began, the replicas that differ)."""
+    finite = rank_checks.FirstNonFinite(me.device)
+    model = DistributedDataParallel(network().to(me.device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(4):
+        inputs, classes = batch(me, step)
+        if flips and (me.rank, step) == (2, 1):
+            flip_a_bit(model.module[1][0].weight)
+        if step == 2:
+            differing = rank_checks.differing(model)
+        if spoils and (me.rank, step) == (1, 2):
+            inputs[5, 7] = torch.inf
+        finite.see(step, train_step(model, optimizer, inputs, classes))
+    return finite.origin(), differing
 
 
 def keep(me, config, result):

@@ -509,6 +509,33 @@ def test_ranks_that_keep_different_stretches_are_compared_where_they_overlap(tmp
     assert dumped(tmp_path, [[entry(n) for n in range(s, 9)] for s in (1, 5, 3)]).startswith("no rank is missing")
 
 
+def test_a_rank_that_is_slow_again_and_again_is_named_where_none_is_missing(tmp_path):
+    def called(number, rank):
+        return entry(number) | {"time_created_ns": 10**18 + (number if rank == 2 else number - 1) * 10**9 + 10**7}
+
+    said = dumped(tmp_path, [[called(number, rank) for number in range(1, 21)] for rank in range(4)])
+    assert said.startswith("rank 2 is a straggler: of 19.00 s it spends 17.00 s between collectives, the others "), said
+    assert "train.py:7 in train" in said and "\nno rank is missing" in said
+
+
+def left(folder: Path, text: str) -> str:
+    (folder / "where_0").write_text(f"process 7 on node-1\n{{}}\n{text}")
+    return diagnose_hang.report(folder)
+
+
+def test_a_gpu_that_fails_is_told_from_a_script_that_does(tmp_path):
+    said = left(tmp_path, "left: RuntimeError: CUDA error: uncorrectable ECC error encountered\n")
+    assert said.splitlines()[1] == diagnose_hang.gpu_errors.HINT
+    assert "Xid" not in left(tmp_path, "left: RuntimeError: CUDA error: device-side assert triggered\n")
+
+
+def test_a_rank_that_gloo_aborted_is_not_called_the_one_that_failed(tmp_path):
+    frames = '  File "/x/site-packages/torch/distributed/c.py", line 5 in all_reduce\n  File "/home/me/train.py", line 7 in train\n'
+    said = left(tmp_path, f"Fatal Python error: Aborted\n\nCurrent thread 0x1 (most recent call first):\n{frames}")
+    assert said.startswith("rank 0 was aborted in all_reduce(): gloo aborts") and "train.py:7 in train" in said, said
+    assert "failed:" not in said and "ended from outside" not in said
+
+
 # Several process groups
 
 
@@ -552,6 +579,14 @@ STUCK_BEFORE_THE_SECOND = [
     [("tp", 1, DONE), ("tp", 2, HANGS)],
     [("tp", 1, DONE)],
 ]
+
+
+@pytest.mark.parametrize("odd", [2, 3])
+def test_of_two_ranks_that_differ_the_odd_one_is_found_by_the_other_groups(odd, tmp_path):
+    calls = [[("tp", 1, DONE)], [("tp", 1, DONE)], [("tp", 1, HANGS)], [("tp", 1, HANGS)]]
+    calls[odd] = [("tp", 1, HANGS | {"shape": (1,), "line": 99})]
+    title = "differ in the shape of the tensors at collective 1 of group tp (ranks 2-3), called from different lines\n"
+    assert of_groups(tmp_path, calls).startswith(f"rank {odd} and rank {5 - odd} {title}")
 
 
 @pytest.mark.parametrize("ahead", [-1, 0, 1])

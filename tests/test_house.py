@@ -93,7 +93,7 @@ def allowed(path: Path) -> set[str]:
         "minimal": set(),
         "planner": {"planner"},
         "labkit": library,
-        "proofs": {"proofs", "plan", "minimal", *LABS} | library,
+        "proofs": {"proofs", "plan", "diagnose_hang", "minimal", *LABS} | library,
         **{lab: {*others} | library for lab, others in LABS.items()},
         **{tool: {*LABS} | library for tool in TOOLS},
     }[top]

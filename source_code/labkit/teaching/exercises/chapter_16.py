@@ -1,4 +1,4 @@
-"""Exercises of chapter 16, fault diagnosis: diagnoses, and a check to write."""
+"""Exercises of chapter 16, fault diagnosis: diagnoses, two checks to write, nodes to drain, and a drill."""
 
 from dataclasses import dataclass, field
 
@@ -7,11 +7,20 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
+from labkit.running import gpu_errors
+from labkit.teaching.exercises import Do, on_ranks, unanswered
 
 WORLD = 3
 
 CAUSES = {  # {name: (the cause, its symptoms)}
+    "bad sample": (
+        "a value that is not finite enters on one rank",
+        "one rank's loss is NaN or infinite one step before that of all ranks",
+    ),
+    "broken GPU": (
+        "a GPU or its node fails",
+        "one rank raises an error of CUDA that no script causes, and the kernel log of its node has an Xid",
+    ),
     "damaged data": (
         "a file cannot be read",
         "one rank raises an error while it reads, and its traceback names the file",
@@ -23,6 +32,10 @@ CAUSES = {  # {name: (the cause, its symptoms)}
     "killed": (
         "a process was killed from outside",
         "a process ends without a traceback, and the launcher names a signal",
+    ),
+    "flipped bit": (
+        "a bit changes in the memory of one rank",
+        "replicas that get the same gradients hold different weights",
     ),
     "kept graph": (
         "the graph of forward stays alive after its last use",
@@ -47,6 +60,10 @@ CAUSES = {  # {name: (the cause, its symptoms)}
     "same order": (
         "each epoch gives the same ranks the same samples, in the same order",
         "nothing fails, but two epochs give a rank the same samples in the same order",
+    ),
+    "straggler": (
+        "a rank takes longer than the others between collectives",
+        "all ranks go on, and one of them spends its time outside of collectives, where the others wait for it",
     ),
     "slow network": ("the ranks wait for bytes", "all ranks are in the same collective, and steps take long but end"),
     "stuck outside": (
@@ -117,6 +134,19 @@ OURS = {  # {fault: (symptom, first tool, usual cause)}
         "a loader, a lock, a file system",
     ),
     12: ("hangs at the end of an epoch", "`diagnose_hang.py`", "fewer batches on some rank"),
+    13: (
+        "slow, no error",
+        "own time per rank: `diagnose_hang.py` after the run",
+        "storage, a throttled GPU, a noisy node",
+    ),
+    14: ("NaN on all ranks", "each rank's loss *before* it is reduced", "one bad sample, or a division by zero"),
+    15: ("replicas disagree", "parameter sums across replicas", "memory or an arithmetic unit that fails"),
+    16: ("`CUDA error: … ECC`", "the node's kernel log: Xid", "the GPU; drain, resume without the node"),
+    17: (
+        "hangs on a mesh; many ranks wait",
+        "`diagnose_hang.py`: who waits for whom",
+        "the one rank that waits for nobody",
+    ),
 }
 
 
@@ -209,6 +239,96 @@ def judge_agreement(agree) -> str:
     return verdict
 
 
+LOSSES = {  # {case: the losses of each rank, step by step}
+    "all losses are finite": [[2.0, 1.9, 1.8]] * WORLD,
+    "rank 1's loss is NaN at step 1, all ranks' at step 2": [[2.0, 1.9, float("nan")]] * 1
+    + [[2.0, float("nan"), float("nan")]]
+    + [[2.0, 1.9, float("nan")]],
+    "rank 2's loss is infinite at step 0, and finite after that": [[2.0, 1.9, 1.8]] * 2 + [[float("inf"), 1.9, 1.8]],
+    "ranks 0 and 2 begin at step 1": [[2.0, float("nan"), float("nan")], [2.0, 1.9, float("nan")]]
+    + [[2.0, float("-inf"), float("nan")]],
+}
+ORIGINS = (None, (1, [1]), (0, [2]), (1, [0, 2]))
+
+
+def _origins(me, function):
+    """Return what ``function`` says of each case of ``LOSSES``."""
+    answers = []
+    for losses in LOSSES.values():
+        answers.append(function(losses[me.rank], me))
+        dist.barrier()
+    return answers
+
+
+def judge_origin(function) -> str:
+    by_rank = on_ranks(_origins, function, ranks=WORLD)
+    if not any(any(answers) for answers in by_rank):
+        return "not answered yet"
+    for case, wanted, answers in zip(LOSSES, ORIGINS, zip(*by_rank, strict=True), strict=True):
+        for rank, answer in enumerate(answers):
+            found = None if answer is None else (int(answer[0]), sorted(map(int, answer[1])))
+            if found != wanted:
+                return f"not quite: {case}; rank {rank} returns {answer!r} instead of {wanted!r}"
+    return "right"
+
+
+KERNEL_LOGS = {  # lines in the form of NVIDIA's driver, written by hand
+    "n01": "NVRM: Xid (PCI:0000:3b:00): 31, pid=4100, name=python, Ch 00000008, MMU Fault",
+    "n02": "NVRM: Xid (PCI:0000:86:00): 48, pid=812, name=python, DBE (double bit error)\n"
+    "NVRM: Xid (PCI:0000:86:00): 45, pid=812, name=python, Ch 00000010",
+    "n03": "NVRM: Xid (PCI:0000:18:00): 63, pid='N/A', Row Remapper: New row marked for remapping\n"
+    "NVRM: Xid (PCI:0000:18:00): 94, pid=2977, name=python, Contained ECC error",
+    "n04": "NVRM: Xid (PCI:0000:af:00): 79, pid='N/A', GPU has fallen off the bus.",
+    "n05": "NVRM: Xid (PCI:0000:5e:00): 45, pid=5012, name=python, Ch 00000010",
+}
+
+
+@dataclass(frozen=True)
+class Drain:
+    """An exercise whose answer is the set of the nodes in ``KERNEL_LOGS`` that must be drained before the job resumes."""
+
+    title: str
+    level: int
+    minutes: int
+    hint: str
+    solution: str
+
+    def judge(self, value) -> str:
+        if not isinstance(value, (set, list, tuple)) or not set(value) <= set(KERNEL_LOGS):
+            return f"the answer is a set of nodes: some of {', '.join(KERNEL_LOGS)}"
+        for node, log in KERNEL_LOGS.items():
+            action = gpu_errors.advice(log)
+            if (node in value) != (action in (gpu_errors.RESET, gpu_errors.REBOOT)):
+                errors = "; ".join(f"Xid {each.code}, {each.meaning}" for each in gpu_errors.read(log))
+                return f"not quite: {node} has {errors}: {action}"
+        return "right"
+
+
+@dataclass(frozen=True)
+class Drill:
+    """An exercise whose answer is a list of ((kind, rank) that the learner names, (kind, rank) that was drawn)."""
+
+    title: str
+    level: int
+    minutes: int
+    hint: str
+    solution: str
+
+    def judge(self, value) -> str:
+        try:
+            pairs = [(tuple(answer), tuple(truth)) for answer, truth in value if not unanswered(answer)]
+        except (TypeError, ValueError):
+            return 'write each diagnosis as a kind and a rank: ("killed", 2)'
+        if len(pairs) < len(list(value)) or not pairs:
+            return "not answered yet"
+        for number, (answer, truth) in enumerate(pairs):
+            if answer[0] != truth[0]:
+                return f"not quite: report {number} is not of the kind {answer[0]!r}"
+            if answer != truth:
+                return f"report {number}: the kind is right, but it was not rank {answer[1:]}"
+        return "right"
+
+
 def _first_difference(by_rank: list) -> str:
     """Check the answers of all ranks, [(with equal units, with different units), …]."""
     if any(unanswered(answer) for answers in by_rank for answer in answers):
@@ -291,48 +411,10 @@ EXERCISES = {
         hint="Before the first step nothing has been trained. What is the loss of 8 classes then? (ln 8 = 2.08)",
         solution='diagnosis = "no first values"  # to_empty allocates memory without initializing it',
     ),
-    "16.8": Diagnose(
-        title="a resume that fails",
-        level=1,
-        minutes=2,
-        cause="wrong pieces",
-        hint="The model needs 16 rows, and the file has 8. How many ranks saved, and how many load?",
-        solution='diagnosis = "wrong pieces"  # each file has a quarter, and each rank needs half',
-    ),
-    "16.9": Diagnose(
-        title="four times the same line",
-        level=1,
-        minutes=2,
-        cause="world of one",
-        hint="Read one line aloud: which rank, of how many?",
-        solution='diagnosis = "world of one"  # srun does not set WORLD_SIZE, and the default hid that',
-    ),
-    "16.10": Diagnose(
-        title="an error at the start",
-        level=1,
-        minutes=2,
-        cause="wrong device",
-        hint="Each rank selects the device numbered like its local rank. Which device numbers exist?",
-        solution='diagnosis = "wrong device"  # a single visible device has number 0, whatever the local rank',
-    ),
-    "16.14": Predict(
-        title="invalid device ordinals",
-        level=2,
-        minutes=3,
-        answer=6,
-        unit="ranks",
-        slips={
-            "that counts all ranks except rank 0; each node has a rank whose local rank is 0": 7,
-            "that is for one node": 3,
-            "a rank with LOCAL_RANK 0 finds device 0": 8,
-        },
-        hint="If one device is visible, which values of LOCAL_RANK are valid device numbers?",
-        solution="answer = 2 * (4 - 1)  # on each node, all ranks except the one whose LOCAL_RANK is 0",
-    ),
     "16.11": Diagnose(
         title="the first mystery",
         level=3,
-        minutes=8,
+        minutes=6,
         cause="stuck outside",
         rank=3,
         whose="who did not arrive?",
@@ -345,7 +427,7 @@ EXERCISES = {
     "16.12": Diagnose(
         title="the second mystery",
         level=3,
-        minutes=8,
+        minutes=6,
         cause="fewer batches",
         also={
             "lone collective": "that is what the report shows; and why? two ranks ran out of batches before the others"
@@ -353,7 +435,7 @@ EXERCISES = {
         hint="Compare the lines of the program. Which ranks are past the loop?",
         solution='diagnosis = "fewer batches"  # 30 batches for 4 ranks: two ranks have 8 and two have 7',
     ),
-    "16.13": Do(
+    "16.18": Do(
         title="do all ranks have the same units?",
         level=2,
         minutes=8,
@@ -367,5 +449,70 @@ def agree(units, me):
     dist.all_gather_object(all_units, units)  # a collective: every rank calls it
     return all(other == units for other in all_units)
 """,
+    ),
+    "16.13": Diagnose(
+        title="slow, without an error",
+        level=2,
+        minutes=3,
+        cause="straggler",
+        rank=2,
+        whose="whose own time is the longest?",
+        hint="A rank that waits in a collective is innocent. Which one spends its time outside of them?",
+        solution='diagnosis = "straggler", 2  # it loads its batches slowly, and the others wait for it in their all-reduce',
+    ),
+    "16.14": Do(
+        title="where did the NaN begin?",
+        level=3,
+        minutes=10,
+        judge=judge_origin,
+        hint="Each rank finds its own first bad step (math.isfinite). Gather these, and take the smallest.",
+        solution="""
+import math
+import torch.distributed as dist
+
+def origin(losses, me):
+    mine = next((step for step, loss in enumerate(losses) if not math.isfinite(loss)), None)
+    firsts = [None] * me.world_size
+    dist.all_gather_object(firsts, mine)
+    steps = [step for step in firsts if step is not None]
+    if not steps:
+        return None
+    return min(steps), [rank for rank, step in enumerate(firsts) if step == min(steps)]
+""",
+    ),
+    "16.15": Diagnose(
+        title="four validations of the same samples",
+        level=2,
+        minutes=3,
+        cause="flipped bit",
+        rank=2,
+        whose="which rank differs from the other three?",
+        hint="DDP gives all ranks the same gradients, and they began with the same weights. What may differ after that?",
+        solution='diagnosis = "flipped bit", 2  # its weights are not those of the other three replicas',
+    ),
+    "16.16": Drain(
+        title="which nodes must be drained?",
+        level=2,
+        minutes=4,
+        hint="Three of the five nodes keep their job, or get it back at once. gpu_errors.XIDS has what each code means.",
+        solution='drain = {"n02", "n04"}  # 94 is contained, with 63 it asks for a reset later; 31 is the script; 45 is a consequence',
+    ),
+    "16.17": Diagnose(
+        title="a hang on a mesh",
+        level=2,
+        minutes=4,
+        cause="stuck outside",
+        rank=1,
+        whose="who waits for nobody?",
+        hint="Three ranks wait in collectives, in two kinds of groups. Follow who waits for whom to its end.",
+        solution='diagnosis = "stuck outside", 1  # rank 0 and rank 3 wait for it, and rank 2 waits for rank 0',
+    ),
+    "16.19": Drill(
+        title="the drill",
+        level=3,
+        minutes=6,
+        hint="Read the first line of each report; then look for the rank that waits for nobody. Kinds: drill.FAULTS.",
+        solution="from proofs import diagnosis\n"
+        "answers = [((each.kind, each.rank), (each.kind, each.rank)) for each in diagnosis.draws(2, seed=16)]  # your seed",
     ),
 }

@@ -1,4 +1,4 @@
-"""Figures of chapter 16: memory that reaches its limit, and the samples a rank gets."""
+"""Figures of chapter 16: memory that reaches its limit, and what the drill named."""
 
 import matplotlib.pyplot as plt
 
@@ -32,15 +32,24 @@ def memory(runs: dict[str, tuple[list[dict], int]], limit: int, under: str, titl
     show(figure)
 
 
-def dealt(runs: dict[str, list[set[int]]], samples: int, under: str, title: str):
-    """Draw which samples one rank got, one row per epoch and one panel per run: {name: [the epoch's samples, …]}."""
-    figure, panels = plt.subplots(len(runs), 1, figsize=(11, 4.4), sharex=True, squeeze=False, layout="constrained")
-    for axes, (name, epochs) in zip(panels[:, 0], runs.items(), strict=True):
-        axes.eventplot(
-            [sorted(of_one) for of_one in epochs], lineoffsets=range(1, len(epochs) + 1), linelengths=0.8, color="black"
-        )
-        axes.set(xlim=(-1, samples), ylabel="epoch", yticks=range(1, len(epochs) + 1), ylim=(len(epochs) + 0.6, 0.4))
-        axes.set_title(name, loc="right", fontsize=12, fontweight="bold")
-    panels[-1, 0].set_xlabel(f"number of the sample, 0 to {samples - 1}")
+def drilled(rows: list[dict], under: str, title: str):
+    """Draw, per kind of fault, the share of draws in which the kind, and also the rank, were named.
+
+    rows: of ``proofs/diagnosis.py``.
+    """
+    both = {row["kind"]: _share(rows, row["kind"], "kind_right", "rank_right") for row in rows}
+    kinds = sorted(both, key=lambda kind: (both[kind], _share(rows, kind, "kind_right"), kind))
+    figure, axes = plt.subplots(figsize=(11, 6), layout="constrained")
+    axes.barh(kinds, [_share(rows, kind, "kind_right") for kind in kinds], color="#56B4E9", label="the kind")
+    axes.barh(kinds, [both[kind] for kind in kinds], height=0.4, color="#0072B2", label="the kind, and the rank alone")
+    for place, kind in enumerate(kinds):
+        axes.text(101, place, f"{both[kind]:.0f} %", va="center")
+    axes.set(xlim=(0, 108), xlabel="draws in which it was named [%]")
+    figure.legend(loc="outside lower center", ncols=2)
     headline(figure, title, under)
     show(figure)
+
+
+def _share(rows: list[dict], kind: str, *columns: str) -> float:
+    mine = [all(row[column] for column in columns) for row in rows if row["kind"] == kind]
+    return 100 * sum(mine) / len(mine)
