@@ -1,13 +1,17 @@
 """Train the transformer of gpt_fsdp.py in JAX: one process, many devices, and shardings for the compiler.
 
-  python gpt_jax.py --devices 8 --strategy fsdp --record run.json       8 virtual devices of the CPU, or 8 GPUs
-  python gpt_jax.py --strategy fsdp-explicit --recompute full           explicit collectives, in jax.shard_map
-  python gpt_jax.py --mesh fsdp=4,tensor=2                              with tensor parallelism
+  python gpt_jax.py --devices 8 --record run.json                       8 virtual devices of the CPU, or 8 GPUs
+  python gpt_jax.py --strategy fsdp-shard-map --recompute full          explicit collectives, in jax.shard_map
+  python gpt_jax.py --mesh replicate=2,fsdp=4 --precision bf16          HSDP, in mixed precision
+  python gpt_jax.py --strategy fsdp-weights --mesh fsdp=4,tensor=2      with tensor parallelism
   python gpt_jax.py --checkpoint ckpt && python gpt_jax.py --checkpoint ckpt --resume --devices 4 --batch-size 16
 
-  replicated      every device has the whole model, and a part of the batch
-  fsdp            parameters and optimizer state are sharded along one mesh axis; the compiler inserts the collectives
-  fsdp-explicit   explicit all-gathers where the model needs parameters, and their transposes, reduce-scatters
+  replicated        every device has the whole model, and a part of the batch
+  fsdp-explicit     sharded parameters, gathered by jax.reshard; Explicit mesh: a sharding is part of an array's type,
+                    and what has none that is certain is an error
+  fsdp-activations  sharded parameters, activations constrained to stay on their devices; the compiler gathers weights
+  fsdp-weights      sharded parameters, constrained to be unsharded where they are used
+  fsdp-shard-map    all-gathers written by hand in jax.shard_map, and their transposes, reduce-scatters
 
 Model, initial weights, batches and losses are those of gpt_fsdp.py, step by step. It needs the packages of make jax.
 """
@@ -24,9 +28,9 @@ import gpt_fsdp
 import torch
 from labkit import UserError
 from labkit.measuring import records
-from labkit.running import options, progress
-from labkit.running.options import option
-from labkit.training import checkpoints, jax_world, loop, models, text
+from labkit.running import options, preemption, progress
+from labkit.running.options import GIVEN, Conflict, option
+from labkit.training import checkpoints, jax_world, loop, text
 from planner.models import flops
 from planner.models.shapes import GPT_SHAPES, GPTShape
 from planner.parallel import jax_sharding
@@ -38,101 +42,100 @@ with jax_world.imports(__name__):  # one sentence if JAX is not installed
     from flax import nnx
     from jax.sharding import AxisType, NamedSharding
     from jax.sharding import PartitionSpec as P
-    from labkit.training import jax_checkpoints, jax_models
+    from labkit.training import jax_checkpoints, jax_models, jax_partition
+    from labkit.training.jax_batches import batch_axes, evaluate, training_batches
+    from labkit.training.jax_models import Hooks
 
-# The model is defined in labkit/training/jax_models.py; here it is sharded, compiled and trained. The options come last.
-CUT = ("fsdp", "fsdp-explicit")  # strategies that shard all large arrays
-# The dimension of a weight, (in, out), that is sharded along the axis "tensor": the first matmul of a pair is
-# column-parallel, the second row-parallel (arXiv:1909.08053).
-TENSOR = {name: -1 for name in ("query", "key", "value", "gate", "up", "head")} | {"output": -2, "down": -2}
+# The model is defined in labkit/training/jax_models.py, and which dimension of an array is sharded in jax_partition.py;
+# here it is sharded, compiled and trained. The options come last.
+GATHERING = ("fsdp-explicit", "fsdp-weights", "fsdp-shard-map")  # the program says where parameters are gathered
+CUT = (*GATHERING, "fsdp-activations")  # strategies that shard all large arrays
+GATHERS = ("reshard", "sharding_constraint", "all_gather")  # names of the operations that gather, in jax.make_jaxpr
 
 
 def device_mesh(config, world):
-    """Return the device mesh with named axes. With type Auto, the compiler chooses the shardings of results."""
+    """Return the device mesh with named axes.
+
+    Explicit, JAX's default, makes the sharding part of each array's type. With Auto the compiler chooses the shardings
+    of results.
+    """
     axes = config.axes(world.world_size)
-    kinds = (AxisType.Auto,) * len(axes)  # or JAX would require the sharding of each result (since 0.9)
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds, devices=world.devices)
+    kind = AxisType.Explicit if config.strategy == "fsdp-explicit" else AxisType.Auto
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes), devices=world.devices)
 
 
-def partition(name: str, shape: tuple, config, axes: dict) -> P:
-    """Return the partition spec of a leaf: P(None, "fsdp") shards the second dimension, P() none.
-
-    The axis fsdp shards the largest dimension that it divides, except the layer axis, over which the model's loop runs.
-    The axis tensor shards the dimension in ``TENSOR``. Leaves of fewer elements than --min-size are replicated: there is
-    little to save, and each would need a collective.
+def hooks(config, mesh, specs) -> Hooks:
+    """Return what a strategy adds to the model's forward.
 
     Args:
-        name: of the leaf.
-        shape: of the leaf.
         config: the options.
-        axes: {axis of the mesh: number of devices along it}.
-
-    Raises:
-        UserError: no dimension of a large leaf is divisible. It is not replicated silently, so that each device has
-            exactly its share of all sharded leaves.
-    """
-    if config.strategy not in CUT or prod(shape) < config.min_size:
-        return P()
-    free = set(range(1 if name.startswith(jax_models.STACK) else 0, len(shape)))
-    where = dict.fromkeys(range(len(shape)))
-    if axes.get("tensor", 1) > 1 and (rule := TENSOR.get(name.split(".")[-2])):
-        where[len(shape) + rule] = "tensor"
-        free.discard(len(shape) + rule)
-    dividable = [dim for dim in sorted(free) if shape[dim] % axes["fsdp"] == 0]
-    if not dividable:
-        raise UserError(
-            f"no dimension of {name}, {shape}, can be cut into {axes['fsdp']} equal parts: "
-            f"take another number of devices, or --min-size {prod(shape) + 1}, which leaves it whole"
-        )
-    where[max(dividable, key=lambda dim: shape[dim])] = "fsdp"
-    return P(*where.values())
-
-
-def shardings(shapes, config, mesh):
-    """Return the shardings of a tree of shapes, such as the parameters, by ``partition``."""
-    leaves, structure = jax.tree.flatten(shapes)
-    axes = dict(mesh.shape)
-    specs = [
-        partition(name, leaf.shape, config, axes) for name, leaf in zip(jax_models.names(shapes), leaves, strict=True)
-    ]
-    return jax.tree.unflatten(structure, [NamedSharding(mesh, spec) for spec in specs])
-
-
-def gather(specs, name, module):
-    """All-gather the parameters of a part of the model, within ``shard_map``, as FSDP's hook does before forward.
-
-    The transpose of a tiled all-gather is a reduce-scatter, which backward therefore runs.
-
-    Args:
-        specs: tree of partition specs.
-        name, module: of the part of the model.
+        mesh: the device mesh.
+        specs: tree of the parameters' partition specs.
     """
 
-    def whole(leaf, spec):
-        axes = spec[len(spec) - leaf.ndim :]  # in the loop a leaf is one layer's, without the layer axis
-        return jax.lax.all_gather(leaf, "fsdp", axis=axes.index("fsdp"), tiled=True) if "fsdp" in axes else leaf
+    def unsharded(spec):
+        return NamedSharding(mesh, P(*(None if axis == "fsdp" else axis for axis in spec)))
 
-    return with_parameters(module, whole, specs[name])
+    gathers = {
+        "fsdp-explicit": lambda leaf, spec: jax.reshard(leaf, unsharded(spec)),
+        "fsdp-weights": lambda leaf, spec: jax.lax.with_sharding_constraint(leaf, unsharded(spec)),
+        "fsdp-shard-map": partial(all_gather, batch_axes(mesh)),
+    }
+
+    def gather(name, module):
+        return with_parameters(module, specs[name], gathers.get(config.strategy), config.dtype)
+
+    along = NamedSharding(mesh, P(batch_axes(mesh), None, None))
+
+    def edge(x):  # the rest of a block follows: its weights have to be gathered
+        return jax.lax.with_sharding_constraint(x, along) if config.strategy == "fsdp-activations" else x
+
+    return Hooks(gather, edge, partial(remat, config), along if config.strategy == "fsdp-explicit" else None)
 
 
-def constrain_gathered(mesh, specs, name, module):
-    """Constrain the parameters of a part of the model to be unsharded along fsdp; the compiler inserts the all-gathers.
+def all_gather(batch, leaf, spec):
+    """All-gather a parameter within ``shard_map``.
 
-    Without this constraint it would gather activations, too: a matmul with a sharded weight does not need a gather.
+    The transpose of a tiled all-gather is a reduce-scatter, which backward therefore runs. With replicas the sum over
+    them is the transpose of ``pcast``: the gradient's shard is all-reduced, after the reduce-scatter.
     """
-
-    def whole(leaf, spec):
-        axes = spec[len(spec) - leaf.ndim :]
-        gathered = NamedSharding(mesh, P(*(None if axis == "fsdp" else axis for axis in axes)))
-        return jax.lax.with_sharding_constraint(leaf, gathered) if "fsdp" in axes else leaf
-
-    return with_parameters(module, whole, specs[name])
+    if others := tuple(axis for axis in batch if axis != "fsdp"):
+        leaf = jax.lax.pcast(leaf, others, to="varying")
+    return jax.lax.all_gather(leaf, "fsdp", axis=spec.index("fsdp"), tiled=True)
 
 
-def with_parameters(module, change, specs):
-    """Return a copy of a module with each parameter replaced by change(leaf, spec)."""
+def with_parameters(module, specs, gather, dtype):
+    """Return a copy of a module whose parameters are cast to the computation's dtype and, where sharded, gathered.
+
+    Cast first: a parameter in bf16 is half the traffic.
+    """
     definition, parameters = nnx.split(module)
-    return nnx.merge(definition, jax.tree.map(change, parameters, specs))
+
+    def whole(leaf, spec):
+        leaf = leaf.astype(dtype)
+        spec = spec[len(spec) - leaf.ndim :]  # in the loop a leaf is one layer's, without the layer axis
+        return gather(leaf, spec) if gather and "fsdp" in spec else leaf
+
+    return nnx.merge(definition, jax.tree.map(whole, parameters, specs))
+
+
+def remat(config, block):
+    """Return a block with activation checkpointing, or with FSDP's reshard after forward: all is saved but what was gathered.
+
+    With constrained activations no policy is needed. No operation of the program gathers, so that differentiation saves
+    the shard, and the compiler gathers it again in backward.
+    """
+    if config.recompute == "full":
+        # Within a loop there is nothing that common-subexpression elimination could reuse, so it need not be prevented.
+        return jax.checkpoint(block, prevent_cse=False)
+    if config.strategy in GATHERING and config.reshard_after_forward == "true":
+        return jax.checkpoint(block, prevent_cse=False, policy=all_but_gathered)
+    return block
+
+
+def all_but_gathered(operation, *_, **__) -> bool:
+    """Return whether differentiation may save the result of an operation: a policy of ``jax.checkpoint``."""
+    return str(operation) not in GATHERS
 
 
 def make_losses(config, mesh, model, placed):
@@ -145,16 +148,18 @@ def make_losses(config, mesh, model, placed):
         placed: the parameters' shardings.
     """
     specs = jax.tree.map(lambda sharding: sharding.spec, placed)
-    explicit = config.strategy == "fsdp-explicit"
-    whole = partial(gather, specs) if explicit else partial(constrain_gathered, mesh, specs)
+    added = hooks(config, mesh, specs)
 
     def losses(params, inputs, targets):
-        logits = nnx.merge(model, params)(inputs, whole, config.recompute == "full")
+        logits = nnx.merge(model, params)(inputs, added)
+        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean(axis=-1)
 
+    if config.strategy != "fsdp-shard-map":
+        return losses
     # In shard_map a function sees the shards of one device, and needs collectives for the others.
-    batch = P("fsdp")
-    return jax.shard_map(losses, mesh=mesh, in_specs=(specs, batch, batch), out_specs=batch) if explicit else losses
+    batch = P(batch_axes(mesh))
+    return jax.shard_map(losses, mesh=mesh, in_specs=(specs, batch, batch), out_specs=batch)
 
 
 def make_optimizer(config):
@@ -169,9 +174,12 @@ def train_step(params, state, inputs, targets, losses, optimizer, placed):
         (parameters, optimizer state, loss).
     """
 
+    explicit = jax.tree.leaves(placed)[0].mesh.axis_types[0] == AxisType.Explicit
+
     def micro_batch(total, batch):
         loss, gradient = jax.value_and_grad(lambda params: losses(params, *batch).mean())(params)
-        gradient = jax.lax.with_sharding_constraint(gradient, placed)  # accumulated gradients stay sharded
+        if not explicit:  # on an Explicit mesh, a gradient has its parameter's type, and so its sharding
+            gradient = jax.lax.with_sharding_constraint(gradient, placed)  # accumulated gradients stay sharded
         return jax.tree.map(jnp.add, total, (loss, gradient)), None
 
     zero = jnp.zeros((), jax.tree.leaves(params)[0].dtype), jax.tree.map(jnp.zeros_like, params)
@@ -195,10 +203,10 @@ class Training:
 
 def prepare(config, world) -> Training:
     """Compile the step and initialize the model; raise UserError before anything is allocated, if possible."""
-    model, shapes = jax_models.structure(config.shape, config.dtype)
+    model, shapes = jax_models.structure(config.shape, config.dtype, config.param_dtype)
     mesh = device_mesh(config, world)
-    placed = shardings(shapes, config, mesh)
-    refuse_if_too_big(planned(config, world), config, world)
+    placed = jax_partition.shardings(shapes, config.min_size if config.strategy in CUT else math.inf, mesh)
+    jax_world.refuse_if_too_big(planned(config, world), config, world)
 
     optimizer = make_optimizer(config)
     states, replicated = jax.eval_shape(optimizer.init, shapes), NamedSharding(mesh, P())
@@ -209,7 +217,7 @@ def prepare(config, world) -> Training:
         is_leaf=lambda part: isinstance(part, nnx.State),
     )
     losses = make_losses(config, mesh, model, placed)
-    batch = NamedSharding(mesh, P(None, "fsdp"))
+    batch = NamedSharding(mesh, P(None, batch_axes(mesh)))
     step = jax.jit(
         partial(train_step, losses=losses, optimizer=optimizer, placed=placed),
         in_shardings=(placed, states_placed, batch, batch),
@@ -219,80 +227,37 @@ def prepare(config, world) -> Training:
     )
     tokens = jax.ShapeDtypeStruct(config.batch_shape(world.world_size), jnp.int32)
     begin = time.perf_counter()
-    step = step.lower(shapes, states, tokens, tokens).compile()
+    step = step.lower(*typed((shapes, states, tokens, tokens), (placed, states_placed, batch, batch))).compile()
     compile_seconds = time.perf_counter() - begin
-    refuse_if_too_big(jax_world.needed(step), config, world)  # all of it, as planned by the compiler
+    jax_world.refuse_if_too_big(jax_world.needed(step), config, world)  # all of it, as planned by the compiler
 
-    params = jax_models.import_weights(pytorch_model(config), shapes, placed)
+    params = initial_parameters(config, shapes, placed)
     state = jax.jit(optimizer.init, out_shardings=states_placed)(params)  # created sharded
     return Training(mesh, params, state, step, jax.jit(losses), compile_seconds)
 
 
-def pytorch_model(config):
-    """Return gpt_fsdp.py's model with its initial weights, unsharded, in CPU memory."""
-    with torch.device("meta"):
-        model = models.GPT(config.shape)
-    model.to_empty(device="cpu")
-    model.tie()
-    gpt_fsdp.init_weights(model, config.seed)
-    return model
+def typed(shapes, shardings):
+    """Return a tree of shapes with shardings, from which an Explicit mesh derives the types of all results."""
+    return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
+
+
+def initial_parameters(config, shapes, placed):
+    """Return the sharded parameters: those of --weights, or gpt_fsdp.py's initial ones."""
+    if not config.weights:
+        return jax_models.import_weights(jax_models.initial_weights(config.shape, config.seed), shapes, placed)
+    with jax_partition.weights(config.weights, shapes) as weights:
+        return jax_models.import_weights(weights, shapes, placed)
 
 
 def planned(config, world) -> int:
     """Return a lower bound of the bytes per device: persistent memory, and the gradients or the blocks' inputs."""
     shape, cut, itemsize = config.shape, config.strategy in CUT, 8 if config.precision == "fp64" else 4
-    persistent = jax_sharding.persistent(shape, world.world_size if cut else 1, config.min_size, itemsize)
+    shards = config.axes(world.world_size)["fsdp"] if cut else 1
+    persistent = jax_sharding.persistent(shape, shards, config.min_size, itemsize)
     inputs = (
         shape.num_hidden_layers * config.batch_size * config.seq_len * shape.hidden_size * itemsize
     )  # of the blocks
     return sum(persistent.values()) + max(persistent["parameters", "parameters"], inputs)
-
-
-def refuse_if_too_big(needed: int, config, world):
-    """Check that each device has ``needed`` free bytes.
-
-    Raises:
-        UserError: it has not.
-    """
-    free = jax_world.free_memory(world)
-    if needed > free:
-        raise UserError(
-            f"--preset {config.preset} with --strategy {config.strategy} and {config.accumulate:,} x "
-            f"{config.batch_size:,} sequences on each of {world.world_size} devices needs more than "
-            f"{needed / 2**30:,.1f} GiB there, and {free / 2**30:,.1f} GiB are free: take a smaller preset, fewer "
-            "sequences or more devices"
-        )
-
-
-def training_batches(tokens, config, mesh, steps):
-    """Yield the micro-batches of each step: (inputs, targets), each (accumulate, batch, seq_len), sharded along the batch.
-
-    They are gpt_fsdp.py's: each device along the axis fsdp reads the sequences of one rank there.
-    """
-    accumulate, batch, _ = config.batch_shape(mesh.size)
-    for step in steps:
-        starts = text.starts(tokens, config.seq_len, accumulate * batch, config.seed, step).view(accumulate, batch)
-        yield on_devices(text.sequences(tokens, starts, config.seq_len), NamedSharding(mesh, P(None, "fsdp")))
-
-
-def on_devices(batch, sharding):
-    """Convert token ids from PyTorch tensors to sharded JAX arrays."""
-    return [jax.device_put(part.numpy().astype("int32"), sharding) for part in batch]
-
-
-def evaluate(training, tokens, config):
-    """Return the mean loss on the validation text, on the same sequences as gpt_fsdp.py."""
-    _, batch, _ = config.batch_shape(training.mesh.size)
-    total = max(gpt_fsdp.VALIDATION_SEQUENCES, training.mesh.shape["fsdp"])
-    starts = torch.linspace(0, len(tokens) - config.seq_len - 1, total).long()
-    losses = []
-    for first in range(0, total, batch):  # always the same shape, which needs only one compilation
-        part = starts[torch.arange(first, first + batch) % total]
-        inputs, targets = on_devices(
-            text.sequences(tokens, part, config.seq_len), NamedSharding(training.mesh, P("fsdp"))
-        )
-        losses += training.losses(training.params, inputs, targets).tolist()
-    return sum(losses[:total]) / total
 
 
 def train(config, world) -> dict:
@@ -314,6 +279,7 @@ def train(config, world) -> dict:
         losses.append(loss.item())  # waits for the devices
         ends.append(time.perf_counter())
         bar.advance()
+        preemption.stop_alone(world, partial(saver.last, step + 1, training), step + 1, config.max_steps)
         if (step + 1) % loop.LOG_EVERY == 0 or step + 1 == config.max_steps:
             world.say(f"step {step + 1}: loss {losses[-1]:.4f}")
         if not math.isfinite(losses[-1]):  # records.report raises Diverged, and nothing more is saved
@@ -322,7 +288,7 @@ def train(config, world) -> dict:
             saver.save(step + 1, training)
     saver.close()
     bar.close()
-    validation_loss = evaluate(training, data.validation, config)
+    validation_loss = evaluate(training, data.validation, config, gpt_fsdp.VALIDATION_SEQUENCES)
     world.say(f"loss {losses[0]:.4f} in step {first_step + 1}, validation loss {validation_loss:.4f}")
     return {
         "data": {"name": text.NAME, "train": len(data.train), "test": len(data.validation)},
@@ -337,6 +303,7 @@ def train(config, world) -> dict:
 def main(config, world):
     """Run the lab. world: the devices (labkit/training/jax_world.py)."""
     begin = time.perf_counter()
+    preemption.install_handlers(config)  # before the step is compiled
     config.axes(world.world_size)  # raises if the model cannot be sharded like this
     if config.record:
         records.check_writable(config.record)
@@ -370,23 +337,32 @@ class Config(options.Training):
         least=1,
         at_most=1024,
     )
-    strategy: Literal["replicated", *CUT] = option("fsdp", "sharding strategy")
+    strategy: Literal["replicated", *CUT] = option("fsdp-explicit", "sharding strategy")
+    reshard_after_forward: Literal["true", "false"] = option(
+        "true", "true gathers a block's parameters again in backward, false keeps them", only=GATHERING
+    )
     mesh: str | None = option(
         None,
-        "device mesh: fsdp=4,tensor=2 adds tensor parallelism on two devices",
-        form=(r"fsdp=[1-9]\d*(,tensor=[1-9]\d*)?", "fsdp=SIZE,tensor=SIZE"),
-        only=("fsdp",),
+        "device mesh: replicate=2,fsdp=4 is HSDP, fsdp=4,tensor=2 adds tensor parallelism on two devices",
+        form=(
+            r"(replicate=[1-9]\d*,)?fsdp=[1-9]\d*(,tensor=[1-9]\d*)?",
+            "replicate=SIZE,fsdp=SIZE or fsdp=SIZE,tensor=SIZE",
+        ),
+        only=CUT,
     )
     min_size: int = option(2**14, "replicate arrays of fewer elements (of all layers together)", least=0, only=CUT)
     max_steps: int = option(20, "steps to train, including those before a resume", least=1)
     batch_size: int = option(8, "sequences in a micro-batch on each device", least=1)
     seq_len: int = option(128, "tokens in a sequence", least=1, resumed=True)
-    precision: Literal["fp32", "fp64"] = option("fp32", "dtype of weights and computation", resumed=True)
+    precision: Literal["fp32", "bf16", "fp64"] = option(
+        "fp32", "dtype of weights and computation; bf16: of the computation, with weights in fp32", resumed=True
+    )
     recompute: Literal["none", "full"] = option(
         "none", "activation checkpointing: none, or full (save a block's input)"
     )
     accumulate: int = option(1, "micro-batches in a step", least=1)
     lr: float = option(1e-3, "learning rate", above=0, resumed="print")
+    weights: str | None = option(None, "start from this safetensors file, written by export.py, of the same --preset")
     seed: int = option(1, "seed of the initial weights and the order of the text", resumed=True)
     checkpoint_every: int | None = option(None, "also save every N steps", least=1, needs="checkpoint")
 
@@ -394,8 +370,27 @@ class Config(options.Training):
     def shape(self) -> GPTShape:
         return GPT_SHAPES[self.preset]
 
+    conflicts = (
+        Conflict(
+            {"strategy": ("fsdp-explicit", "fsdp-activations", "fsdp-shard-map")},
+            {"mesh": lambda mesh: bool(mesh) and "tensor" in mesh},
+            "--mesh {c.mesh} has tensor parallelism: choose --strategy fsdp-weights",
+        ),
+        Conflict(
+            {"weights": GIVEN},
+            {"resume": True},
+            "--weights {c.weights} is where a training starts, and --resume goes on with one: leave one of them out",
+        ),
+    )
+
     @property
     def dtype(self):
+        """Of the computation."""
+        return {"fp64": jnp.float64, "bf16": jnp.bfloat16}.get(self.precision, jnp.float32)
+
+    @property
+    def param_dtype(self):
+        """Of the parameters, their gradients, and the optimizer's state."""
         return jnp.float64 if self.precision == "fp64" else jnp.float32
 
     def axes(self, devices: int) -> dict[str, int]:
@@ -420,7 +415,8 @@ class Config(options.Training):
 
     def batch_shape(self, devices: int) -> tuple[int, int, int]:
         """Return the shape of a step's token ids, for all devices together: (accumulate, batch, seq_len)."""
-        return self.accumulate, self.batch_size * self.axes(devices)["fsdp"], self.seq_len
+        axes = self.axes(devices)
+        return self.accumulate, self.batch_size * axes.get("replicate", 1) * axes["fsdp"], self.seq_len
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What is read from a compiled JAX program: each collective as often as it runs, its bytes, the axis of the mesh."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -130,6 +131,26 @@ def test_what_cannot_be_read_is_an_error_and_no_guess():
         hlo.collectives("", EIGHT)
     quiet = program(loop("cond", trips=""), others=computation("cond"))
     assert hlo.collectives(quiet, EIGHT) == []  # an unknown number of nothing
+
+
+def test_alone_in_a_folder_it_lists_a_program(tmp_path):
+    """As a reader copies it: without the course, without JAX; what cannot be read is one sentence."""
+    shutil.copy(hlo.__file__, tmp_path)
+    (tmp_path / "step.txt").write_text(program(GATHER, SCATTER))
+    (tmp_path / "other.txt").write_text("no program")
+
+    def listed(*words):
+        command = [sys.executable, "-I", "hlo.py", *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    lines = listed("step.txt", "fsdp=8").stdout.splitlines()[1:]
+    assert [line.split() for line in lines] == [
+        ["all-gather", "fsdp", "96", "1"],
+        ["reduce-scatter", "fsdp", "32", "1"],
+    ]
+    for words, said in [(("other.txt", "fsdp=8"), "no ENTRY"), (("none.txt", "a=1"), "none.txt"), (("x",), "usage")]:
+        done = listed(*words)
+        assert (done.returncode, done.stdout) == (1, "") and said in done.stderr and done.stderr.count("\n") == 1
 
 
 COMPILED = """

@@ -55,6 +55,26 @@ def test_what_is_below_the_threshold_is_all_reduced():
     assert found["all-gather", "fsdp"] == WHOLE - NORMS
 
 
+def test_replicas_all_reduce_the_shards_of_gradients():
+    """After the reduce-scatter, so a fourth of the bytes with four shards; what is whole is summed over all devices."""
+    alone, hsdp = bytes_by_kind(traffic(TINY, 4, 1000)), bytes_by_kind(traffic(TINY, 4, 1000, replicas=2))
+    assert hsdp.pop(("all-reduce", "replicate")) == (WHOLE - NORMS) / 4
+    assert hsdp.pop(("all-reduce", "replicate+fsdp")) == alone.pop(("all-reduce", "fsdp"))
+    assert hsdp == alone
+
+
+def test_the_cpus_compiler_sums_what_by_hand_is_scattered():
+    by_hand, compiled = (bytes_by_kind(traffic(TINY, 8, 1000, True, scatters=s)) for s in (True, False))
+    assert compiled["all-gather", "fsdp"] == by_hand["all-gather", "fsdp"]
+    assert compiled["all-reduce", "fsdp"] == by_hand["all-reduce", "fsdp"] + by_hand["reduce-scatter", "fsdp"]
+    assert ("reduce-scatter", "fsdp") not in compiled
+
+
+def test_resharded_no_gathered_weight_stays():
+    kept, freed = (jax_sharding.temporary(TINY, 2, 64, reshard=reshard) for reshard in (False, True))
+    assert kept - freed == BLOCKS
+
+
 def test_each_micro_batch_gathers_the_blocks_and_reduces():
     """The embedding and the head, which are no part of the model's loop, are gathered once."""
     one, four = (bytes_by_kind(traffic(TINY, 8, 1000, micro_batches=n)) for n in (1, 4))

@@ -4,9 +4,14 @@
 a list of instructions. One computation is the entry. A collective names its devices by their row-major index in the
 mesh. The body of a loop is listed once, with its number of iterations (``known_trip_count``) next to the loop. On GPUs a
 collective is split into two instructions, …-start and …-done, so that others can run between them.
+
+This file needs nothing else: copy it next to your own tests, or list the collectives of a program's text,
+
+  python hlo.py step.txt fsdp=4,tensor=2         the file, and the mesh in its order
 """
 
 import re
+import sys
 from collections import Counter
 from itertools import chain
 from math import ceil, prod
@@ -177,3 +182,21 @@ def _coordinates(device: int, axes: dict) -> dict:
     for axis, size in reversed(axes.items()):
         device, coordinates[axis] = divmod(device, size)
     return coordinates
+
+
+def main():
+    if len(sys.argv) != 3 or not re.fullmatch(r"\w+=\d+(,\w+=\d+)*", sys.argv[2]):
+        sys.exit("usage: python hlo.py FILE AXIS=SIZE,AXIS=SIZE")
+    axes = {axis: int(size) for axis, size in (pair.split("=") for pair in sys.argv[2].split(","))}
+    try:
+        with open(sys.argv[1]) as file:
+            found = collectives(file.read(), axes)
+    except (OSError, ValueError) as error:
+        sys.exit(f"hlo.py: {error}")
+    print(f"{'kind':20} {'along':16} {'bytes':>14} {'times':>7}")
+    for each in found:
+        print(f"{each['kind']:20} {each['dimension'] or '-':16} {each['bytes']:14,} {each['count']:7,}")
+
+
+if __name__ == "__main__":
+    main()

@@ -8,7 +8,7 @@ different steps, so the ranks vote in every step.
 import contextlib
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from labkit.running import job_status
 
@@ -101,11 +101,32 @@ class Stop:
             return
         saver.save(step, must=True)
         saver.finish(step, must=True)
-        me.say(f"asked to end ({self.agreed}): saved at step {step} of {last_step}; --resume goes on from there")
-        if me.rank == 0:
-            job_status.note("asked", step)
+        _report(me, self.agreed, step, last_step)
         dist.barrier(self.group)  # to the others, a rank that ends early would look like a lost connection
         raise Preempted
+
+
+def stop_alone(me, save: Callable[[], None], step: int, last_step: int):
+    """Save and raise if this process, which runs without other ranks, has received a signal.
+
+    Args:
+        me: a ``ranks.Rank``.
+        save: saves the state.
+        step, last_step: see ``Stop.raise_if_preempted``.
+
+    Raises:
+        Preempted: the state is saved.
+    """
+    if _received and step < last_step:  # after the last step the run ends anyway
+        save()
+        _report(me, signal.Signals(_received).name, step, last_step)
+        raise Preempted
+
+
+def _report(me, name: str, step: int, last_step: int):
+    me.say(f"asked to end ({name}): saved at step {step} of {last_step}; --resume goes on from there")
+    if me.rank == 0:
+        job_status.note("asked", step)
 
 
 def forward_signals(processes: list[int]):

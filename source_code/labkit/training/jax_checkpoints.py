@@ -115,6 +115,11 @@ class Saver:
                 "checkpoints are as they were: make room, or name another --checkpoint"
             ) from None
 
+    def last(self, step: int, training):
+        """Save the state of a run that ends now, and release the folder. The arguments are those of ``save``."""
+        self.save(step, training)
+        self.close()
+
     def close(self):
         """Release the folder for the next run."""
         if self.folder:

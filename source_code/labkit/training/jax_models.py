@@ -5,8 +5,12 @@ this axis, so that the compiler sees a single block. Names are those of PyTorch'
 the transposed weight, (in, out).
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from flax import nnx
 from planner.models.shapes import GPTShape
@@ -16,52 +20,64 @@ from labkit.training import models
 STACK = "blocks"  # the part of the model whose leaves have a layer axis
 
 
-def _identity(name, module):
-    return module
+class Hooks(NamedTuple):
+    """What a strategy changes in the model's forward, as FSDP2's hooks do; by default nothing.
+
+    Attributes:
+        gather: called with (name, module) of each part of the model just before it runs; the returned module runs
+            instead, for example with gathered parameters.
+        edge: called with the activations between parts; its result is used instead.
+        remat: called with the function of one block; its result runs in the loop over layers.
+        looked_up: sharding of the embedding's output; an Explicit mesh requires it.
+    """
+
+    gather: Callable = lambda name, module: module
+    edge: Callable = lambda x: x
+    remat: Callable = lambda block: block
+    looked_up: object = None
+
+
+NONE = Hooks()
 
 
 class GPT(nnx.Module):
-    """A decoder-only transformer. Input: token ids (batch, sequence). Output: logits (batch, sequence, vocabulary)."""
+    """A decoder-only transformer. Input: token ids (batch, sequence). Output: logits (batch, sequence, vocabulary).
 
-    def __init__(self, shape: GPTShape, dtype=jnp.float32):
-        self.shape, self.dtype, rngs = shape, dtype, nnx.Rngs(0)
-        self.embedding = nnx.Embed(shape.vocab_size, shape.hidden_size, dtype=dtype, param_dtype=dtype, rngs=rngs)
-        self.blocks = nnx.vmap(lambda rngs: Block(shape, dtype, rngs))(nnx.Rngs(0).fork(split=shape.num_hidden_layers))
-        self.norm = _norm(shape, dtype, rngs)
-        self.head = None if shape.tie_word_embeddings else _linear(shape.hidden_size, shape.vocab_size, dtype, rngs)
+    dtype is that of the computation, param_dtype that of the parameters.
+    """
 
-    def __call__(self, tokens, whole=_identity, recompute: bool = False):
-        """Compute logits.
+    def __init__(self, shape: GPTShape, dtype=jnp.float32, param_dtype=jnp.float32):
+        self.shape, self.dtype, kinds = shape, dtype, {"dtype": dtype, "param_dtype": param_dtype}
+        rngs = nnx.Rngs(0)
+        self.embedding = nnx.Embed(shape.vocab_size, shape.hidden_size, rngs=rngs, **kinds)
+        self.blocks = nnx.vmap(lambda rngs: Block(shape, kinds, rngs))(nnx.Rngs(0).fork(split=shape.num_hidden_layers))
+        self.norm = _norm(shape, kinds, rngs)
+        self.head = None if shape.tie_word_embeddings else _linear(shape.hidden_size, shape.vocab_size, kinds, rngs)
 
-        Args:
-            tokens: token ids, (batch, sequence).
-            whole: called with (name, module) of each part of the model just before it runs; the returned module runs
-                instead, for example with gathered parameters.
-            recompute: checkpoint each block: save its input only, and recompute the rest in backward.
-        """
+    def __call__(self, tokens, hooks: Hooks = NONE):
+        """Compute logits of token ids, (batch, sequence)."""
         rotation = rotary(tokens.shape[1], self.shape, self.dtype)
-        embedding = whole("embedding", self.embedding)
-        x = embedding(tokens)
+        embedding = hooks.gather("embedding", self.embedding)
+        x = hooks.edge(embedding(tokens, out_sharding=hooks.looked_up))
         block, layers = nnx.split(self.blocks)
 
         def one_block(x, layer):
-            return whole(STACK, nnx.merge(block, layer))(x, rotation), None
+            return hooks.edge(hooks.gather(STACK, nnx.merge(block, layer))(hooks.edge(x), rotation)), None
 
-        # Within a loop there is nothing that common-subexpression elimination could reuse, so it need not be prevented.
-        one_block = jax.checkpoint(one_block, prevent_cse=False) if recompute else one_block
-        x, _ = jax.lax.scan(one_block, x, layers)
-        x = whole("norm", self.norm)(x)
-        return embedding.attend(x) if self.shape.tie_word_embeddings else whole("head", self.head)(x)
+        x, _ = jax.lax.scan(hooks.remat(one_block), x, layers)
+        x = hooks.gather("norm", self.norm)(x)
+        logits = embedding.attend(x) if self.shape.tie_word_embeddings else hooks.gather("head", self.head)(x)
+        return hooks.edge(logits)
 
 
 class Block(nnx.Module):
     """Attention and a feed-forward network, each with a residual connection: (batch, sequence, hidden_size)."""
 
-    def __init__(self, shape: GPTShape, dtype, rngs):
-        self.attention_norm = _norm(shape, dtype, rngs)
-        self.attention = Attention(shape, dtype, rngs)
-        self.feed_forward_norm = _norm(shape, dtype, rngs)
-        self.feed_forward = FeedForward(shape, dtype, rngs)
+    def __init__(self, shape: GPTShape, kinds: dict, rngs):
+        self.attention_norm = _norm(shape, kinds, rngs)
+        self.attention = Attention(shape, kinds, rngs)
+        self.feed_forward_norm = _norm(shape, kinds, rngs)
+        self.feed_forward = FeedForward(shape, kinds, rngs)
 
     def __call__(self, x, rotation):
         x = x + self.attention(self.attention_norm(x), rotation)
@@ -71,12 +87,12 @@ class Block(nnx.Module):
 class Attention(nnx.Module):
     """Causal self-attention; each key and value head serves several query heads."""
 
-    def __init__(self, shape: GPTShape, dtype, rngs):
+    def __init__(self, shape: GPTShape, kinds: dict, rngs):
         self.head_dim = shape.head_dim
-        self.query = _linear(shape.hidden_size, shape.hidden_size, dtype, rngs)
-        self.key = _linear(shape.hidden_size, shape.key_value_size, dtype, rngs)
-        self.value = _linear(shape.hidden_size, shape.key_value_size, dtype, rngs)
-        self.output = _linear(shape.hidden_size, shape.hidden_size, dtype, rngs)
+        self.query = _linear(shape.hidden_size, shape.hidden_size, kinds, rngs)
+        self.key = _linear(shape.hidden_size, shape.key_value_size, kinds, rngs)
+        self.value = _linear(shape.hidden_size, shape.key_value_size, kinds, rngs)
+        self.output = _linear(shape.hidden_size, shape.hidden_size, kinds, rngs)
 
     def __call__(self, x, rotation):
         batch, length, width = x.shape
@@ -88,34 +104,35 @@ class Attention(nnx.Module):
         query = query.reshape(batch, length, key.shape[2], -1, self.head_dim)  # grouped by key head
         scores = jnp.einsum("bqkgd,bskd->bkgqs", query, key) / self.head_dim**0.5
         scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -jnp.inf)
-        mixed = jnp.einsum("bkgqs,bskd->bqkgd", jax.nn.softmax(scores), value)
+        shares = jax.nn.softmax(scores.astype(jnp.promote_types(scores.dtype, jnp.float32)))  # as PyTorch's in bf16
+        mixed = jnp.einsum("bkgqs,bskd->bqkgd", shares.astype(value.dtype), value)
         return self.output(mixed.reshape(batch, length, width))
 
 
 class FeedForward(nnx.Module):
     """SwiGLU: one projection, passed through SiLU, gates another (arXiv:2002.05202)."""
 
-    def __init__(self, shape: GPTShape, dtype, rngs):
-        self.gate = _linear(shape.hidden_size, shape.intermediate_size, dtype, rngs)
-        self.up = _linear(shape.hidden_size, shape.intermediate_size, dtype, rngs)
-        self.down = _linear(shape.intermediate_size, shape.hidden_size, dtype, rngs)
+    def __init__(self, shape: GPTShape, kinds: dict, rngs):
+        self.gate = _linear(shape.hidden_size, shape.intermediate_size, kinds, rngs)
+        self.up = _linear(shape.hidden_size, shape.intermediate_size, kinds, rngs)
+        self.down = _linear(shape.intermediate_size, shape.hidden_size, kinds, rngs)
 
     def __call__(self, x):
         return self.down(nnx.silu(self.gate(x)) * self.up(x))
 
 
-def _linear(inputs: int, outputs: int, dtype, rngs):
-    return nnx.Linear(inputs, outputs, use_bias=False, dtype=dtype, param_dtype=dtype, rngs=rngs)
+def _linear(inputs: int, outputs: int, kinds: dict, rngs):
+    return nnx.Linear(inputs, outputs, use_bias=False, rngs=rngs, **kinds)
 
 
-def _norm(shape: GPTShape, dtype, rngs):
-    return nnx.RMSNorm(shape.hidden_size, epsilon=1e-5, dtype=dtype, param_dtype=dtype, rngs=rngs)
+def _norm(shape: GPTShape, kinds: dict, rngs):
+    return nnx.RMSNorm(shape.hidden_size, epsilon=1e-5, rngs=rngs, **kinds)
 
 
 def rotary(length: int, shape: GPTShape, dtype):
     """Return PyTorch's ``models.rotary`` as JAX arrays, bitwise equal: cosines and sines, each (length, 1, head_dim)."""
-    like = torch.empty(0, dtype=torch.float64 if dtype == jnp.float64 else torch.float32)
-    return [jnp.asarray(table.numpy())[:, None] for table in models.rotary(length, shape.head_dim, like)]
+    like = torch.empty(0, dtype=torch.float64 if dtype == jnp.float64 else torch.float32)  # NumPy has no bf16
+    return [jnp.asarray(table.numpy(), dtype)[:, None] for table in models.rotary(length, shape.head_dim, like)]
 
 
 def apply_rope(x, cos, sin):
@@ -132,9 +149,9 @@ def apply_rope(x, cos, sin):
 # Parameters: a tree (``nnx.State``) of arrays, its leaves
 
 
-def structure(shape: GPTShape, dtype=jnp.float32):
+def structure(shape: GPTShape, dtype=jnp.float32, param_dtype=jnp.float32):
     """Return (graph definition, parameters as shapes) without allocating; ``nnx.merge`` of both is the model."""
-    return nnx.split(nnx.eval_shape(lambda: GPT(shape, dtype)))
+    return nnx.split(nnx.eval_shape(lambda: GPT(shape, dtype, param_dtype)))
 
 
 def names(tree) -> list[str]:
@@ -142,32 +159,67 @@ def names(tree) -> list[str]:
     return [".".join(str(part) for part in path) for path, _ in nnx.to_flat_state(tree)]
 
 
-def import_weights(model: models.GPT, shapes, shardings):
-    """Convert the parameters of a PyTorch model on the CPU to sharded JAX arrays, one leaf at a time.
+def initial_weights(shape: GPTShape, seed: int) -> dict:
+    """Return gpt_fsdp.py's initial weights, {name in PyTorch: tensor}, in CPU memory."""
+    with torch.device("meta"):
+        model = models.GPT(shape)
+    model.to_empty(device="cpu")
+    model.tie()
+    models.init_weights(model, seed)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def import_weights(weights: dict, shapes, shardings):
+    """Make sharded JAX arrays of PyTorch's weights; each device reads only its own part.
 
     Args:
-        model: the PyTorch model.
+        weights: {name in PyTorch: a tensor, or safetensors' slice of a file}, whose elements are read by index.
         shapes: tree of shapes, as ``structure`` returns it.
         shardings: tree of JAX's shardings.
     """
-    weights = dict(model.named_parameters())
 
     def leaf(name, shape, sharding):
-        value = _stacked(weights, name) if name.startswith(f"{STACK}.") else _as_jax(weights, name)
-        return jax.device_put(value.numpy().astype(shape.dtype), sharding)
+        def part(index):
+            return _part(weights, name, index).astype(shape.dtype)
+
+        return jax.make_array_from_callback(shape.shape, sharding, part)
 
     leaves = map(leaf, names(shapes), jax.tree.leaves(shapes), jax.tree.leaves(shardings))
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
-def _stacked(weights: dict, name: str) -> torch.Tensor:
-    layers = {int(each.split(".")[1]) for each in weights if each.startswith(f"{STACK}.")}
+def _part(weights: dict, name: str, index: tuple):
+    """Return a part of a leaf as a NumPy array. index: a slice for each of the leaf's dimensions."""
+    if not name.startswith(f"{STACK}."):
+        return _read(weights, name, index)
     _, within = name.split(".", 1)
-    return torch.stack([_as_jax(weights, f"{STACK}.{layer}.{within}") for layer in sorted(layers)])
+    layers = range(sum(each.startswith(f"{STACK}.") and each.endswith(".attention_norm.weight") for each in weights))
+    return np.stack([_read(weights, f"{STACK}.{layer}.{within}", index[1:]) for layer in layers[index[0]]])
 
 
-def _as_jax(weights: dict, name: str) -> torch.Tensor:
-    """Return PyTorch's weight for a JAX name (embedding.embedding, norm.scale, head.kernel), in JAX's layout."""
-    module, _, kind = name.rpartition(".")
-    weight = weights[f"{module}.weight"].detach()
-    return weight.T if kind == "kernel" else weight
+def _read(weights: dict, name: str, index: tuple):
+    """Return a part of PyTorch's weight for a JAX name (embedding.embedding, norm.scale, head.kernel), in JAX's layout."""
+    weight, transposed = weights[in_pytorch(name)], name.endswith(".kernel")
+    part = weight[index[::-1] if transposed else index]
+    part = part.to(torch.promote_types(part.dtype, torch.float32)).numpy()  # NumPy has no bf16
+    return part.T if transposed else part
+
+
+def in_pytorch(name: str) -> str:
+    """Return PyTorch's name of a leaf, or of one layer's part of it."""
+    return f"{name.rpartition('.')[0]}.weight"
+
+
+def in_files(shapes) -> dict[str, tuple[int, ...]]:
+    """Return {name in PyTorch: its dimensions there} of all tensors of a model.
+
+    shapes: tree of shapes, as ``structure`` returns it.
+    """
+    found = {}
+    for name, leaf in zip(names(shapes), jax.tree.leaves(shapes), strict=True):
+        stacked, dims = name.startswith(f"{STACK}."), tuple(leaf.shape)
+        _, _, within = name.partition(".")
+        each = [f"{STACK}.{layer}.{within}" for layer in range(dims[0])] if stacked else [name]
+        dims = dims[1:] if stacked else dims
+        found |= {in_pytorch(one): dims[::-1] if name.endswith(".kernel") else dims for one in each}
+    return found

@@ -19,7 +19,7 @@ import torch
 from labkit import UserError
 from labkit.measuring import hlo, host_memory, meters, records
 from labkit.measuring.trace import CATEGORIES
-from labkit.running import options, progress, ranks
+from labkit.running import options, preemption, progress, ranks
 
 OLDEST = (0, 10)  # jax.shard_map, AxisType, jax_num_cpu_devices, and recomputation that saves memory
 PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint")
@@ -108,7 +108,7 @@ def load(devices: int | None = None, device: str = "auto", precision: str = "fp3
 
 
 def run(main, config):
-    """Call ``main(config, world)``; exit with one sentence and code 2 after a user's error."""
+    """Call ``main(config, world)``; exit as ``ranks.run`` does: 2 after a user's error, 75 after preemption."""
     try:
         progress.report()
         refuse_several(dict(os.environ))
@@ -117,6 +117,8 @@ def run(main, config):
         with contextlib.suppress(SystemExit):
             options.exit_with_error(str(error), launched=True)
         os._exit(2)  # immediately: the threads of a failed read would each print a traceback
+    except preemption.Preempted:
+        sys.exit(preemption.EXIT_REQUEUE)
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -139,6 +141,22 @@ def free_memory(world: World) -> float:
         return host_memory.free() / world.world_size
     stats = [device.memory_stats() for device in world.devices]
     return min(each["bytes_limit"] - each["bytes_in_use"] for each in stats)
+
+
+def refuse_if_too_big(needed: int, config, world):
+    """Check that each device has ``needed`` free bytes.
+
+    Raises:
+        UserError: it has not.
+    """
+    free = free_memory(world)
+    if needed > free:
+        raise UserError(
+            f"--preset {config.preset} with --strategy {config.strategy} and {config.accumulate:,} x "
+            f"{config.batch_size:,} sequences on each of {world.world_size} devices needs more than "
+            f"{needed / 2**30:,.1f} GiB there, and {free / 2**30:,.1f} GiB are free: take a smaller preset, fewer "
+            "sequences or more devices"
+        )
 
 
 def needed(step) -> int:

@@ -1,4 +1,4 @@
-"""FSDP in JAX (gpt_jax.py): what each device stores from step to step, and what fsdp-explicit sends. Imports no JAX.
+"""FSDP in JAX (gpt_jax.py): what each device stores from step to step, and what it sends. Imports no JAX.
 
 The model is a tree of arrays, its leaves. Each leaf is one array for all layers (``scan`` runs over the first
 dimension), and is sharded along one of its other dimensions, or replicated where it has fewer elements than a threshold.
@@ -87,49 +87,71 @@ def persistent(shape: GPTShape, devices: int, threshold: int, itemsize: int = 4)
 
 
 def traffic(
-    shape: GPTShape, devices: int, threshold: int, recompute: bool = False, micro_batches: int = 1, itemsize: int = 4
+    shape: GPTShape,
+    devices: int,
+    threshold: int,
+    again: bool = False,
+    micro_batches: int = 1,
+    itemsize: int = 4,
+    replicas: int = 1,
+    scatters: bool = True,
 ) -> list[dict]:
-    """Return a step's collectives under fsdp-explicit, in the form of ``Plan.traffic``.
+    """Return a step's collectives in the form of ``Plan.traffic``.
 
-    A sharded leaf is gathered where it is used, in a block layer by layer, and its gradient reduce-scattered there. What
-    is gathered in forward stays for backward; a recomputed block gathers a second time. The gradients of replicated
-    leaves are all-reduced, and so is the loss. XLA combines neighbors: it sends the planned bytes of each kind in fewer
-    collectives (see ``bytes_by_kind``).
+    A sharded leaf is gathered where it is used, in a block layer by layer, and its gradient reduce-scattered there. With
+    replicas the gradient's shard is then all-reduced over them. The gradients of replicated leaves are all-reduced, and so
+    is the loss. XLA combines neighbors: it sends the planned bytes of each kind in fewer collectives (see
+    ``bytes_by_kind``).
 
     Every micro-batch gathers the blocks. The other leaves are gathered once, before all micro-batches: XLA moves out of a
     loop what stays the same in it.
 
     Args:
         shape: the model.
-        devices: how many share it.
+        devices: how many share a replica.
         threshold: leaves with fewer elements are replicated.
-        recompute: whether blocks are recomputed.
+        again: whether backward gathers the blocks again: they are resharded after forward, or recomputed.
         micro_batches: in a step.
         itemsize: bytes per element.
+        replicas: of the model (HSDP); then only with ``scatters``.
+        scatters: False for programs whose collectives XLA writes for the CPU: it all-reduces all gradients.
     """
-    counts = Counter({("all-reduce", LOSS): micro_batches})
+    everywhere = "fsdp" if replicas == 1 else "replicate+fsdp"
+    counts = Counter({("all-reduce", LOSS, everywhere): micro_batches})
     for name, dims in leaves(shape).items():
-        layers, numel = (dims[0], prod(dims[1:])) if name.startswith(BLOCKS) else (1, prod(dims))
+        layers, size = (dims[0], prod(dims[1:])) if name.startswith(BLOCKS) else (1, prod(dims))
+        size, times = size * itemsize, layers * micro_batches
         if dimension(name, dims, devices, threshold) is None:
-            counts["all-reduce", numel * itemsize] += layers * micro_batches
+            counts["all-reduce", size, everywhere] += times
             continue
-        gathers = micro_batches * (2 if recompute else 1) if name.startswith(BLOCKS) else 1
-        counts["all-gather", numel * itemsize] += layers * gathers
-        counts["reduce-scatter", numel * itemsize] += layers * micro_batches
-    collectives = [{"kind": kind, "bytes": size, "count": n} for (kind, size), n in sorted(counts.items())]
-    return [each | {"ranks": devices, "dimension": "fsdp"} for each in collectives]
+        gathers = micro_batches * (2 if again else 1) if name.startswith(BLOCKS) else 1
+        counts["all-gather", size, "fsdp"] += layers * gathers
+        counts["reduce-scatter" if scatters else "all-reduce", size, "fsdp"] += times
+        if replicas > 1:
+            counts["all-reduce", size // devices, "replicate"] += times
+    ranks = {"fsdp": devices, "replicate": replicas, "replicate+fsdp": replicas * devices}
+    return [
+        {"kind": kind, "bytes": size, "count": count, "ranks": ranks[dimension], "dimension": dimension}
+        for (kind, size, dimension), count in sorted(counts.items())
+    ]
 
 
 def temporary(
-    shape: GPTShape, batch_size: int, seq_len: int, recompute: bool = False, sharded: bool = True, itemsize: int = 4
+    shape: GPTShape,
+    batch_size: int,
+    seq_len: int,
+    recompute: bool = False,
+    sharded: bool = True,
+    itemsize: int = 4,
+    reshard: bool = False,
 ) -> int:
     """Estimate the bytes that a device needs within a step, in addition to arguments and results.
 
-    Counted are what JAX's automatic differentiation saves of each block (its gathered weights too, if sharded; of a
-    recomputed block, its input only); for the block that backward is in, values and weights again, copied or recomputed
+    Counted are what JAX's automatic differentiation saves of each block (its gathered weights too, if sharded and
+    not resharded after forward; of a recomputed block, its input only); for the block that backward is in, values and weights again, copied or recomputed
     and gathered; and gradients of parameters: a block's if sharded, else the model's. Left out: gradients of
     activations, which replace values no longer needed, and the head, where backward begins. Compared with XLA's figures
-    on the CPU (jax 0.10.2): within 15 %.
+    on the CPU (jax 0.10.2 and 0.12.0): within 15 %.
 
     Args:
         shape: the model.
@@ -138,11 +160,12 @@ def temporary(
         recompute: whether blocks are recomputed.
         sharded: False if the model is replicated.
         itemsize: bytes per element.
+        reshard: whether blocks are resharded after forward.
     """
     weights = {name: prod(dims[1:]) for name, dims in leaves(shape).items() if len(dims) == 3}
     block, model = sum(weights.values()), sum(map(prod, leaves(shape).values()))
     values = sum(saved_elements(shape, batch_size, seq_len).values())
-    saved = batch_size * seq_len * shape.hidden_size if recompute else values + block * sharded
+    saved = batch_size * seq_len * shape.hidden_size if recompute else values + block * (sharded and not reshard)
     return itemsize * (shape.num_hidden_layers * saved + values + block + (block if sharded else model))
 
 

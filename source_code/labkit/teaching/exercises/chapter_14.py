@@ -3,16 +3,15 @@
 from contextlib import suppress
 from math import prod
 
-from planner import UserError
 from planner.models.shapes import GPT_SHAPES
 from planner.parallel import jax_sharding
 
 from labkit.measuring import hlo
-from labkit.teaching.exercises import Do, Predict, on_ranks, unanswered
+from labkit.teaching.exercises import Do, on_ranks, unanswered
 from labkit.training import jax_world
 
 DEVICES, LAYERS, WIDTH, BATCH = 8, 3, 16, 32
-LLAMA, MANY, THRESHOLD = GPT_SHAPES["llama3-8b"], 64, 2**14
+THRESHOLD = 2**14
 
 
 def _shared(me, forward):
@@ -91,58 +90,37 @@ def judge_forward(forward) -> str:
     return "right"
 
 
-# (shape of an array, devices, threshold); the first case is easy to check by hand
-LEAVES = [
-    ((256, 512), 8, 0),
-    ((512, 256), 8, 0),
-    ((100, 64), 8, 0),
-    ((64, 64), 8, 0),
-    ((128,), 8, 1000),
-    ((40, 25), 8, 1000),
-    ((7, 24, 30), 8, 0),
-    ((9, 25), 8, 0),
-]
+def programs() -> list[tuple]:
+    """Return (name, collectives at a small batch, at a large one, bytes of the parameters, answer) of steps to tell apart."""
+    cases = []
+    for preset, devices in (("tiny", 8), ("llama3-8b", 64)):
+        shape = GPT_SHAPES[preset]
+        size = 4 * sum(map(prod, jax_sharding.leaves(shape).values()))
+        summed = {"kind": "all-reduce", "bytes": size + 4, "count": 1}
+        cases.append((f"{preset}, all gradients all-reduced", [summed], [summed], size, "replicated"))
+        for again, answer in ((False, "kept"), (True, "resharded")):
+            for scatters, machine in ((True, "GPUs"), (False, "the CPU")):
+                fsdp = jax_sharding.traffic(shape, devices, THRESHOLD, again, scatters=scatters)
+                cases.append((f"{preset}, FSDP on {machine}, {answer}", fsdp, fsdp, size, answer))
+        kept = jax_sharding.traffic(shape, devices, THRESHOLD, scatters=False)
+        activations = [{"kind": "all-gather", "bytes": size, "count": 1}, summed]
+        grown = [{"kind": "all-gather", "bytes": size, "count": 4}, summed]
+        cases.append((f"{preset}, gathers that grow with the batch", activations, grown, size, "not FSDP"))
+        gathers = [each for each in kept if each["kind"] == "all-gather"]
+        unsummed = [*gathers, {"kind": "all-reduce", "bytes": size // 2, "count": 1}]
+        cases.append((f"{preset}, half of the gradients not summed", unsummed, unsummed, size, "not FSDP"))
+        cases.append((f"{preset}, gradients summed at the large batch only", unsummed, kept, size, "not FSDP"))
+    return cases
 
 
-def judge_spec(spec) -> str:
-    for shape, devices, threshold in LEAVES:
-        result = spec(shape, devices, threshold)
-        if unanswered(result):
+def judge_strategy(strategy_of) -> str:
+    for name, small, large, parameters, right in programs():
+        answer = strategy_of([dict(each) for each in small], [dict(each) for each in large], parameters)
+        if unanswered(answer):
             return "not answered yet"
-        cut = None
-        with suppress(UserError):  # no dimension is divisible: the lab refuses it, the exercise replicates it
-            cut = jax_sharding.dimension("", shape, devices, threshold)
-        right = tuple("fsdp" if d == cut else None for d in range(len(shape)))
-        about = f"an array of {shape}, {devices} devices, threshold {threshold}: {result}"
-        if not isinstance(result, (tuple, list)) or set(result) - {"fsdp", None} or len(result) != len(shape):
-            return f'not quite: {about}: return a tuple, with "fsdp" or None for each of the {len(shape)} dimensions'
-        if tuple(result) != right:
-            return f"not quite: {about}, by the rule {right}{_slip(tuple(result), shape, devices, threshold)}"
+        if answer != right:
+            return f"not quite: {name}: {answer!r}, and it is {right!r}"
     return "right"
-
-
-def _slip(result, shape, devices, threshold) -> str:
-    cut = [d for d, axis in enumerate(result) if axis]
-    if prod(shape) < threshold:
-        return f"; it has {prod(shape):,} elements, fewer than the threshold: replicate it"
-    if not cut:
-        return f"; it has {prod(shape):,} elements, not fewer than the threshold" if threshold else ""
-    if len(cut) > 1:
-        return "; the mesh axis shards one dimension"
-    if shape[cut[0]] % devices:
-        return f"; {shape[cut[0]]} is not divisible by {devices} devices"
-    return "; take the largest divisible dimension, or the first of equal ones"
-
-
-def gathered(times: int | None = None) -> float:
-    """Return the GB that a step of Llama 3 8B gathers in fp32, with recomputation.
-
-    Blocks are gathered twice and the rest once; with ``times``, all parameters are gathered that many times.
-    """
-    if times:
-        return times * sum(map(prod, jax_sharding.leaves(LLAMA).values())) * 4 / 1e9
-    by_kind = jax_sharding.bytes_by_kind(jax_sharding.traffic(LLAMA, MANY, THRESHOLD, recompute=True))
-    return by_kind["all-gather", "fsdp"] / 1e9
 
 
 EXERCISES = {
@@ -164,42 +142,23 @@ def forward_of_a_device(shards, x):
     return jax.lax.scan(layer, x, shards)[0]
 """,
     ),
-    "14.2": Predict(
-        title="what a step of Llama 3 8B gathers",
+    "14.2": Do(
+        title="a test that reads the program",
         level=2,
-        minutes=5,
-        answer=gathered(),
-        unit="GB",
-        slips={
-            "blocks are gathered twice, but embedding and head stay gathered from forward to backward": gathered(
-                times=2
-            ),
-            "recomputed, a block is gathered once in forward and once more in backward": gathered(times=1),
-            "that is in GiB of 1024³; traffic is reported in GB of 1000³": gathered() * 1e9 / 2**30,
-            "an element in fp32 has 4 bytes": gathered() / 2,
-        },
-        hint="A block is gathered in forward, and again when backward recomputes it. Which parameters are not in blocks?",
-        solution=f"""
-# 32 blocks twice, embedding and head once; 4 bytes per element. (The norms are below the threshold, and replicated.)
-block = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)
-answer = 4 * (2 * 32 * block + 2 * {LLAMA.vocab_size} * 4096) / 1e9
-""",
-    ),
-    "14.3": Do(
-        title="which dimension is cut",
-        level=1,
-        minutes=6,
-        judge=judge_spec,
-        hint="math.prod(shape) is the number of elements. max(dims, key=lambda d: shape[d]) takes the first of the largest.",
+        minutes=12,
+        judge=judge_strategy,
+        hint="Sum bytes times count, of the gathers and of what sums gradients. Which of the two sums must not change with\n"
+        "the batch? Which must be the size of the model in every data-parallel program? A collective runs count times.",
         solution="""
-from math import prod
-
-def spec(shape, devices, threshold):
-    dims = [d for d, size in enumerate(shape) if size % devices == 0]
-    if prod(shape) < threshold or not dims:
-        return (None,) * len(shape)
-    cut = max(dims, key=lambda d: shape[d])
-    return tuple("fsdp" if d == cut else None for d in range(len(shape)))
+def strategy_of(small, large, parameters):
+    def sent(program, *kinds):
+        return sum(each["bytes"] * each["count"] for each in program if each["kind"] in kinds)
+    gathered = [sent(program, "all-gather") for program in (small, large)]
+    summed = [sent(program, "all-reduce", "reduce-scatter") for program in (small, large)]
+    if gathered[0] != gathered[1] or any(abs(size / parameters - 1) > 0.1 for size in summed):
+        return "not FSDP"  # activations are sent, or gradients are not summed over the batch
+    times = gathered[0] / parameters
+    return "replicated" if times == 0 else "kept" if times < 1.1 else "resharded"
 """,
     ),
 }

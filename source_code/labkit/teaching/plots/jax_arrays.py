@@ -1,4 +1,4 @@
-"""Figures of chapter 14: the layout of arrays over devices, memory per device, the effect of a threshold."""
+"""Figures of chapter 14: the layout of arrays over devices, memory per device."""
 
 import matplotlib.pyplot as plt
 
@@ -39,26 +39,6 @@ def _part(axes, x, y, width, height, colour: str, text: str):
     axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", color=ink, fontsize=12)
 
 
-def leaves(rows: list[tuple[str, int, int]], devices: int, title: str, under: str):
-    """Draw the bytes of each array on each device: rows of (name, bytes of the array, bytes of it on one device)."""
-    figure, axes = plt.subplots(figsize=(10, 0.36 * len(rows) + 1.9), layout="constrained")
-    most = max(size for _, size, _ in rows)
-    for place, (_, size, local) in enumerate(rows):
-        axes.barh(place, size / 2**10, 0.76, color="#E4E4E4")
-        axes.barh(place, local / 2**10, 0.76, color=COLOURS["parameters"])
-        share = "whole" if local == size else f"1/{size / local:g}"
-        axes.text(
-            (size + 0.01 * most) / 2**10, place, f"{local / 2**10:.3g} of {size / 2**10:.4g}: {share}", va="center"
-        )
-    axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
-    axes.tick_params(axis="y", length=0)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.24 * most / 2**10)
-    axes.set_xlabel(f"parameters [KiB]; blue: on each of {devices} devices, light: the rest")
-    headline(figure, title, under)
-    show(figure)
-
-
 def memory(rows: list[tuple[str, dict, float | None]], title: str, under: str, guesses: dict[str, float] | None = None):
     """Draw the memory per device in the compiled program: rows of (name, {category: bytes}, predicted total or None).
 
@@ -85,29 +65,4 @@ def memory(rows: list[tuple[str, dict, float | None]], title: str, under: str, g
     marks = "solid: by the compiler's plan, outlined: predicted" + ", diamond: kept plus your guess" * bool(guesses)
     headline(figure, title, f"{under}\n{marks}")
     figure.legend(loc="outside lower left", ncols=4, fontsize=11)
-    show(figure)
-
-
-def thresholds(rows: list[tuple[str, int, int, int]], title: str, under: str):
-    """Draw persistent bytes and collectives per threshold.
-
-    rows: (threshold, persistent bytes per device, predicted bytes, collectives per step).
-    """
-    figure, (persistent, sent) = plt.subplots(
-        1, 2, figsize=(10, 0.5 * len(rows) + 2), sharey=True, layout="constrained"
-    )
-    for place, (_, size, predicted, collectives) in enumerate(rows):
-        persistent.barh(place, size / MIB, 0.6, color="#AAAAAA")
-        persistent.barh(place, predicted / MIB, 0.76, **PREDICTED)
-        persistent.text(size / MIB, place, f"  {size / MIB:.2f}", va="center")
-        sent.barh(place, collectives, 0.6, color="#666666")
-        sent.text(collectives, place, f"  {collectives}", va="center")
-    persistent.set_yticks(range(len(rows)), [row[0] for row in rows])
-    persistent.invert_yaxis()
-    persistent.set_xlabel("persistent memory per device [MiB]")
-    sent.set_xlabel("collectives of a step")
-    for axes in (persistent, sent):
-        axes.tick_params(axis="y", length=0)
-        axes.margins(x=0.2)
-    headline(figure, title, under)
     show(figure)
