@@ -25,6 +25,7 @@ HERE = launch.Cluster(launcher="local")
 SIZE = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 SIZE |= {"intermediate_size": 40}
 SEQUENCES, LENGTH = 8, 16
+LATE = 0 if torch.__version__ >= "2.15" else 0.02  # of a peak: older versions free some buffers later
 FP64 = {"precision": "fp64"}
 PLAIN, DROPPING = FP64, FP64 | {"capacity_factor": 0.75, "shared_expert": True, "top_k": 3}
 # With SGD, other than with AdamW, losses depend on the size of the gradient. The clipped norm is that of all parameters.
@@ -123,8 +124,8 @@ def test_memory_and_traffic_are_those_of_the_plan_for_the_same_routing(ranks, na
         assert row["persistent equal"] and row["traffic equal"], (rank, row)
         later = measured["routing"]["step_by_rank"][rank] > meters.TRACED_STEPS[1]
         losses = one["config"].get("accumulate", 1) * (8 if name in IN_FP64 or ranks == 1 else 4) if later else 0
-        short = sum(row["measured"].values()) - predict.total(row["predicted"])
-        assert 0 <= short <= max(losses, 16 * later), (rank, row)
+        peak = sum(row["measured"].values())
+        assert 0 <= peak - predict.total(row["predicted"]) <= max(losses, 16 * later, LATE * peak), (rank, row)
 
 
 def test_peaks_depend_on_the_routing(small):

@@ -51,7 +51,7 @@ def listed() -> list[dict]:
     configs += [gpt(2, strategy=strategy, accumulate=3, sync="last") for strategy in ("ddp", "fsdp1", "fsdp2")]
     configs += [gpt(2, strategy="fsdp2", accumulate=2), gpt(4, strategy="fsdp2", prefetch=2)]
     configs += [gpt(3, strategy="fsdp2", tied=True), gpt(2, strategy="fsdp1", precision="bf16")]
-    configs += tensor_parallel() + context_parallel()
+    configs += tensor_parallel() + context_parallel() + mixtures_of_experts()
     for recompute in ("none", "full", "selective"):  # by autocast; AdamW's own peak would be higher than what it does
         configs += [gpt(1, strategy="single", recompute=recompute, precision="bf16", optimizer="sgd", tied=True)]
         configs += [gpt(2, strategy="ddp", recompute=recompute, precision="bf16", optimizer="sgd")]
@@ -159,6 +159,18 @@ def context_parallel() -> list[dict]:
     configs += [gpt(4, **sgd, mesh="context=4"), gpt(4, **sgd, **gathered, mesh="context=2,tensor=2")]
     configs += [gpt(4, **sgd, **gathered, mesh="shard=2,context=2", recompute="full", precision="bf16")]
     return [*configs, gpt(4, **sgd, **ulysses, mesh="replicate=2,context=2")]
+
+
+def mixtures_of_experts() -> list[dict]:
+    """Experts whole on each rank, sharded, spread over ranks, and with sequences that ranks share."""
+    sgd = {"strategy": "fsdp2", "seq_len": 32, "optimizer": "sgd", "experts": 8}
+    configs = [gpt(1, strategy="single", experts=4, top_k=1, balance="loss", recompute="full")]
+    configs += [gpt(2, **sgd | {"strategy": "ddp"}, shared_expert=True, capacity_factor=0.75)]
+    configs += [gpt(2, **sgd, precision="bf16", balance="bias"), gpt(2, **sgd, mesh="context=2", top_k=1)]
+    configs += [gpt(2, **sgd, mesh="shard=2,expert=2", accumulate=3, sync="last", clip=1.0)]
+    configs += [gpt(4, **sgd, mesh="shard=4,expert=2", precision="bf16", recompute="full")]
+    configs += [gpt(4, **sgd, mesh="shard=4,expert=4", shared_expert=True, top_k=3, capacity_factor=1.5)]
+    return [*configs, gpt(4, **sgd, mesh="shard=2,context=2,expert=4", balance="bias")]
 
 
 def mnist(ranks: int, **config) -> dict:

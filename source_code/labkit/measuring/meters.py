@@ -129,9 +129,10 @@ class Meter:
             global_batch: samples per step, of all ranks together.
 
         Returns:
-            {"memory", "time", "traffic"}, and "routing" of a mixture of experts (``_routing``). ``time`` is as ``times`` returns it, ``traffic`` as ``trace.listed`` does, or
-            None if the run was too short. ``memory`` is None if the run was too short or the step is compiled and on the
-            CPU; else it has these keys, which are all None, except "allocator", if the step is compiled:
+            {"memory", "time", "traffic"}, and "routing" of a mixture of experts (``_routing``). ``time`` is as ``times``
+            returns it, ``traffic`` as ``trace.listed`` does, or None if the run was too short. ``memory`` is None if the run
+            was too short or the step is compiled and on the CPU; else it has these keys, which are all None, except
+            "allocator", if the step is compiled:
 
             - "peak": {category: bytes} at rank 0's peak; "peak_phase" and "peak_operator": when it occurs
             - "start": {category: bytes} of rank 0 at the start of a step

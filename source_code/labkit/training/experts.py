@@ -156,10 +156,7 @@ def dispatch(rows, counts, group):
     """
     theirs = torch.empty_like(counts)
     dist.all_to_all_single(theirs, counts, group=group)
-    counts, theirs = (
-        counts.view(group.size(), -1),
-        theirs.view(group.size(), -1),
-    )  # of each rank and its experts, or mine
+    counts, theirs = (of.view(group.size(), -1) for of in (counts, theirs))  # of each rank and its experts, or mine
     sends, receives = counts.sum(1).tolist(), theirs.sum(1).tolist()
     received = AllToAll.apply(rows, sends, receives, group)
     expert = torch.arange(theirs.shape[1], device=rows.device).repeat(len(theirs)).repeat_interleave(theirs.flatten())

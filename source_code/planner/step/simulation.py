@@ -71,9 +71,7 @@ class Step:
             if not (self.first and term[0] == "optimizer state")
         ]
         self.held = [tape.constant("losses of the step before", 1, plan.loss_itemsize, plan.micro_batches)]
-        if (
-            counts := plan.blueprint.spread.counts
-        ):  # those of the last micro-batch, and of all micro-batches, for the record
+        if counts := plan.blueprint.spread.counts:  # of the last micro-batch, and of all of them, for the record
             self.held.append(tape.constant(TOKENS, counts, INT64, 1 + plan.micro_batches))
         self.batch = plan.blueprint.batch(tape, plan.micro_batches, plan.itemsize)
         if plan.precision == "fp16" and plan.flat and not plan.on_gpu:  # a GPU's kernel counts in place
