@@ -31,6 +31,7 @@ LAWS = {  # what to remember of each chapter, in a few words; its notebook has t
     "16": "what ranks leave behind names most faults",
     "17": "your model peaks where its config.json says",
     "18": "Muon needs whole matrices: let each have an owner",
+    "19": "send tokens to experts, not experts to tokens",
     "20": "split the sequence: only attention communicates",
 }
 ROWS = {
@@ -38,7 +39,7 @@ ROWS = {
     "": range(4, 8),
     "a transformer": range(8, 12),
     " ": range(12, 16),
-    "  ": range(16, 20),
+    "  ": range(16, 21),
 }
 
 
