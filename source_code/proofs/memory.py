@@ -32,6 +32,7 @@ from labkit.running import launch, notebook_ranks, progress, ranks
 from labkit.running.options import Options, option, parse
 from labkit.training import deepspeed_zero
 from planner import predict
+from planner.ops import routing
 from planner.parallel import groups, zero
 from planner.parallel.mesh import arrange
 
@@ -163,10 +164,12 @@ def compare_ranks(one: dict, measured: list[dict]) -> dict:
 def compare(one: dict, measured: dict, rank: int = 0) -> dict:
     """Compare one rank's measured memory and traffic with its plan: a row of the table, in bytes.
 
-    Of a mixture of experts, the plan is for the measured routing, which the row keeps.
+    Of a mixture of experts, the plan is for the measured routing; the row keeps its part of it.
     """
-    one |= {name: measured[name] for name in ("routing",) if name in measured}
+    one = one | {name: measured[name] for name in ("routing",) if name in measured}
     plan = planned(one | {"versions": {"torch": torch.__version__}}, rank)
+    if "routing" in one:
+        one["routing"] = routing.of_rank(one["routing"], rank, plan.ep_degree)
     where, terms = plan.peak()
     predicted, peak = predict.by_category(terms), measured["memory"]["peak"]
     # Besides the peak, the memory at the start of a step must be right to the byte.
