@@ -32,6 +32,7 @@ from labkit.running import launch, notebook_ranks, progress, ranks
 from labkit.running.options import Options, option, parse
 from labkit.training import deepspeed_zero
 from planner import predict
+from planner.ops import routing
 from planner.parallel import groups, zero
 from planner.parallel.mesh import arrange
 
@@ -163,26 +164,32 @@ def compare_ranks(one: dict, measured: list[dict]) -> dict:
 def compare(one: dict, measured: dict, rank: int = 0) -> dict:
     """Compare one rank's measured memory and traffic with its plan: a row of the table, in bytes.
 
-    Of a mixture of experts, the plan is for the measured routing, which the row keeps.
+    Of a mixture of experts, the plan is for the measured routing; the row keeps its part of it.
     """
-    one |= {name: measured[name] for name in ("routing",) if name in measured}
+    one = one | {name: measured[name] for name in ("routing",) if name in measured}
     plan = planned(one | {"versions": {"torch": torch.__version__}}, rank)
     where, terms = plan.peak()
     predicted, peak = predict.by_category(terms), measured["memory"]["peak"]
     # Besides the peak, the memory at the start of a step must be right to the byte.
     persistent = predict.by_category(plan.persistent())
     started = {name: measured["memory"]["start"][name] for name in persistent}
-    return one | {
-        "rank": rank,
-        "measured": {name: size for name, size in peak.items() if size},
-        "predicted": predicted,
-        "where": where,
-        "difference": predict.total(predicted) / sum(peak.values()) - 1,
-        "persistent equal": started == persistent and all(peak[name] == predicted.get(name, 0) for name in PERSISTENT),
-        "traffic equal": counted(measured["traffic"]) == counted(plan.traffic()),
-        # DeepSpeed copies the default group once in a process, whatever it trains there
-        "groups equal": plan.deepspeed or measured["groups"] == planned_groups(one),
-    }
+    kept = {"routing": routing.of_rank(one["routing"], rank, plan.ep_degree)} if "routing" in one else {}
+    return (
+        one
+        | kept
+        | {
+            "rank": rank,
+            "measured": {name: size for name, size in peak.items() if size},
+            "predicted": predicted,
+            "where": where,
+            "difference": predict.total(predicted) / sum(peak.values()) - 1,
+            "persistent equal": started == persistent
+            and all(peak[name] == predicted.get(name, 0) for name in PERSISTENT),
+            "traffic equal": counted(measured["traffic"]) == counted(plan.traffic()),
+            # DeepSpeed copies the default group once in a process, whatever it trains there
+            "groups equal": plan.deepspeed or measured["groups"] == planned_groups(one),
+        }
+    )
 
 
 def counted(traffic: list[dict]) -> Counter:

@@ -99,13 +99,21 @@ def recorded(routing: dict, rank: int, ep_degree: int) -> Routing:
     tokens = routing["tokens"][str(routing["step_by_rank"][rank])]
     first = rank // ep_degree * ep_degree
     group = tokens[first : first + ep_degree]
-    mine = slice(*(len(tokens[0][0][0]) // ep_degree * (rank - first + end) for end in (0, 1)))
+    mine = slice(*(len(tokens[rank][0][0]) // ep_degree * (rank - first + end) for end in (0, 1)))
     sent = tuple(tuple(map(sum, layers)) for layers in tokens[rank])
     received = tuple(
         tuple(sum(sum(counts[mine]) for counts in of_layer) for of_layer in zip(*micro_batch, strict=True))
         for micro_batch in zip(*group, strict=True)
     )
     return Routing(sent, received)
+
+
+def of_rank(routing: dict, rank: int, ep_degree: int) -> dict:
+    """Return the part of a record's routing that ``recorded`` needs of one rank; the arguments are as there."""
+    step, first = routing["step_by_rank"][rank], rank // ep_degree * ep_degree
+    tokens = routing["tokens"][str(step)]
+    kept = [own if first <= number < first + ep_degree else [] for number, own in enumerate(tokens)]
+    return {"step_by_rank": [step] * len(tokens), "tokens": {str(step): kept}}
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,8 @@ class Plan:
             raise UserError(f"offload is predicted for fsdp2, not for {self.strategy}")
         if self.shard_dim and (self.tp_degree > 1 or self.reshard_degree or self.optimizer in muon.WAYS):
             raise UserError("another dimension to shard is not predicted with tensor parallelism, reshard N, or Muon")
+        if self.shard_dim and 1 < self.ep_degree < self.shards:
+            raise UserError("another dimension to shard is not predicted for experts that are spread and sharded")
         if self.optimizer in muon.WAYS:
             muon.check(self)
         if self.weights == "bf16" and (self.tp_degree > 1 or self.precision != "bf16"):
