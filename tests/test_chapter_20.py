@@ -114,7 +114,7 @@ def test_orders_and_forms_that_are_not_what_is_claimed_are_noticed():
     broken = {"me.rank, me.world_size, order)": 'me.rank, me.world_size, "natural")', "tokens=2048": "tokens=256"}
     broken |= {"mine = context.positions(64 // me.world_size)": "mine = torch.arange(64 // me.world_size)"}
     broken |= {"sequences.attention_times(": "(lambda *_: None)(", "alone['hardware']": "''"}
-    cells = ("c20-01", "c20-02", "c20-15", "c20-17", "c20-18", "c20-19", "c20-22", "c20-23")
+    cells = ("c20-01", "c20-02", "c20-15", "c20-17", "c20-18", "c20-19", "c20-21", "c20-22", "c20-23")
     lines = run_broken("20", broken, until="one_layer, ranks=ranks", only=cells)
     assert [line[:4] for line in lines[:2]] == ["PASS", "FAIL"]
     verdicts = {line.split(": ")[1]: line[:4] for line in lines[3:]}
