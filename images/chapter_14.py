@@ -42,7 +42,7 @@ def fsdp_in_jax():
            "Each process sees its own share of every parameter.", "hooks call collectives\nwhile the step runs",
            "To know the traffic, you watch a step:\nthat is what this course's meters do.", True)  # fmt: skip
     column(d, RIGHT, "JAX", 'one process, one program about whole arrays\nweight is sharded along "fsdp"',
-           "The program never mentions a device.", "the compiler writes collectives\ninto one program that every device runs",
+           "The program never mentions a device.", "the compiler writes collectives\ninto one program for all devices",
            "To know the traffic, you read the program,\nbefore it has run once.", False)  # fmt: skip
     d.save("fsdp_in_jax")
 
