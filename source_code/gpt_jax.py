@@ -19,6 +19,7 @@ Model, initial weights, batches and losses are those of gpt_fsdp.py, step by ste
 import math
 import platform
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -227,7 +228,9 @@ def prepare(config, world) -> Training:
     )
     tokens = jax.ShapeDtypeStruct(config.batch_shape(world.world_size), jnp.int32)
     begin = time.perf_counter()
-    step = step.lower(*typed((shapes, states, tokens, tokens), (placed, states_placed, batch, batch))).compile()
+    arguments = typed((shapes, states, tokens, tokens), (placed, states_placed, batch, batch))
+    with jax.set_mesh(mesh) if config.strategy == "fsdp-explicit" else nullcontext():  # the type of what has no input
+        step = step.lower(*arguments).compile()
     compile_seconds = time.perf_counter() - begin
     jax_world.refuse_if_too_big(jax_world.needed(step), config, world)  # all of it, as planned by the compiler
 
