@@ -25,7 +25,8 @@ HERE = launch.Cluster(launcher="local")
 SIZE = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 SIZE |= {"intermediate_size": 40}
 SEQUENCES, LENGTH = 8, 16
-LATE = 0 if torch.__version__ >= "2.15" else 0.02  # of a peak: older versions free some buffers later
+# Of a peak: older versions free some buffers later (2.11: 2.3 % where gradients wait for the last micro-batch)
+LATE = 0 if torch.__version__ >= "2.15" else 0.05
 FP64 = {"precision": "fp64"}
 PLAIN, DROPPING = FP64, FP64 | {"capacity_factor": 0.75, "shared_expert": True, "top_k": 3}
 # With SGD, other than with AdamW, losses depend on the size of the gradient. The clipped norm is that of all parameters.

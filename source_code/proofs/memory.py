@@ -173,23 +173,20 @@ def compare(one: dict, measured: dict, rank: int = 0) -> dict:
     # Besides the peak, the memory at the start of a step must be right to the byte.
     persistent = predict.by_category(plan.persistent())
     started = {name: measured["memory"]["start"][name] for name in persistent}
-    kept = {"routing": routing.of_rank(one["routing"], rank, plan.ep_degree)} if "routing" in one else {}
-    return (
-        one
-        | kept
-        | {
-            "rank": rank,
-            "measured": {name: size for name, size in peak.items() if size},
-            "predicted": predicted,
-            "where": where,
-            "difference": predict.total(predicted) / sum(peak.values()) - 1,
-            "persistent equal": started == persistent
-            and all(peak[name] == predicted.get(name, 0) for name in PERSISTENT),
-            "traffic equal": counted(measured["traffic"]) == counted(plan.traffic()),
-            # DeepSpeed copies the default group once in a process, whatever it trains there
-            "groups equal": plan.deepspeed or measured["groups"] == planned_groups(one),
-        }
-    )
+    row = {
+        "rank": rank,
+        "measured": {name: size for name, size in peak.items() if size},
+        "predicted": predicted,
+        "where": where,
+        "difference": predict.total(predicted) / sum(peak.values()) - 1,
+        "persistent equal": started == persistent and all(peak[name] == predicted.get(name, 0) for name in PERSISTENT),
+        "traffic equal": counted(measured["traffic"]) == counted(plan.traffic()),
+        # DeepSpeed copies the default group once in a process, whatever it trains there
+        "groups equal": plan.deepspeed or measured["groups"] == planned_groups(one),
+    }
+    if "routing" in one:
+        row["routing"] = routing.of_rank(one["routing"], rank, plan.ep_degree)
+    return one | row
 
 
 def counted(traffic: list[dict]) -> Counter:
