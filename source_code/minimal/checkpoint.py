@@ -3,8 +3,8 @@
   done = load(folder, model, optimizer, scheduler, loader)           0 on the first day
   save(folder, step, model, optimizer, scheduler, loader)            every N steps, and when the job is about to end
 
-Every rank calls both at the same steps. One run per folder. ``others``: whatever has state_dict and load_state_dict. The
-number of ranks may change if a loader counts global batches; each rank's random numbers go on if it does not.
+Every rank calls both at the same steps. One run per folder. ``others``: whatever has state_dict and load_state_dict.
+The number of ranks may change if the loader counts global batches; random numbers continue if it does not.
 """
 
 import os
@@ -20,7 +20,7 @@ GENERATORS = [torch] + [torch.cuda] * torch.cuda.is_available()  # add numpy and
 
 
 def save(folder, step, model, optimizer, *others, keep=3, keep_every=1000, group=None):
-    """Write step-…; keep the newest ``keep``, and those at multiples of ``keep_every``. group: gloo, with hours of time."""
+    """Write step-…; keep the newest ``keep`` and multiples of ``keep_every``. group: gloo, with a time-out of hours."""
     every, partial = [None] * dist.get_world_size(), folder / f"step-{step:08d}.partial"
     dist.all_gather_object(every, ([o.state_dict() for o in others], [g.get_rng_state() for g in GENERATORS]), group)
     state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
