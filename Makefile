@@ -92,6 +92,7 @@ notebooks: $(READY)     ## run every notebook again, in place
 	  --ExecutePreprocessor.coalesce_streams=True notebooks/*.ipynb
 
 site: $(SITE)/ready     ## write the course as pages into build/site, for any web server: python3 -m http.server -d build/site
+	@rm -rf build/site
 	@$(SITE)/bin/python docs/site_parts.py
 	$(SITE)/bin/python -m sphinx -b html -q -j auto -c docs -d build/doctrees . build/site
 

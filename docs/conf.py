@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from docutils import nodes
+from sphinx.addnodes import pending_xref
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "source_code"), str(ROOT / "docs")]
@@ -39,13 +40,15 @@ nb_execution_mode = "off"
 nb_ipywidgets_js = {}  # sliders need a kernel; their scripts would come from a CDN
 nb_merge_streams = True
 myst_heading_anchors = 4
-suppress_warnings = ["mystnb.unknown_mime_type", "myst.xref_missing"]  # links to folders: see link_files
+suppress_warnings = ["mystnb.unknown_mime_type"]
 
 autodoc_mock_imports = NOT_INSTALLED
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
+napoleon_use_ivar = True  # else a documented attribute of a class is listed twice
 python_use_unqualified_type_names = True
 
+html_domain_indices = False
 html_theme = "sphinx_book_theme"
 html_title = project
 html_static_path = ["_static", "../build/static"]
@@ -69,7 +72,13 @@ CHAPTER = re.compile(
     r"^\| (\**)\[(\d\d · [^\]]+)\]\((notebooks/\w+)\.ipynb\)", re.M
 )  # bold in README.md: the fast lane
 SECTIONS = {
-    "Tools": ["docs/generated/try_the_planner", "docs/planner", "docs/your_model", "docs/one_gpu"],
+    "Tools": [
+        "docs/generated/try_the_planner",
+        "docs/planner",
+        "docs/generated/scripts",
+        "docs/your_model",
+        "docs/one_gpu",
+    ],
     "Guides": ["docs/cluster", "docs/troubleshooting", "docs/measuring", "docs/what_ran_where", "docs/source"],
     "Reference": [
         *("notebooks/glossary", "docs/generated/records", "docs/knobs", "docs/families", "docs/loading"),
@@ -106,6 +115,15 @@ def describe_figures(app, tree):
             image["alt"] = output["metadata"]["image/png"]["alt"]
 
 
+def link_folders(app, tree):
+    """Let links to folders lead to the pages that list their files."""
+    for link in tree.findall(pending_xref):
+        folder = (ROOT / app.env.docname).parent / link.get("reftarget", "")
+        if link.get("reftype") == "myst" and folder.is_dir():
+            page = "records" if "results" in folder.parts else "scripts"
+            link.attributes |= {"refdomain": "std", "reftype": "doc", "reftarget": f"/docs/generated/{page}"}
+
+
 def link_notebook(app, name: str, template: str, context: dict, tree):
     """Put a link to the notebook itself above a chapter."""
     if name.startswith("notebooks/") and (ROOT / f"{name}.ipynb").exists():
@@ -131,5 +149,6 @@ def setup(app):
     app.connect("autodoc-process-docstring", keep_columns)
     app.connect("source-read", add_navigation)
     app.connect("doctree-read", describe_figures)
+    app.connect("doctree-read", link_folders)
     app.connect("html-page-context", link_notebook)
     app.connect("build-finished", write_first_page)

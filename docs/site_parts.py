@@ -214,8 +214,18 @@ def records_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def scripts_page() -> str:
+    """Return a page with the files of the folders that other pages name."""
+    lines = ["# Scripts to copy"]
+    for folder in ("minimal", "slurm"):
+        lines += ["", f"## source_code/{folder}", ""]
+        lines += [f"- {link(path, path.name)}" for path in sorted((SOURCE / folder).iterdir()) if path.is_file()]
+    return "\n".join(lines) + "\n"
+
+
 if __name__ == "__main__":
     write_runtime()
     write(PAGES / "try_the_planner.md", planner_page())
     write(PAGES / "records.md", records_page())
+    write(PAGES / "scripts.md", scripts_page())
     write_api()
