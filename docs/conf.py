@@ -142,7 +142,7 @@ def keep_columns(app, what: str, name: str, thing, options, lines: list[str]):
     """Keep the lines of a module's docstring as they are if it has columns."""
     if what == "module" and any(line.startswith("  ") for line in lines):
         start = lines.index("") + 1
-        lines[start:] = ["::", "", *(f"  {line}" for line in lines[start:])]
+        lines[start:] = [".. code-block:: none", "", *(f"  {line}" for line in lines[start:])]
 
 
 def setup(app):

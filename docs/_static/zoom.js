@@ -2,6 +2,7 @@
 const shown = document.createElement("dialog");
 shown.className = "zoom";
 shown.addEventListener("click", () => shown.close());
+shown.addEventListener("keydown", (event) => event.key === "Escape" && shown.close());
 document.body.append(shown);
 for (const figure of document.querySelectorAll("article img")) {
   const open = () => {

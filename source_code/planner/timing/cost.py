@@ -9,6 +9,8 @@ all-reduce it (chapter 02). Of its edges, one each way crosses the boundary of e
 Bandwidths are bytes per second in one direction. Latencies are seconds: of one step of a ring, over the slowest link that
 it crosses. These are bounds for rings: no real network is faster. Not modeled: NCCL's trees, and all-gathers in two
 levels, first among nodes and then within, which take fewer steps with many ranks.
+
+Floats are summed with ``fsum``: the result of ``sum`` depends on Python's version (3.12 made it more exact).
 """
 
 from collections import Counter
