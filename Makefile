@@ -6,6 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/ready
 TEST_READY := $(VENV)/test-ready
 LOWEST := .venv-lowest
+SITE   := .venv-site
 DEEPSPEED := -r source_code/requirements-deepspeed.txt
 JAX := -r source_code/requirements-jax.txt
 
@@ -36,7 +37,7 @@ pip     = $(1)/bin/python -m pip install --quiet --disable-pip-version-check
 install = { $(call pip,$(1)) uv && $(1)/bin/uv pip install --quiet --python $(1)/bin/python $(2); } || \
           { echo "uv cannot install here, so pip does: two minutes"; $(call pip,$(1)) $(2); }
 
-.PHONY: run check test nightly test-cluster test-lowest lab learner class-check notebooks gpu bench drill deepspeed jax constraints slurm slurm-down help
+.PHONY: run check test nightly test-cluster test-lowest lab learner class-check notebooks site gpu bench drill deepspeed jax constraints slurm slurm-down help
 
 run: $(READY)           ## climb the ladder on this machine: eight runs, a table and a picture
 	cd source_code && ../$(BIN)/python ladder.py $(LADDER)
@@ -93,6 +94,11 @@ notebooks: $(READY)     ## run every notebook again, in place
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False \
 	  --ExecutePreprocessor.coalesce_streams=True notebooks/*.ipynb
 
+site: $(SITE)/ready     ## write the course as pages into build/site, for any web server: python3 -m http.server -d build/site
+	@rm -rf build/site
+	@$(SITE)/bin/python docs/site_parts.py
+	$(SITE)/bin/python -m sphinx -b html -q -j auto -c docs -d build/doctrees . build/site
+
 gpu:                    ## what only GPUs can show, in parts of 8 minutes (PART=smoke: one of them; DRY=1: what it would run)
 	cd source_code && $(if $(wildcard $(READY)),../$(BIN)/python,$(PYTHON)) -m proofs.gpu $(if $(PART),--part $(PART)) $(if $(DRY),--dry-run)
 
@@ -110,7 +116,8 @@ jax: $(READY)         ## install JAX, for gpt_jax.py and notebook 14: 0.6 GB
 
 constraints: $(READY)   ## take the newest versions of everything into constraints.txt (commit it if CI passes)
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --upgrade --no-annotate --no-header \
-	  requirements.txt source_code/requirements-deepspeed.txt source_code/requirements-jax.txt tests/requirements.txt -o constraints.txt
+	  requirements.txt source_code/requirements-deepspeed.txt source_code/requirements-jax.txt tests/requirements.txt \
+	  docs/requirements.txt -o constraints.txt
 	$(MAKE) $(TEST_READY)
 
 slurm:                  ## bring up a two-node practice Slurm on this machine (LINK=200mbit: two hosts and a link)
@@ -134,6 +141,11 @@ $(READY): requirements.txt constraints.txt
 
 $(TEST_READY): tests/requirements.txt source_code/requirements-deepspeed.txt source_code/requirements-jax.txt $(READY)
 	@$(call install,$(VENV),-r tests/requirements.txt $(DEEPSPEED) $(JAX) -c constraints.txt)
+	@touch $@
+
+$(SITE)/ready: docs/requirements.txt constraints.txt
+	$(PYTHON) -m venv $(SITE)
+	@$(call install,$(SITE),-r docs/requirements.txt -c constraints.txt)
 	@touch $@
 
 $(LOWEST)/ready: requirements.txt tests/requirements.txt source_code/requirements-deepspeed.txt $(READY)

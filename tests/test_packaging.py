@@ -21,6 +21,7 @@ FILES = {
     "deepspeed": SOURCE / "requirements-deepspeed.txt",
     "jax": SOURCE / "requirements-jax.txt",
     "test": ROOT / "tests" / "requirements.txt",
+    "site": ROOT / "docs" / "requirements.txt",
 }
 EXAMPLES = re.findall(r"^  python plan\.py (.*?)(?:   .*)?$", plan.__doc__, re.M)
 NEED_TORCH = ("--simulate", "--plot", "--module")

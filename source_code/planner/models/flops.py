@@ -6,7 +6,7 @@ matrix: half of 12 × layers × hidden size × length remains. And what a block 
 the scores that a fused kernel recomputes inside its own backward, norms, the optimizer.
 """
 
-from math import prod
+from math import fsum, prod
 
 from planner.models.parameters import active_shares, block_parameters, linear_parameters, norm_parameters
 from planner.models.shapes import GPTShape
@@ -36,8 +36,8 @@ def per_token(shape: GPTShape, seq_len: int, lora: int | None = None, blocks: ra
     attended = 0
     for number in blocks:
         sizes = multiplied_elements(shape, block_parameters(shape, lora, number=number))
-        multiplied += sum(sizes.values())
-        trained += sum(size for name, size in sizes.items() if not lora or name.endswith((".down", ".up")))
+        multiplied += fsum(sizes.values())
+        trained += fsum(size for name, size in sizes.items() if not lora or name.endswith((".down", ".up")))
         attended += shape.attended_elements(number, seq_len)
     return 4 * multiplied + 2 * trained + 12 * attended
 
@@ -61,7 +61,7 @@ def recomputed_operations(shape: GPTShape, recompute: str, lora: int | None, num
     elements = multiplied_elements(shape, parameters)
     sizes = [(len(size), elements[name]) for name, size in parameters.items()]
     matmuls = [numel for dimensions, numel in sizes if dimensions > 1]  # in the order in which they run
-    kinds = {"full": (sum(numel for _, numel in sizes), True), "alternate": (sum(matmuls[1::2]), False)}
+    kinds = {"full": (fsum(numel for _, numel in sizes), True), "alternate": (fsum(matmuls[1::2]), False)}
     return kinds.get(recompute, (0, False))
 
 
@@ -72,7 +72,7 @@ def model_flops(plan) -> float:
 
 def hardware_flops(plan) -> float:
     """Return the operations that one rank of a ``Plan`` computes in a step, as HFU counts them."""
-    return plan.micro_batches * sum(map(sum, module_flops(plan)))
+    return plan.micro_batches * fsum(map(fsum, module_flops(plan)))
 
 
 def module_flops(plan) -> list[tuple[float, float]]:
@@ -104,7 +104,7 @@ def attention_flops(plan) -> tuple[float, float]:
     """
     attending = [module for module in plan.blueprint.modules if module.heads]
     multiplied = [_multiplying(module, plan.blueprint) for module in plan.blueprint.modules]
-    mixing = plan.blueprint.flops - sum(4 * every + 2 * trained for every, trained in multiplied)
+    mixing = plan.blueprint.flops - fsum(4 * every + 2 * trained for every, trained in multiplied)
     mixing *= _share_computed(plan, attending) * plan.blueprint.samples / plan.tp_degree / max(1, len(attending))
     return mixing / 3, mixing * 2 / 3
 
@@ -127,7 +127,7 @@ def _multiplying(module, work) -> tuple[float, float]:
         for name, shape in module.parameters.items()
         if name not in LOOKED_UP
     }
-    return sum(sizes.values()), sum(size for name, size in sizes.items() if name not in module.frozen)
+    return fsum(sizes.values()), fsum(size for name, size in sizes.items() if name not in module.frozen)
 
 
 def _share_computed(plan, attending: list) -> float:

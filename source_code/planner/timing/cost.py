@@ -9,11 +9,14 @@ all-reduce it (chapter 02). Of its edges, one each way crosses the boundary of e
 Bandwidths are bytes per second in one direction. Latencies are seconds: of one step of a ring, over the slowest link that
 it crosses. These are bounds for rings: no real network is faster. Not modeled: NCCL's trees, and all-gathers in two
 levels, first among nodes and then within, which take fewer steps with many ranks.
+
+Floats are summed with ``fsum``: the result of ``sum`` depends on Python's version (3.12 made it more exact).
 """
 
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
+from math import fsum
 
 from planner.models.flops import attention_flops, hardware_flops, model_flops
 from planner.ops.autograd import FP32
@@ -107,7 +110,7 @@ def inter_node_bytes(traffic: list[dict], plan: Plan, node_size: int, backend: s
         node_size: ranks on each node.
         backend: "ring", or "gloo".
     """
-    return sum(c["count"] * ring_bytes(c, plan, node_size, backend)["node"] for c in traffic)
+    return fsum(c["count"] * ring_bytes(c, plan, node_size, backend)["node"] for c in traffic)
 
 
 def _dimension(collective: dict, plan: Plan) -> str | None:
@@ -183,7 +186,7 @@ def step_time(plan: Plan, node_size: int, link: Link, network: Link, flops: floa
     """
     compute = hardware_flops(plan) / flops
     orthogonalizing = muon.step_flops(plan) / flops  # in the optimizer's step, where nothing hides what Muon exchanges
-    exchanging = sum(
+    exchanging = fsum(
         count * collective_seconds(dict(zip(muon.KEY, key, strict=True)), plan, node_size, link, network, backend)
         for key, count in muon.collectives(plan).items()
     )
@@ -194,7 +197,7 @@ def step_time(plan: Plan, node_size: int, link: Link, network: Link, flops: floa
         one = collective_seconds(c, plan, node_size, link, network, backend)
         rows = c["kind"] == "all-to-all" and plan.ep_degree > 1  # of experts, which wait for them
         times[rows or c.get("dimension") in ("tensor", "context")].append((one, c["count"]))
-    of_group, others = (sum(one * count for one, count in times[which]) for which in (True, False))
+    of_group, others = (fsum(one * count for one, count in times[which]) for which in (True, False))
     hidden = ring_hidden_seconds(plan, node_size, link, network, flops)
     busy = compute + waiting + of_group - hidden
 
@@ -266,4 +269,4 @@ def model_state(parameters: float, ranks: int, stage: int, sizes=(2, 2, 12)) -> 
         sizes: bytes per parameter of each; by default those of mixed-precision Adam, as the paper counts them.
     """
     parts = [ranks if stage >= cut else 1 for cut in (3, 2, 1)]
-    return sum(parameters * size / part for size, part in zip(sizes, parts, strict=True))
+    return fsum(parameters * size / part for size, part in zip(sizes, parts, strict=True))

@@ -18,6 +18,7 @@ share a link instead of queueing. Imports no torch.
 
 from collections.abc import Callable
 from itertools import accumulate, groupby
+from math import fsum
 
 from planner.models.flops import module_flops
 from planner.parallel import zero
@@ -103,7 +104,7 @@ def simulate(
 
 def split_by_flops(seconds: float, flops: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Divide ``seconds`` among modules in proportion to their operations: [(forward, backward), …]."""
-    seconds_per_flop = seconds / (sum(map(sum, flops)) or 1.0)
+    seconds_per_flop = seconds / (fsum(map(fsum, flops)) or 1.0)
     return [(forward * seconds_per_flop, backward * seconds_per_flop) for forward, backward in flops]
 
 
@@ -119,7 +120,7 @@ class Replicated:
 
     def forward(self):
         """Compute a micro-batch's forward."""
-        self.streams.compute(sum(forward for forward, _ in self.seconds))
+        self.streams.compute(fsum(forward for forward, _ in self.seconds))
 
     def backward(self, syncs: bool):
         """Compute a micro-batch's backward, and reduce each bucket when it is full.
