@@ -344,7 +344,6 @@ def test_a_sweep_tries_all_spreads_each_with_the_imbalance():
     peaks, fullest = (
         {row["strategy"]: row["peak"] for row in rows if row["recompute"] == "full"} for rows in (even, full)
     )
-<<<<<<< ours
     assert fullest["fsdp2"] == peaks["fsdp2"]
     assert all(fullest[f"fsdp2, expert {ranks}"] > peaks[f"fsdp2, expert {ranks}"] for ranks in (2, 4))
 
@@ -354,9 +353,6 @@ def test_a_search_is_for_the_fullest_rank_and_for_ranks_that_share_sequences_too
     alone, full = (searched(*words, "shard=4,expert=4", "--imbalance", load)["found"] for load in ("1", "2"))
     shared = searched(*words, "shard=2,context=2,expert=4")["found"]
     assert full < alone < shared
-=======
-    rows = answer["rows"] if isinstance(answer, dict) else answer
-    assert {"fsdp2, expert 2", "fsdp2, expert 4"} <= {row["strategy"] for row in rows if row["peak"]}
 
 
 def names_of_groups(me):
@@ -371,4 +367,3 @@ def test_of_two_meshes_with_the_same_group_the_first_one_names_it():
     """Not the one that a set happens to have last: then the same run would have other names in its record."""
     found = notebook_ranks.on_ranks(by_value(names_of_groups), ranks=2, cluster=HERE, timeout=60)
     assert found == [["shard", "expert"]] * 2
->>>>>>> theirs

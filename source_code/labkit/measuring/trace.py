@@ -64,14 +64,10 @@ def dimensions(model) -> dict[tuple, str]:
         model: a module; the device meshes of its DTensor parameters count. One whose process groups are not a mesh's
             defines ``process_group_names``, which returns such a map.
     """
-<<<<<<< ours
     if hasattr(model, "process_group_names"):
         return model.process_group_names()
-    meshes = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
-=======
     # In the parameters' order, not a set's: of two meshes with a group of the same ranks, the first one names it.
     meshes = dict.fromkeys(parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
->>>>>>> theirs
     named = [(mesh.get_group(name), name) for mesh in meshes for name in mesh.mesh_dim_names or ()]
     return {tuple(dist.get_process_group_ranks(group)): name for group, name in reversed(named)}
 
