@@ -113,3 +113,17 @@ def test_pinned_memory_is_rounded_to_powers_of_two():
     layers = config.shape.num_hidden_layers
     assert host["activations", pinned.ROUNDING] == layers * (pinned.allocated(one) - one) > 0
     assert on_cpu.host_memory() == {}
+
+
+def test_a_rank_of_a_tensor_group_stores_its_part_of_the_tokens():
+    """The CPU has what the GPU's peak has less."""
+    options = {"mesh": "shard=2,tensor=2", "batch_size": 1, "seq_len": 4096, "recompute": "full"}
+    stored, host = [], {}
+    for offload in (False, True):
+        plan = predict.transformer_plan(gpt_fsdp.Config(**options, offload_activations=offload), 4, on_gpu=True)
+        stored.append(predict.by_category(plan.timeline()["backward of the loss"][1])["activations"])
+        host = plan.host_memory()
+    inputs = host["activations", "inputs of blocks"]
+    one = 4096 // 2 * plan.blueprint.boundary_numel // 4096 * plan.compute_itemsize
+    assert inputs == one * gpt_fsdp.Config().shape.num_hidden_layers
+    assert 0.7 * inputs < stored[0] - stored[1] <= inputs

@@ -302,7 +302,8 @@ class Plan:
         """Return the inputs of blocks that a rank stores in the CPU's memory between forward and backward."""
         if not (blocks := self.blueprint.offloaded_inputs):
             return {}
-        size = self.blueprint.boundary_numel * self.compute_itemsize
+        # Of tensor-parallel blocks, sequence parallelism leaves a rank a part of the tokens.
+        size = self.blueprint.boundary_numel // self.tp_degree * self.compute_itemsize
         terms = {("activations", "inputs of blocks"): blocks * size}
         return terms | {("activations", pinned.ROUNDING): blocks * pinned.rounding([size])}
 
