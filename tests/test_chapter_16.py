@@ -253,7 +253,7 @@ def test_hardware_that_does_not_fail_is_noticed(breaks, at):
         ("n02", "the answer is a set of nodes"),
         ({"n99"}, "the answer is a set of nodes"),
     ],
-    ids=str,
+    ids=["right", "too many", "too few", "a list", "no set", "no node"],
 )
 def test_nodes_to_drain_are_judged_by_their_logs(drain, said, capsys):
     check("16.16", drain)
