@@ -97,7 +97,7 @@ notebooks: $(READY)     ## run every notebook again, in place
 site: $(SITE)/ready     ## write the course as pages into build/site, for any web server: python3 -m http.server -d build/site
 	@rm -rf build/site
 	@$(SITE)/bin/python docs/site_parts.py
-	$(SITE)/bin/python -m sphinx -b html -q -j auto -c docs -d build/doctrees . build/site
+	$(SITE)/bin/python -m sphinx -b html -q -j auto -w build/warnings.txt -c docs -d build/doctrees . build/site
 
 gpu:                    ## what only GPUs can show, in parts of 8 minutes (PART=smoke: one of them; DRY=1: what it would run)
 	cd source_code && $(if $(wildcard $(READY)),../$(BIN)/python,$(PYTHON)) -m proofs.gpu $(if $(PART),--part $(PART)) $(if $(DRY),--dry-run)
