@@ -3,6 +3,7 @@
 import os
 import signal
 import tempfile
+import types
 from pathlib import Path
 
 import torch
@@ -172,6 +173,8 @@ def _resume_on_three(me, recipe, folder) -> dict:
 
 
 def judge_recipe(recipe) -> str:
+    if isinstance(recipe, types.FunctionType):
+        return "not answered yet"
     if missing := [name for name in ("save", "load") if not callable(getattr(recipe, name, None))]:
         return f"the answer must be a class with the functions save and load; {missing[0]} is missing"
     with tempfile.TemporaryDirectory() as folder:
