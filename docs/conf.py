@@ -79,7 +79,14 @@ SECTIONS = {
         "docs/your_model",
         "docs/one_gpu",
     ],
-    "Guides": ["docs/cluster", "docs/troubleshooting", "docs/measuring", "docs/what_ran_where", "docs/source"],
+    "Guides": [
+        "docs/cluster",
+        "docs/instructor",
+        "docs/troubleshooting",
+        "docs/measuring",
+        "docs/what_ran_where",
+        "docs/source",
+    ],
     "Reference": [
         *("notebooks/glossary", "docs/generated/records", "docs/knobs", "docs/families", "docs/loading"),
         *("docs/published", "source_code/proofs/README", "docs/generated/api_*"),
