@@ -223,7 +223,7 @@ def test_faults_that_are_not_mended_are_noticed():
     lines = run_broken(
         "16", breaks, until="with no_grad", only=(*SET_UP, "cell-42", "cell-65", "cell-75", "cell-81", "cell-82")
     )
-    assert len(failed(lines)) == len(lines) == 9, lines
+    assert len(failed(lines)) == len(lines) == 10, lines
 
 
 @pytest.mark.long
