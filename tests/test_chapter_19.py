@@ -145,7 +145,7 @@ def test_the_solution_of_19_3_counts_as_its_answer_does(capsys):
     assert "recomputation repeats dispatch and combine, too" in capsys.readouterr().out
 
 
-BY_HAND = ("c19-01", "c19-02", "c19-04", "c19-06", "c19-07", "c19-13", "c19-17")
+BY_HAND = ("c19-01", "c19-02", "c19-04", "c19-06", "c19-07", "c19-13", "c19-15", "c19-17")
 
 
 @pytest.mark.long
