@@ -150,7 +150,10 @@ BY_HAND = ("c19-01", "c19-02", "c19-04", "c19-06", "c19-07", "c19-13", "c19-15",
 
 @pytest.mark.long
 def test_outputs_that_return_in_another_order_are_noticed():
-    broken = {"outputs[order.argsort()]": "outputs", 'verdict("operations per token"': 'print("operations"'}
+    broken = {
+        "outputs[order.argsort()]": "outputs",
+        'verdict("operations per token"': '(lambda *_, **__: None)("operations"',
+    }
     lines = run_broken("19", broken, until="never", only=BY_HAND)
     assert len(lines) == 4 and all(line.startswith("FAIL  ") for line in lines)
 
