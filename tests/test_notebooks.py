@@ -85,14 +85,10 @@ def test_is_small_and_names_no_machine(path, notebook):
     assert not MACHINE_PATH.search(nbformat.writes(notebook))
 
 
-SIZES = {"19_experts": (37, 145)}  # its cells are still to be cut: the most lines and columns that they have
-
-
-def test_cells_are_short_and_words_are_kind(path, notebook):
-    lines, columns = SIZES.get(path.stem, (25, 110))
+def test_cells_are_short_and_words_are_kind(notebook):
     for cell in code_cells(notebook):
-        assert len(cell.source.splitlines()) <= lines, cell.source
-        assert max(map(len, cell.source.splitlines()), default=0) <= columns, cell.source
+        assert len(cell.source.splitlines()) <= 25, cell.source
+        assert max(map(len, cell.source.splitlines()), default=0) <= 110, cell.source
     assert not BANNED.findall(prose(notebook))
 
 

@@ -99,7 +99,7 @@ def balance(found: dict[str, list[float]], experts: int, top_k: int, title: str,
         axes.text(len(times), place + 0.06, words, ha="right", color="#666666")
     axes.set(xlabel="step", ylabel="fullest expert / mean [times]", ylim=(0.7, experts / top_k + 0.5))
     axes.set_xticks(range(1, len(next(iter(found.values()))) + 1, 2))
-    axes.legend(title="--balance", loc="lower left", ncols=3)
+    axes.legend(title="--balance", loc="lower left", bbox_to_anchor=(0, 0.08), ncols=3)
     headline(figure, title, under)
     show(figure)
 
