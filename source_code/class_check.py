@@ -42,7 +42,7 @@ class Config(Options):
 
 
 class Site:
-    """What the checks share. Each check returns what it found, in a few words.
+    """Hold what the checks share. Each check returns what it has seen, in a few words.
 
     Attributes:
         config: the options.

@@ -4,8 +4,8 @@
   python -m proofs.long_sequences --gpu-memory 139.7
 
 Every plan recomputes blocks in full; without tensor parallelism, whose loss is sharded, it computes the loss in 64 chunks.
-Predicted, not run. Llama 3's authors trained with TP 8 x CP 16 x PP 16, so 2,048 GPUs for a copy, of which they had eight
-(arXiv:2407.21783, table 4); the planner does not combine a pipeline with other dimensions.
+Predicted, not run. Llama 3's authors trained with TP 8 x CP 16 x PP 16, so 2,048 GPUs for each of eight data-parallel
+groups (arXiv:2407.21783, table 4); the planner does not combine a pipeline with other dimensions.
 """
 
 from dataclasses import dataclass

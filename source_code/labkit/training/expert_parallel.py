@@ -49,7 +49,7 @@ def spread(model: nn.Module, mesh: DeviceMesh, settings: dict):
 def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     """Clip the gradient of a model whose parameters are on two device meshes. Collective.
 
-    ``torch.nn.utils.clip_grad_norm_`` fails here, as no operator takes DTensors of different meshes; called once for each
+    ``torch.nn.utils.clip_grad_norm_`` fails here, as it stacks the norms of all gradients, and ``stack`` takes DTensors of one mesh; called once for each
     mesh, it would scale dense and expert parameters by different factors. Every element of the gradient is on exactly one
     rank: the squared norm is the sum of those of all ranks' shards.
 

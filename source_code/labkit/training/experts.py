@@ -216,7 +216,9 @@ class MatmulLoop(torch.autograd.Function):
 
 
 def balance_loss(scores, chosen):
-    """Return the loss that is smallest if each expert is chosen equally often: experts × Σ (share chosen × mean score).
+    """Return the loss for balance: experts × Σ (share chosen × mean score), 1 if each expert is chosen equally often.
+
+    Its gradient lowers the scores of experts that are chosen more often.
 
     It is that of arXiv:2101.03961 (section 2.2) for each sequence (arXiv:2412.19437, section 2.1.2), averaged: so the mean
     over ranks does not depend on which rank has which sequences.
