@@ -1,4 +1,4 @@
-"""What a learner sees: JupyterLab opens a notebook in a browser, runs all of it, and shows its figures."""
+"""A learner's first hour in a browser: JupyterLab runs all of notebook 00, shows its figures, and takes an exercise's answer."""
 
 import os
 import shutil
@@ -8,23 +8,30 @@ import sys
 import time
 import urllib.request
 
+import nbformat
 import pytest
+from labkit.teaching.exercises import chapter_00
 
 from notebooks import FOLDER, code_cells, read
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-NAME = "04_fsdp_one_unit.ipynb"
+NAME = "00_start_here.ipynb"
+EXERCISE = "00.1"
 TOKEN = "learner"
 QUIET = ["--no-sandbox", "--disable-quic", "--disable-background-networking", "--disable-component-update"]
 
 
 @pytest.fixture
 def course(tmp_path):
-    """A copy of the course, so that running a notebook changes nothing here."""
+    """A copy of the course, so that running a notebook changes nothing here; the notebook without its outputs."""
     root = FOLDER.parent
     ignored = shutil.ignore_patterns("__pycache__", "runs")
     for folder in ("notebooks", "source_code", "images"):
         shutil.copytree(root / folder, tmp_path / folder, ignore=ignored)
+    notebook = read(tmp_path / "notebooks" / NAME)
+    for cell in code_cells(notebook):
+        cell.outputs, cell.execution_count = [], None
+    nbformat.write(notebook, tmp_path / "notebooks" / NAME)
     return tmp_path
 
 
@@ -34,6 +41,7 @@ def jupyterlab(course):
     words = [sys.executable, "-m", "jupyter", "lab", "--no-browser", "--allow-root", "--port=0"]
     words += [f"--IdentityProvider.token={TOKEN}", f"--ServerApp.root_dir={course}"]
     words += ["--LabApp.news_url=", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
+    words += [f"--LabApp.workspaces_dir={course / 'workspaces'}"]  # one of before would open its notebook again, too
     log = course / "jupyterlab.log"
     with log.open("w") as output:
         env = os.environ | {"JUPYTER_RUNTIME_DIR": str(course / "runtime"), "FSDP_LABS_LAUNCHER": "local"}
@@ -67,38 +75,47 @@ def _address(log) -> str:
 
 
 @pytest.mark.browser
-def test_jupyterlab_runs_all_of_it_and_shows_the_figures(jupyterlab):
+def test_the_first_hour_runs_to_its_end_and_an_exercise_is_answered(jupyterlab):
     if not CHROMIUM:
         if os.environ.get("FSDP_LABS_REQUIRE_ALL") == "1":
             pytest.fail("chromium is not installed")
         pytest.skip("chromium is not installed")
     from playwright.sync_api import expect, sync_playwright
 
-    cells = code_cells(read(FOLDER / NAME))
+    notebook = read(FOLDER / NAME)
+    cells = code_cells(notebook)
+    shown = sum("image/png" in output.get("data", ()) for cell in cells for output in cell.outputs)
+    drawn = sum(cell.source.count("![") for cell in notebook.cells if cell.cell_type == "markdown")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
-        page = browser.new_page(viewport={"width": 1400, "height": 20000})  # all cells in view: none is left unrendered
+        page = browser.new_page(viewport={"width": 1400, "height": 30000})  # all cells in view: none is left unrendered
         page.goto(f"{jupyterlab}/lab/tree/notebooks/{NAME}?token={TOKEN}")
         expect(page.locator(".jp-Notebook .jp-CodeCell").first).to_be_visible(timeout=60_000)
         # What is run before the kernel is there is forgotten.
         kernel = page.locator(".jp-Notebook-ExecutionIndicator")
         expect(kernel).to_have_attribute("data-status", "idle", timeout=60_000)
-        page.get_by_role("menuitem", name="Edit", exact=True).click()
-        page.get_by_text("Clear Outputs of All Cells", exact=True).click()
-        expect(page.locator(".jp-Notebook .jp-OutputArea-output")).to_have_count(0)
         page.get_by_role("menuitem", name="Run", exact=True).click()
         page.get_by_text("Run All Cells", exact=True).click()
         last = page.locator(".jp-CodeCell .jp-InputPrompt").last
-        expect(last).to_have_text(f"[{len(cells)}]:", timeout=150_000)
+        expect(last).to_have_text(f"[{len(cells)}]:", timeout=400_000)
 
         prompts = page.locator(".jp-Notebook .jp-CodeCell .jp-InputPrompt").all_inner_texts()
         assert prompts == [f"[{number + 1}]:" for number in range(len(cells))]
         assert page.locator('[data-mime-type="application/vnd.jupyter.error"]').count() == 0
         figures = page.locator(".jp-OutputArea img")
-        assert figures.count() == 3
+        assert figures.count() == shown > 0
         diagrams = page.locator(".jp-MarkdownOutput img")
-        assert diagrams.count() == 3
+        assert diagrams.count() == drawn > 0
         for picture in [*figures.all(), *diagrams.all()]:
             assert picture.evaluate("image => image.complete && image.naturalWidth > 300"), picture
         assert "FAIL  " not in page.inner_text(".jp-Notebook")
+
+        call = f'check("{EXERCISE}", live_bytes)'
+        cell = page.locator(".jp-CodeCell", has_text=call)
+        assert "PASS" not in cell.locator(".jp-OutputArea").inner_text()
+        cell.locator(".cm-content").click()
+        page.keyboard.press("Control+A")
+        page.keyboard.insert_text(f"{chapter_00.EXERCISES[EXERCISE].solution}\n{call}")
+        page.keyboard.press("Shift+Enter")
+        expect(cell.locator(".jp-OutputArea")).to_contain_text("PASS", timeout=60_000)
         browser.close()

@@ -26,7 +26,8 @@ SOURCE = ROOT / "source_code"
 LABS = ("hello.py", "mnist_fsdp.py", "gpt_fsdp.py", "gpt_zero.py", "gpt_pipeline.py", "hf_fsdp.py", "faults.py")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ONE_PROCESS = ("one_rank.py", "gpt_jax.py")  # labs whose own text says nothing of launching
-LAUNCH = re.compile(r"(cd source_code && )?(srun|sbatch|salloc|torchrun)\b")
+# A line that looks at a job that hangs starts no lab: it has nothing to start here.
+LAUNCH = re.compile(r"(cd source_code && )?(srun|sbatch|salloc|torchrun)\b(?! --jobid)")
 
 
 def commands(text: str) -> list[str]:
