@@ -85,6 +85,7 @@ SECTIONS = {
         "docs/troubleshooting",
         "docs/measuring",
         "docs/what_ran_where",
+        "docs/gpu_hour",
         "docs/source",
     ],
     "Reference": [

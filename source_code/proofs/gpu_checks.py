@@ -1,11 +1,11 @@
 """Checks of the GPU hour that no lab makes. Each prints rows of gpu_rows.py, as JSON in its last line.
 
-  python -m proofs.gpu_checks context                       memory of a process on a GPU that is not PyTorch's
-  python -m proofs.gpu_checks groups --ranks 4              what each further process group takes
-  python -m proofs.gpu_checks pinned                        pinned memory of the host, over what was asked for
-  python -m proofs.gpu_checks float8-gather --ranks 4       bytes of all-gathers in one byte per element
-  python -m proofs.gpu_checks deepspeed-defaults --ranks 4  the kept bytes of ZeRO under DeepSpeed's own settings
-  python -m proofs.gpu_checks time-out --ranks 2            a collective that times out: NCCL's RAS, and the dumps
+  python -m proofs.gpu_checks --check context                       memory of a process on a GPU that is not PyTorch's
+  python -m proofs.gpu_checks --check groups --ranks 4              what each further process group takes
+  python -m proofs.gpu_checks --check pinned                        pinned memory of the host, over what was asked for
+  python -m proofs.gpu_checks --check float8-gather --ranks 4       bytes of all-gathers in one byte per element
+  python -m proofs.gpu_checks --check deepspeed-defaults --ranks 4  the kept bytes of ZeRO under DeepSpeed's own settings
+  python -m proofs.gpu_checks --check time-out --ranks 2            a collective that times out: NCCL's RAS, and the dumps
 
 With --device cpu they are rehearsed: what only a GPU has is then left out, and said.
 """
@@ -42,6 +42,9 @@ REHEARSED = {"measured": None, "note": "a rehearsal: there is no GPU"}
 
 @dataclass(frozen=True)
 class Config(Options):
+    check: Literal["context", "groups", "pinned", "float8-gather", "deepspeed-defaults", "time-out"] = option(
+        "context", "which one"
+    )
     ranks: int = option(1, "ranks, one per GPU", least=1)
     device: Literal["cuda", "cpu"] = option("cuda", "cpu: a rehearsal")
 
@@ -218,17 +221,15 @@ CHECKS = {
 }
 
 
-def main(words: list[str]) -> None:
-    if not words or words[0] not in CHECKS:
-        raise UserError(f"name a check: {', '.join(CHECKS)}")
-    config = parse(Config, __doc__, words[1:])
+def main(config) -> None:
     if config.device == "cuda" and torch.cuda.device_count() < config.ranks:
         raise UserError(f"--ranks {config.ranks} needs as many GPUs, and PyTorch sees {torch.cuda.device_count()} here")
-    print(json.dumps(CHECKS[words[0]](config)))
+    print(json.dumps(CHECKS[config.check](config)))
 
 
 if __name__ == "__main__":
+    asked = parse(Config, __doc__)
     try:
-        main(sys.argv[1:])
+        main(asked)
     except UserError as error:
         exit_with_error(str(error))

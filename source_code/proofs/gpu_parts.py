@@ -151,7 +151,7 @@ def zero(config):
         for stage in ("0", "1", "2", "3"):
             run = ("gpt_zero.py", {"max_steps": 6, "engine": engine, "stage": stage, "ranks": config.ranks})
             yield Step(f"ZeRO {stage} by {engine}", (run,), as_planned, ZERO)
-    words = ("python", "-m", "proofs.gpu_checks", "deepspeed-defaults", "--ranks", str(config.ranks))
+    words = ("python", "-m", "proofs.gpu_checks", "--check", "deepspeed-defaults", "--ranks", str(config.ranks))
     yield Check("ZeRO by DeepSpeed's defaults", (*words, "--device", config.device), ZERO)
     for strategy in ("fsdp-explicit", "fsdp-activations", "fsdp-shard-map"):
         yield Step(f"JAX {strategy}", (("gpt_jax.py", {"strategy": strategy, "max_steps": 6}),), ran, JAX)
@@ -174,14 +174,24 @@ def planner(config):
 def memory(config):
     """What is on a GPU, or pinned in the CPU's memory, and no tracer sees."""
     for check, changes in {"context": CONTEXT, "groups": CONTEXT, "pinned": PINNED, "float8-gather": SPEED}.items():
-        words = ("python", "-m", "proofs.gpu_checks", check, "--ranks", str(config.ranks), "--device", config.device)
+        words = (
+            "python",
+            "-m",
+            "proofs.gpu_checks",
+            "--check",
+            check,
+            "--ranks",
+            str(config.ranks),
+            "--device",
+            config.device,
+        )
         yield Check(f"check {check}", words, changes)
 
 
 def nccl(config):
     """A time-out of NCCL on two GPUs: what its RAS says meanwhile, and what diagnose_hang.py reads from the dumps."""
     if config.ranks > 1:
-        words = ("python", "-m", "proofs.gpu_checks", "time-out", "--ranks", "2", "--device", config.device)
+        words = ("python", "-m", "proofs.gpu_checks", "--check", "time-out", "--ranks", "2", "--device", config.device)
         yield Check("a real time-out", words, HANGS)
 
 
