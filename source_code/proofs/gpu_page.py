@@ -10,8 +10,9 @@ PAGE = launch.SOURCE.parent / "docs" / "gpu_hour.md"
 TOP = """# The GPU hour
 
 This page is written by `python -m proofs.gpu_page`, from the steps of [`make gpu`](../source_code/proofs/gpu_parts.py). No GPU
-has run them yet: each was rehearsed on a CPU (`python -m proofs.gpu --device cpu`). Its rows would correct what the last column
-names.
+has run them yet: they were rehearsed on a CPU (`python -m proofs.gpu --device cpu`), except those that compile, those that need
+accelerate, and `check context`, `check groups`, and `check pinned`, whose subject no CPU has. Their rows would correct what the
+last column names.
 
 `make gpu` runs all parts, one after the other, each in at most eight minutes; started again, it goes on where it stopped.
 `make gpu PART=smoke` runs one of them, `make gpu DRY=1` prints its commands. It needs no network. What needs several GPUs is left

@@ -70,10 +70,10 @@ def smoke(config):
         yield Step("gpt HSDP", (("gpt_fsdp.py", mesh),), ran, RAN)
     logged = {"max_steps": 12, "log": Path("logs")} | all_of_them(config, "fsdp2")
     yield Step("TensorBoard logs", (("gpt_fsdp.py", logged),), ran, RAN)
-    words = ("-m", "accelerate.commands.launch", "--num_processes", str(config.ranks), "--num_machines", "1")
-    more = ("--mixed_precision", "no", "--dynamo_backend", "no", *(("--cpu",) if config.device == "cpu" else ()))
-    lab = ("gpt_fsdp.py", "--max-steps", "6", "--device", config.device)
-    yield Command("started by accelerate", ("python", *words, *more, *lab), RAN)
+    if config.device == "cuda" and config.ranks > 1:  # accelerate starts ranks only on several GPUs
+        words = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(config.ranks))
+        more = ("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no")
+        yield Command("started by accelerate", ("python", *words, *more, "gpt_fsdp.py", "--max-steps", "6"), RAN)
 
 
 def all_of_them(config, strategy) -> dict:
