@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Build the wheel: the course's planner as the package fsdp_plan, with the command fsdp-plan.
 
 In the course, ``planner`` and ``labkit`` are imported from source_code/, which a script has on its path. In a Python with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Draw the pictures of README.md from committed records, and write its tables and those of docs/: python images/readme.py
 
 The records of the first picture are those of three runs on two cores, without their timelines:

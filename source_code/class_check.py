@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Check a cluster before a class: what a learner would stumble over, and what to do about it.
 
   make class-check                          on a login node, with the class's FSDP_LABS_… settings

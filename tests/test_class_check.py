@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What class_check.py says of a site on which a class would work, and of those on which it would not."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """device=cpu is the CPU on every machine; "auto" takes GPUs where each rank finds one, and says what it does."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """GPUs that cannot be used are one sentence. Shown without a GPU: the ranks are real, and what torch sees is made up."""
 
 import os

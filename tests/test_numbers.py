@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every number that a page for readers states comes from a record, from code, or from a source that is named here.
 
 Pages that a proof or images/readme.py writes are compared as a whole, and so are the tables within others. Of the rest
@@ -197,10 +198,7 @@ def as_real_ranks() -> list[int]:
     return next(mark.args[1] for mark in marks if mark.name == "parametrize")
 
 
-def rates() -> list[int]:
-    return sorted({int(row["rate"].removesuffix("mbit")) for row in rows("step-time")})
-
-
+RATES = sorted({int(row["rate"].removesuffix("mbit")) for row in rows("step-time")})
 START = rows("data-start")[0]
 EXAMPLE = "an example of an option, which the same sentence has"
 COMMAND = "a part of a command"
@@ -292,7 +290,7 @@ SOURCES: dict[str, dict[str, str | Callable[[], list]]] = {
         "on another node, wait two minutes": lambda: [ownership.STALE_SECONDS / 60],
     },
     "docs/what_ran_where.md": {
-        "a shaped network, 100 Mbit/s and up": lambda: rates()[:1],
+        "a shaped network, 100 Mbit/s and up": lambda: RATES[:1],
         "more than 50 configurations, equal to the byte": lambda: [50] if len(test_gpu_plan.TRIED) > 50 else [],
         "as 2, 4 and 64 ranks | as 2 and 4, peaks": lambda: [*as_real_ranks(), 64, *as_real_ranks()],
         "tensor and pipeline parallelism; gloo | CPU, 2 to 4 ranks": lambda: ranks_of("zero", "pipeline", "tensor"),
@@ -308,7 +306,7 @@ SOURCES: dict[str, dict[str, str | Callable[[], list]]] = {
         "and to within 0.01 % in": lambda: [within(1e-4, "memory-drawn")],
         "shapes on up to 1,024 ranks": lambda: [max(ranks_in("memory-simulated"))],
         "times were within 14 % of": lambda: [within(0.14, "step-time")],
-        "at 100, 200 and 400 Mbit/s": rates,
+        "at 100, 200 and 400 Mbit/s": lambda: RATES,
     },
     "notebooks/glossary.md": {
         "a number in 2 bytes": lambda: [torch.bfloat16.itemsize],

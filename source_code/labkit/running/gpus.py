@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Hide GPUs that must not be used, and diagnose those that cannot be: PyTorch does not see them, or two ranks share one."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Launch a lab script from a notebook or a command, locally or on Slurm; print the exact command, return the record.
 
   run("mnist_fsdp.py", ranks=4, wrap="size")            wait, with a progress bar; returns the record

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Run a function on every rank, with its rank, local rank, world size, node, device, and backend.
 
 A process becomes a rank in one of four ways, checked in this order:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Query Slurm for the launcher: a site's options, the job that this process runs in, and the queue.
 
 parse_srun_options("--qos=class --mem-per-cpu=4G")    FSDP_LABS_SRUN, parsed and checked

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Compute what plan.py prints: a plan from its options, its needs and costs, a sweep over strategies, a search.
 
 options: plan.py's ``Config``. Imports no torch.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The course's GPT as a blueprint: it states what labkit/training/models.py computes, line for line. Imports no torch."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Third-party models as blueprints: what the modules of Hugging Face's transformers compute, operator by operator.
 
 Compared with steps of the library's own code, with the CPU's kernels (tests/test_families.py). Imports no torch.

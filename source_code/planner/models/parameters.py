@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The parameters of a transformer's layers: their names and shapes, in the order of registration. Imports no torch."""
 
 from planner.models.shapes import GPTShape

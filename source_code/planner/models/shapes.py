@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The sizes of transformers, which labkit/training/models.py builds and planner/models/networks.py simulates. No torch.
 
 Fields have the names of Hugging Face's configurations where these have them.

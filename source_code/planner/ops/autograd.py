@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Abstract autograd: which tensors are alive in each phase of a step, and why. A tensor here has a size and a name only.
 
 Peak memory depends on what is alive, and autograd decides most of that: which tensors are saved for backward, when they

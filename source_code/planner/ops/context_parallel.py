@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Attention of ranks that share each sequence, on sizes: labkit/training/context_parallel.py. Imports no torch."""
 
 from planner.ops import attention

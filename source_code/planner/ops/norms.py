@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Norms as PyTorch computes them on each device: what they allocate, save, and do in backward. Imports no torch."""
 
 from planner.ops.autograd import FP32, AbstractParameter, AbstractTensor

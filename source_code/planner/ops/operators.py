@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The operators of the course's networks, on sizes: each one's allocations, saved tensors, and backward.
 
 They agree with PyTorch's on the CPU, and with those that it chooses for a GPU, to within a few elements. No torch.

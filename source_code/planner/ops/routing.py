@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Count the rows that a router sends to experts: expected ones, and those of a record. Imports no torch.
 
 A row is a token's vector on its way to one of its experts.

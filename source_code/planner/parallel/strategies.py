@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Simulate how DDP and FSDP gather and free units, and reduce gradients: rules for planner/step/simulation.py.
 
 ``Replicated`` (one process, DDP), ``FSDP1``, and ``FSDP2`` (and those in planner/parallel/deepspeed.py) are called around

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """One rank's training step as ``Plan`` describes it: its memory in named terms, its collectives. Imports no torch."""
 
 from collections import Counter

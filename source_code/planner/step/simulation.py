@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Run one training step on sizes: every micro-batch's forward and backward, then the optimizer. Imports no torch."""
 
 from collections import Counter

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Run one training step of a pipeline stage on sizes: PyTorch's schedules. Imports no torch.
 
 Source: torch/distributed/pipelining of PyTorch 2.11 and 2.15.

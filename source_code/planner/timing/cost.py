@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Predict the time of a step: its collectives within and across nodes, and which of them are hidden. Imports no torch.
 
 A ring of n ranks sends (n−1)/n of a tensor over each of its edges to gather or to reduce-scatter it, and twice that to
