@@ -266,7 +266,8 @@ class GPT:
 
     def mixture(self, tape, x, p, number):
         """Compute a few experts for each token, and the shared one for all."""
-        shared = partial(self.shared_expert, tape, p) if self.shape.experts.shared_size else None
+        experts = self.shape.experts
+        shared = partial(self.shared_expert, tape, p) if experts and experts.shared_size else None
         return mixture.mixture(tape, x, p, number, self.spread, shared)
 
     def shared_expert(self, tape, p, x):

@@ -147,4 +147,5 @@ def _oriented(experts, outs, ins):
 
 def active_shares(shape: GPTShape, parameters: dict[str, tuple]) -> dict[str, float]:
     """Return {name: share of its elements that a token multiplies} of the parameters of which a token uses a part."""
-    return {name: shape.experts.active_share for name in parameters if name.startswith("experts.")}
+    experts = shape.experts
+    return {name: experts.active_share for name in parameters if experts and name.startswith("experts.")}

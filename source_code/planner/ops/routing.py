@@ -6,6 +6,7 @@ A row is a token's vector on its way to one of its experts.
 
 from dataclasses import dataclass
 from math import ceil, comb, sqrt
+from typing import Any
 
 from planner import UserError
 
@@ -131,7 +132,7 @@ class Spread:
     """
 
     ep_degree: int = 1
-    experts: object = None
+    experts: Any = None  # shapes.Experts, of a module above this one
     routing: Routing | None = None
     hidden_size: int = 0
     batch_size: int = 0

@@ -88,7 +88,7 @@ def ring_bytes(collective: dict, plan: Plan, node_size: int, backend: str = "rin
     if collective["kind"] in ("send", "receive"):  # by a stage of a pipeline; a link carries both directions at once
         sent = collective["bytes"] if collective["kind"] == "send" else 0
         return {"rank": sent, "node": sent * (plan.ranks > node_size), "steps": bool(sent)}
-    dimension = _dimension(collective, plan)
+    dimension = _dimension(collective, plan) or ""
     sizes = {"tensor": plan.tp_degree, "context": plan.cp_degree, "shard": plan.shards, "replicate": plan.replicas}
     sizes |= {"expert": plan.ep_degree, "expert_shard": plan.shards // plan.ep_degree}
     n = collective.get("ranks") or sizes.get(dimension, plan.ranks)
