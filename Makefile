@@ -32,6 +32,8 @@ BOOKS   := FSDP_LABS_RANKS=$${FSDP_LABS_RANKS:-$(FEW)} $(BIN)/python -m pytest -
 TIMED   := $(foreach chapter,02 06 10 11 12 15 16,$(wildcard notebooks/$(chapter)_*.ipynb))
 UNTIMED := $(filter-out $(TIMED),$(wildcard notebooks/*.ipynb))
 
+# From files of requirements, and not from pyproject.toml's extras, which say the same (tests/test_packaging.py): pip would
+# build the planner's wheel to install an extra, and install a copy of the planner next to the checkout's.
 # $(call install,VENV,WORDS): uv takes a quarter of pip's time; where it cannot be had or used, pip does the same.
 pip     = $(1)/bin/python -m pip install --quiet --disable-pip-version-check
 install = { $(call pip,$(1)) uv && $(1)/bin/uv pip install --quiet --python $(1)/bin/python $(2); } || \
