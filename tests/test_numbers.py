@@ -21,6 +21,7 @@ import test_gpu_plan
 import test_one_rank
 import torch
 from conftest import SOURCE
+from labkit.running import gpus
 from labkit.running.lab import Lab
 from labkit.training import datasets, jax_world, ownership
 from packaging.requirements import Requirement
@@ -54,9 +55,7 @@ NUMBER = re.compile(
 )
 CODE = re.compile(r"^( *```).*?^ *```|`[^`\n]*`|<code>.*?</code>", re.S | re.M)
 COMMENT = re.compile(r"#\s.*$", re.M)  # of a line of code: prose
-PRODUCTS = (
-    "Python|older than|PyTorch|torch|CUDA|NCCL|JAX|DeepSpeed|transformers|peft|CC BY|BSD|issue|Drivers from|driver of"
-)
+PRODUCTS = "Python|older than|PyTorch|torch|CUDA|NCCL|JAX|DeepSpeed|transformers|peft|CC BY|BSD|issue"
 NO_NUMBER = [
     r"<!-- table: .*?<!-- end -->",  # written by images/readme.py
     r"\[\d\d\]\([^)]*\)|\]\([^)\s]*\)|https?://[^\s<)]+|<\w[^>]*>",
@@ -231,6 +230,8 @@ SOURCES: dict[str, dict[str, str | Callable[[], list]]] = {
         "| 4; `mnist-5k`": lambda: [Lab().ranks],
         "`USR1` two minutes before": lambda: [*signal_minutes()],
         "fit into the two minutes": lambda: [*signal_minutes()],
+        "a driver of 580 or newer": lambda: [gpus.OLDEST_DRIVER[13]],
+        "Drivers from 525 on": lambda: [gpus.OLDEST_DRIVER[12]],
         "ssh -L 8888:localhost:8888": COMMAND,
         "one every 10,000 steps": EXAMPLE,
         "the last 2,000 calls": BUFFER,

@@ -263,6 +263,8 @@ def follow(command: list[str], on_progress=None, timeout: float = 3600, device: 
             end = "\n".join(printed.splitlines()[-OUTPUT_LINES:]) or f"exit code {process.returncode}"
             if why := records.why_full(RUNS):  # then the end of the output is lost
                 end += f"\n{why}"
+            if command[0] == "srun" and (what := slurm.hint(printed)):
+                end += f"\n{what}"
             raise RunFailed(slurm.explained(command, printed) or end)
         return printed
 
