@@ -74,8 +74,9 @@ test-lowest: $(LOWEST)/ready    ## arithmetic, equality, memory, checkpoints, pi
 	  tests/test_memory.py tests/test_mesh.py tests/test_zero_plan.py tests/test_pipeline.py tests/test_tensor_parallel.py \
 	  tests/test_checkpoints.py tests/test_saving.py tests/test_ownership.py
 
+# From here, not from notebooks/: Jupyter serves nothing above the folder it starts in, and the pictures are in images/.
 lab: $(READY)           ## open the notebooks in JupyterLab
-	$(BIN)/jupyter lab notebooks
+	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
 
 # Where the course is installed once for a class. Beside the copies lies what the notebooks expect beside their folder:
 # a link to the code, and the pictures, which Jupyter does not fetch through a link. Runs of the labs go there too

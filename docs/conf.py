@@ -86,6 +86,7 @@ SECTIONS = {
         "docs/troubleshooting",
         "docs/measuring",
         "docs/what_ran_where",
+        "docs/gpu_hour",
         "docs/source",
     ],
     "Reference": [
