@@ -155,8 +155,8 @@ def test_gpus_of_a_node_by_slurms_word(said, partition, count, slurm_says):
         ({}, 0),  # a job without GPUs
         ({"SLURM_GPUS_ON_NODE": "2"}, 2),
         ({"SLURM_GPUS_ON_NODE": "gpu:2"}, 2),
-        ({"SLURM_GPUS_ON_NODE": "gpu:a100:4"}, 4),
-        ({"SLURM_GPUS_ON_NODE": "4(S:0-1)"}, 4),
+        ({"SLURM_GPUS_ON_NODE": "gpu:a100:2"}, 2),
+        ({"SLURM_GPUS_ON_NODE": "3(S:0-1)"}, 3),
         ({"SLURM_GPUS_ON_NODE": "0"}, 0),
         ({"SLURM_JOB_GPUS": "0,3,5"}, 3),
     ],
