@@ -32,21 +32,27 @@ BOOKS   := FSDP_LABS_RANKS=$${FSDP_LABS_RANKS:-$(FEW)} $(BIN)/python -m pytest -
 TIMED   := $(foreach chapter,02 06 10 11 12 15 16,$(wildcard notebooks/$(chapter)_*.ipynb))
 UNTIMED := $(filter-out $(TIMED),$(wildcard notebooks/*.ipynb))
 
+# From files of requirements, and not from pyproject.toml's extras, which say the same (tests/test_packaging.py): pip would
+# build the planner's wheel to install an extra, and install a copy of the planner next to the checkout's.
 # $(call install,VENV,WORDS): uv takes a quarter of pip's time; where it cannot be had or used, pip does the same.
 pip     = $(1)/bin/python -m pip install --quiet --disable-pip-version-check
 install = { $(call pip,$(1)) uv && $(1)/bin/uv pip install --quiet --python $(1)/bin/python $(2); } || \
           { echo "uv cannot install here, so pip does: two minutes"; $(call pip,$(1)) $(2); }
 
-.PHONY: run check test nightly test-cluster test-lowest lab learner class-check notebooks site gpu bench drill deepspeed jax constraints slurm slurm-down help
+.PHONY: run check types test nightly test-cluster test-lowest lab learner class-check notebooks site gpu bench drill deepspeed jax constraints slurm slurm-down help
 
 run: $(READY)           ## climb the ladder on this machine: eight runs, a table and a picture
 	cd source_code && ../$(BIN)/python ladder.py $(LADDER)
 
-check: $(TEST_READY)    ## before a commit, in three minutes: lint, links, arithmetic, few ranks, the chapters you changed
+check: $(TEST_READY)    ## before a commit, in a few minutes: lint, links, arithmetic, few ranks, the chapters you changed
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/$(TESTS) -m "not long and not slurm and not browser" tests
 	@changed="$$($(BIN)/python tests/changed.py)"; [ -z "$$changed" ] || $(BOOKS) $(call aside,$(ALONE)) -m "not slurm" $$changed
+
+# uv keeps pyright, and the Node.js that it runs on, in a cache of its own.
+types: $(READY)         ## read the planner's types with pyright (basic), which is fetched once; CI does it, too
+	$(BIN)/uv tool run --quiet --from 'pyright[nodejs]==1.1.414' pyright
 
 test: $(TEST_READY)     ## run everything a contributor must keep green
 	$(BIN)/ruff check --quiet .

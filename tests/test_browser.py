@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A learner's first hour in a browser: JupyterLab runs all of notebook 00, shows its figures, and takes an exercise's answer."""
 
 import os

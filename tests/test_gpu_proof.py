@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The GPU hour, where there is no GPU: what it would run is right, and its steps, rows and table work on the CPU."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What nobody means to give, given: one sentence, exit code 2, nothing lost and nothing half-written.
 
 Damaged checkpoints are in test_checkpoints.py, damaged data in test_datasets.py, slips of the command line in

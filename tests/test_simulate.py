@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A simulated step says what the arithmetic says, also for worlds that no test could start."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The GPU hour: what only a machine with GPUs can show, in parts of at most eight minutes.
 
   python -m proofs.gpu                    (make gpu) every part, on all GPUs of this machine

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Checks of the GPU hour that no lab makes. Each prints rows of gpu_rows.py, as JSON in its last line.
 
   python -m proofs.gpu_checks --check context                       memory of a process on a GPU that is not PyTorch's

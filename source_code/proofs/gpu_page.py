@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Write docs/gpu_hour.md: what make gpu would run, and which sentence or limit each number would change: python -m proofs.gpu_page"""
 
 from itertools import groupby

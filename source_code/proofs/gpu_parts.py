@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The parts of the GPU hour, at most eight minutes each: the steps of each, and which sentence or limit each would change."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Steps of the GPU hour: runs of labs, commands, and checks; and the rows by which each is judged (gpu_parts.py lists them)."""
 
 import dataclasses

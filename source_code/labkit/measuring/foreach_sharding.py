@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Propagate the sharding of foreach operators once for tensors that are alike.
 
   with once_for_alike(): …          DTensor's foreach operators on a thousand parameters take seconds less, with the same result

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Simulate one rank of a larger world: run PyTorch's own code on fake tensors, which have shapes but no memory.
 
   simulate.join(128)                       become rank 0 of a simulated world of 128 ranks; its collectives send nothing
