@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Draw chapter 20's diagram, a sequence that four ranks share: python images/chapter_20.py"""
+"""Draw chapter 20's diagrams, a sequence that four ranks share and its two orders: python images/chapter_20.py"""
 
 from drawing import COLOURS, INK, PAPER, SOFT, Drawing
 
@@ -46,5 +46,32 @@ def context_parallel():
     d.save("context_parallel")
 
 
+PIECE, PIECES = 30, 2 * RANKS  # side of a square: a piece's queries with a piece's keys
+COLOURS_OF_RANKS = [COLOURS[name] for name in ("parameters", "all-gather", "optimizer state", "reduce-scatter")]
+
+
+def attention_orders():
+    d = Drawing(1000, 420, "Who computes how much of causal attention, in natural and in head-tail order")
+    d.text(20, 36, "A sequence in eight pieces, two on each of four ranks", 20, bold=True)
+    d.text(20, 60, "A square: one piece's queries with one piece's keys. Half of it on the diagonal.", 14, colour=SOFT)
+    orders = {"natural order": lambda piece: piece // 2, "head-tail order": lambda piece: min(piece, 7 - piece)}
+    for x, (name, rank_of) in zip((120, 600), orders.items(), strict=True):
+        d.text(x, 96, f"{name}: keys of pieces 1 to 8", 15)
+        for piece in range(PIECES):
+            y, rank = 110 + PIECE * piece, rank_of(piece)
+            d.text(x - 8, y + 20, f"rank {rank}", 13.5, "end")
+            for key in range(PIECES):
+                seen = COLOURS_OF_RANKS[rank] if key <= piece else PAPER
+                width = PIECE / 2 if key == piece else PIECE
+                d.box(x + PIECE * key, y, PIECE, PIECE, PAPER, SOFT)
+                d.box(x + PIECE * key, y, width, PIECE, seen, SOFT)
+        squares = [sum(p + 0.5 for p in range(PIECES) if rank_of(p) == rank) for rank in range(RANKS)]
+        counted = ", ".join(f"{each:g}" for each in squares)
+        d.text(x, 110 + PIECE * PIECES + 26, f"squares of ranks 0 to 3: {counted}", 15, bold=True)
+    d.text(20, 408, "The rank at the left of a row has its queries. All wait for the rank with the most squares.", 14)
+    d.save("attention_orders")
+
+
 if __name__ == "__main__":
     context_parallel()
+    attention_orders()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ from labkit.running import fork_server  # noqa: E402
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 if fork_server.VARIABLE not in os.environ and fork_server.possible():
     often = ("matplotlib.pyplot", "pandas", "IPython.display", "ipywidgets", *fork_server.IF_IMPORTED)
+    often += ("deepspeed",) * (find_spec("deepspeed") is not None)  # a second for each rank of chapter 13's many
     os.environ[fork_server.VARIABLE] = fork_server.address(*often)
 
 

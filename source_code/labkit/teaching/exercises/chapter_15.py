@@ -173,7 +173,7 @@ def mlp(x, up, down):
     "15.2": Do(
         title="a plan for attention",
         level=2,
-        minutes=10,
+        minutes=20,
         judge=judge_plan,
         hint="Query, key and value take the same input, as gate and up do, and output plays the part of down. Attention has "
         "two inputs, and the second\n(the rotation) is no tensor to lay out: None stands for it.",
@@ -196,7 +196,7 @@ def attention_plan():
     "15.3": Do(
         title="a stage of a pipeline",
         level=2,
-        minutes=10,
+        minutes=15,
         judge=judge_stage,
         hint="The first stage gets token ids and begins with the embedding; the last one ends with the norm and the head, and "
         "returns logits.\nA module registers only what is assigned to self: no rank should hold another stage's blocks.",

@@ -161,7 +161,7 @@ EXERCISES = {
     "20.0": Do(
         title="ring attention",
         level=3,
-        minutes=15,
+        minutes=25,
         judge=judge_ring,
         hint="Begin with your own keys, causally. After n exchanges you hold the keys of rank (me.rank - n) % me.world_size.\n"
         "All of its tokens come before yours, or all come after. A part whose exponentials sum to exp(s) has the share\n"
