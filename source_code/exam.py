@@ -145,15 +145,17 @@ def write_tasks(seed: int, folder: Path) -> str:
         raise UserError(f"{folder} exists, perhaps with answers: name another --folder, or remove it") from None
     except OSError as error:
         raise UserError(f"{folder} cannot be made ({error.strerror}): name another --folder") from None
+    hangs = [task for task in drawn if isinstance(task, finding.Hang)]
+    print("the tasks' evidence comes from runs, which take a minute", flush=True)
+    profiled = [task for task in drawn if isinstance(task, finding.Memory)]
     try:
-        profiles = {}
-        with contextlib.redirect_stdout(io.StringIO()):  # what the ranks print would tell
-            for task in drawn:
-                if isinstance(task, finding.Hang):
-                    record_hang(task, folder / f"task-{task.number:02}")
-                if isinstance(task, finding.Memory):
-                    (measured,) = measure([task.run_with(task.fault)])
-                    profiles[task.number] = measured["memory"]["timeline"]
+        # What the ranks print would tell. Most of the time the runs wait.
+        with contextlib.redirect_stdout(io.StringIO()), ThreadPoolExecutor(len(hangs)) as threads:
+            recorded = [threads.submit(record_hang, task, folder / f"task-{task.number:02}") for task in hangs]
+            measured = measure([task.run_with(task.fault) for task in profiled])
+            for each in recorded:
+                each.result()
+        profiles = {task.number: run["memory"]["timeline"] for task, run in zip(profiled, measured, strict=True)}
         papers.write(folder, seed, drawn, papers.evidence(drawn, profiles))
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)  # half a set of tasks would be in the way of the next try

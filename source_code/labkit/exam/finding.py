@@ -8,6 +8,7 @@ profile, is right.
 import json
 import math
 from dataclasses import dataclass
+from functools import cache
 from random import Random
 from typing import ClassVar
 
@@ -183,11 +184,9 @@ class Memory:
         )
 
 
-def _whole(given, below: int = 4) -> tuple[int | None, str]:
+def _whole(given, below: int = losses.RANKS) -> tuple[int | None, str]:
     """Read a rank or a step: (the number or None, the mistake)."""
-    if given == 0 and not isinstance(given, bool):
-        return 0, ""
-    value, mistake, _ = number_of(given)
+    value, mistake, _ = number_of(given, included=True)
     if value is None or value != int(value) or value >= below:
         return None, mistake or "not a number"
     return int(value), ""
@@ -226,6 +225,7 @@ def _alike(some: list[dict], others: list[dict]) -> bool:
 # The draw
 
 
+@cache
 def drill_rows() -> list[dict]:
     """Return the draws of the diagnosis drill whose fault and rank the course's tool named: its committed record.
 

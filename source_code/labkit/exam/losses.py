@@ -13,11 +13,11 @@ import torch.nn.functional as F
 RANKS, STEPS, BATCH, INPUTS, CLASSES = 4, 24, 32, 32, 8
 RATE, HIGH_RATE = 0.5, 400.0
 AWAY = 6  # steps between the checkpoint that a run resumes from and the one that it should resume from
-FLIPPED_BIT = 25  # of the exponent (fp32): a magnitude from 1/16 to 1/8 becomes 16 times as large
+FLIPPED_BIT = 25  # of the exponent (fp32): 16 times as large, or as small
 
 FAULTS = {  # {fault: (whether its rank is asked, whether its step is asked, what it is)}
     "bad sample": (True, True, "a batch of one rank has a value that is not finite"),
-    "flipped bit": (True, True, "a bit of one rank's weights flips before a step"),
+    "flipped bit": (True, True, "bits of one rank's weights flip before a step"),
     "same batches": (False, False, "all ranks read the same batches"),
     "no update": (False, False, "the optimizer has other tensors than the model"),
     "older checkpoint": (False, True, "the run is requeued before a step, and resumes from an older checkpoint"),
@@ -89,7 +89,7 @@ def _spoiled(inputs, classes, fault: Fault, step: int) -> tuple:
 
 
 def _flipped(weights, rank: int) -> torch.Tensor:
-    """Flip a bit of each class's largest weight on one rank, so that it shows at once."""
+    """Flip a bit of the weights of the first input on one rank, so that it shows at once."""
     flipped = weights.clone()
     flipped[rank, 0].view(torch.int32)[:] ^= 1 << FLIPPED_BIT
     return flipped

@@ -9,6 +9,7 @@ import csv
 import hashlib
 import io
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 
@@ -97,7 +98,7 @@ def read(path: Path, expected: int | None = None) -> tuple[int, list, dict]:
         UserError: the file cannot be read, has not what it should have, or is of other tasks.
     """
     try:
-        paper = json.loads(path.read_text())
+        paper = json.loads(path.read_text(), parse_constant=str, parse_float=_finite)  # a report has numbers only
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): give what exam.py --seed has written") from None
     except (ValueError, RecursionError) as error:
@@ -117,6 +118,11 @@ def read(path: Path, expected: int | None = None) -> tuple[int, list, dict]:
     if unknown := sorted({*answers} - {str(task.number) for task in drawn}):
         raise UserError(f"{path} has an answer to a task {unknown[0]}, and there are {len(drawn)}")
     return seed, drawn, paper
+
+
+def _finite(text: str) -> float | str:
+    """Return a number of a file, or its text if it is too large to be one."""
+    return float(text) if math.isfinite(float(text)) else text
 
 
 def judge(drawn: list, answers: dict, measure=None) -> list[Verdict]:
@@ -190,6 +196,8 @@ def recheck(path: Path, expected: int | None = None, measure=None) -> dict:
         UserError: it cannot be read, was edited, or is judged otherwise.
     """
     seed, drawn, stored = read(path, expected)
+    if "verdicts" not in stored:
+        raise UserError(f"{path} has no verdicts: give the report that exam.py --judge has written")
     if stored.get("digest") != digest(stored):
         raise UserError(
             f"{path} was edited after it was written: its content does not have its digest; judge the answers again"

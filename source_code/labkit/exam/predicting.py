@@ -96,19 +96,18 @@ def mistaken_traffic(one: dict) -> dict[str, float]:
     collectives = plan.traffic()
     total = plans.traffic_bytes(collectives)
     gathers = plans.traffic_bytes([each for each in collectives if each["kind"] == "all-gather"])
-    found = {
-        "only what one rank sends in a ring": plans.sent_bytes(plan),
-        "divided by the ranks": total / plan.shards,
-        "all-gathers forgotten": total - gathers,
-        "only the all-gathers": gathers,
-        "half of the traffic": total / 2,
-        "twice the traffic": total * 2,
-    }
+    found = {}  # of mistakes that lead to the same number, the first counts
     if plan.micro_batches > 1:
         found["only one micro-batch"] = _changed(one, {"accumulate": 1, "sync": "every"}, _traffic)
     if plan.shards_parameters and plan.reshard == "true":
         found["backward's all-gathers forgotten"] = _changed(one, {"reshard_after_forward": "false"}, _traffic)
-    return found | _of_other_formats(one, _traffic)
+    found |= {
+        "only what one rank sends in a ring": plans.sent_bytes(plan),
+        "divided by the ranks": total / plan.shards,
+        "all-gathers forgotten": total - gathers,
+        "only the all-gathers": gathers,
+    }
+    return found | _of_other_formats(one, _traffic) | {"half of the traffic": total / 2, "twice the traffic": total * 2}
 
 
 def _traffic(plan: Plan) -> int:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from textwrap import shorten
 
 TOLERANCE = 0.05  # of a predicted number
 ALIKE = 0.01  # a wrong number this close to that of a known mistake is taken for it
@@ -44,22 +45,30 @@ def text_of(given, choices) -> tuple[str | None, str, str]:
     """Read an answer that is one of a few words: (the word or None, the mistake, the sentence)."""
     if given is None or (isinstance(given, str) and not given.strip()):
         return None, "no answer", "there is no answer"
-    word = given.strip().lower() if isinstance(given, str) else given
-    if not isinstance(word, str) or word not in choices:
-        return None, "not a choice", f"{given!r} is none of {', '.join(choices)}"
+    words = {choice.casefold(): choice for choice in choices}
+    word = words.get(given.strip().casefold()) if isinstance(given, str) else None
+    if word is None:
+        return None, "not a choice", f"{shorten(repr(given), 60, placeholder=' …')} is none of {', '.join(choices)}"
     return word, "", ""
 
 
-def number_of(given) -> tuple[float | None, str, str]:
-    """Read an answer that is a number above 0: (the number or None, the mistake, the sentence)."""
+def number_of(given, least: float = 0, included: bool = False) -> tuple[float | None, str, str]:
+    """Read an answer that is a number: (the number or None, the mistake, the sentence).
+
+    Args:
+        given: the answer.
+        least: its lower bound.
+        included: whether it may be that bound.
+    """
     if given is None or (isinstance(given, str) and not given.strip()):
         return None, "no answer", "there is no answer"
     try:
         value = float(given) if not isinstance(given, bool) else math.nan
     except (TypeError, ValueError, OverflowError):
         value = math.nan
-    if not math.isfinite(value) or value <= 0:
-        return None, "not a number", f"{given!r} is not a number above 0"
+    if not math.isfinite(value) or value < least or (value == least and not included):
+        shown = shorten(repr(given), 60, placeholder=" …")
+        return None, "not a number", f"{shown} is not a number {'from' if included else 'above'} {least:g}"
     return value, "", ""
 
 
