@@ -6,6 +6,7 @@ the loss of its replica on one validation batch, which all ranks share.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,7 @@ class Fault:
     step: int | None = None
 
 
+@cache
 def train(seed: int, fault: Fault) -> list[dict]:
     """Train with a fault, and return a row for each step: {"step", "training": [of each rank], "validation": [...]}.
 

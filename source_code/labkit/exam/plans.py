@@ -1,5 +1,6 @@
 """Plan the configurations of the exam's tasks, and state them in words."""
 
+from dataclasses import replace
 from functools import cache
 
 from planner import predict
@@ -33,15 +34,15 @@ def plan_of(one: dict) -> Plan:
     return _plan(one["script"], one["ranks"], one.get("batch_size"), tuple(sorted(one["config"].items())))
 
 
-@cache
+@cache  # for the PyTorch that the planner assumes, whichever is installed: a seed's budgets are the same everywhere
 def _plan(script: str, ranks: int, batch_size: int | None, config: tuple) -> Plan:
     if script == PLANNED:
-        return commands.plan_from_options(Config(ranks=ranks, **dict(config)))
+        return replace(commands.plan_from_options(Config(ranks=ranks, **dict(config))), torch=Plan.torch)
     sizes = {"batch_size": batch_size} if batch_size else {}
     options = LABS[script](**dict(config), **sizes)
     if hasattr(options, "mesh"):
         arrange(ranks, options.mesh, options.reshard_after_forward)
-    return options.plan(ranks, on_gpu=False, workspaces=False, torch=commands.installed_torch())
+    return options.plan(ranks, on_gpu=False, workspaces=False, torch=Plan.torch)
 
 
 def peak_bytes(plan: Plan) -> int:

@@ -5,7 +5,7 @@ from random import Random
 
 from labkit.exam import choosing, finding, predicting
 
-EDITION = 1  # of the draw: raise it when the same seed gives other tasks
+EDITION = 1  # a part of each draw's seed; what else changes the tasks of a seed, changes their digest
 KINDS = {"predict": range(1, 5), "find the fault": range(5, 9), "choose": range(9, 13)}
 DRAWS = {"predict": predicting.draw, "find the fault": finding.draw, "choose": choosing.draw}
 
