@@ -4,6 +4,7 @@ Task 9 is small: the judge runs the chosen configuration. The others need GPUs: 
 around a configuration that fits, and so that the options' defaults do not.
 """
 
+import re
 from dataclasses import dataclass
 from random import Random
 from typing import ClassVar
@@ -62,7 +63,7 @@ class Choose:
         config, (memory, traffic) = self.one["config"], self.units
         where = "ranks on the CPU" if self.runs_here else "H100 GPUs"
         how = "runs your choice here and measures" if self.runs_here else "plans your choice"
-        limits = [f"- `{name}` must be {' or '.join(map(str, some))}." for name, some in self.allowed.items()]
+        limits = [f"- `{name}` must be {' or '.join(map(_shown, some))}" for name, some in self.allowed.items()]
         return [
             f"Train the transformer {config['preset']} with AdamW on {self.one['ranks']} {where}; a micro-batch has "
             f"{config['batch_size']} × {config['seq_len']:,} tokens on each rank. Budget:",
@@ -73,10 +74,7 @@ class Choose:
             "",
             "Choose every option; any choice that fits is right:",
             "",
-            *(
-                f"- `{name}`: {', '.join('null' if v is None else str(v) for v in some)}"
-                for name, some in CHOICES.items()
-            ),
+            *(f"- `{name}`: {', '.join(map(_shown, some))}" for name, some in CHOICES.items()),
             "",
             f"The judge {how}.",
         ]
@@ -84,16 +82,18 @@ class Choose:
     def chosen(self, answer: dict) -> tuple[dict | None, str, str]:
         """Return (the chosen configuration or None, the mistake, the sentence)."""
         given = {name: answer.get(name) for name in CHOICES}
+        if isinstance(given["reshard_after_forward"], bool):  # JSON has true and false, too
+            given["reshard_after_forward"] = str(given["reshard_after_forward"]).lower()
         if empty := [name for name, value in given.items() if value is None and name != "mesh"]:
             return None, "no answer", f"{empty[0]}: there is no answer"
         for name, value in given.items():
             if name != "mesh" and (isinstance(value, (bool, float)) or value not in CHOICES[name]):
-                return None, "not a choice", f"{name}: {value!r} is none of {', '.join(map(str, CHOICES[name]))}"
-        if given["mesh"] is not None and not isinstance(given["mesh"], str):
+                return None, "not a choice", f"{name}: {value!r} is none of {', '.join(map(_shown, CHOICES[name]))}"
+        if given["mesh"] is not None and not re.fullmatch(r"\d+x\d+", str(given["mesh"])):
             return None, "not a choice", f'mesh: {given["mesh"]!r} is not null, nor REPLICASxSHARDS such as "2x4"'
         for name, some in self.allowed.items():
             if given[name] not in some:
-                return None, "against the rules", f"{name} must be {' or '.join(map(str, some))}, not {given[name]}"
+                return None, "against the rules", f"{name} must be {' or '.join(map(_shown, some))}, not {given[name]}"
         one = configured(self.one, given)
         try:
             plans.plan_of(one)
@@ -121,6 +121,11 @@ class Choose:
             found.append((mistake if value > most else "", f"{value:,.6g} of {most:,.6g} {unit}: {verdict}"))
         mistakes = tuple(mistake for mistake, _ in found if mistake)
         return Verdict(not mistakes, mistakes, "; ".join(sentence for _, sentence in found), how)
+
+
+def _shown(value) -> str:
+    """Return a value as it is written in answers.json."""
+    return "null" if value is None else str(value)
 
 
 def configured(one: dict, options: dict) -> dict:
