@@ -15,15 +15,12 @@ measured; with --no-run they are planned, like the large ones.
 import contextlib
 import io
 import shutil
-import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from labkit import UserError
 from labkit.exam import finding, papers, tasks
-from labkit.measuring import records
 from labkit.running import launch
 from labkit.running.options import Conflict, Options, exit_with_error, option, parse
 
@@ -99,34 +96,16 @@ def record_hang(task: finding.Hang, folder: Path):
 
     wanted = (diagnosis.NOTHING, []) if task.kind == finding.CONTROL else (task.kind, [task.rank])
     for _ in range(TRIES):
-        _run_once(diagnosis.Draw(task.kind, task.layout, task.rank, task.step), folder)
+        with diagnosis.recorded(diagnosis.Draw(task.kind, task.layout, task.rank, task.step)) as flight:
+            shutil.copytree(
+                flight, folder
+            )  # what the run writes at its end would replace what it has written in the hang
         if diagnosis.named(diagnosis.diagnose_hang.report(folder)) == wanted:
             return
         shutil.rmtree(folder)
     raise UserError(
         f"the records of task {task.number} did not show its fault in {TRIES} runs: try again when this machine is less busy"
     )
-
-
-def _run_once(draw, folder: Path):
-    """Run a draw of the drill, and copy its records once it is quiet or has ended: later they are of its end."""
-    from labkit.running import notebook_ranks
-    from proofs import diagnosis
-
-    here = {"ranks": diagnosis.WORLD, "cluster": launch.Cluster(launcher="local"), "timeout": diagnosis.LIMIT}
-    runs = records.ensure_writable_dir(launch.RUNS)
-    with tempfile.TemporaryDirectory(dir=runs, prefix=".exam-") as flight, ThreadPoolExecutor(1) as thread:
-        running = thread.submit(notebook_ranks.on_ranks, diagnosis.train, flight, draw, **here)
-        first_seen = {}
-        while not running.done():
-            there = {path.name for path in Path(flight).glob("flight_*")}
-            first_seen = {name: first_seen.get(name, time.monotonic()) for name in there}
-            if any(time.monotonic() - since > diagnosis.QUIET + diagnosis.SETTLED for since in first_seen.values()):
-                break
-            time.sleep(0.1)
-        shutil.copytree(flight, folder)
-        with contextlib.suppress(launch.RunFailed):
-            running.result()
 
 
 # What the command does
