@@ -98,7 +98,7 @@ def fitting(task) -> dict:
     for values in product(*order):
         options = dict(zip(choosing.CHOICES, values, strict=True))
         try:
-            needs = figures_of(choosing.configured(task.one, options))
+            needs = choosing.needs(choosing.configured(task.one, options))
         except UserError:
             continue
         sizes = [size / verdicts.UNITS[unit] for size, unit in zip(needs, task.units, strict=True)]
@@ -143,6 +143,7 @@ def test_every_task_of_200_seeds_is_solved_with_the_courses_means(drawn):
         texts = papers.evidence(of_seed, {8: planned_timeline(json.dumps(of_seed[7].run_with(of_seed[7].fault)))})
         drill = {number: in_the_drill(of_seed[number - 1]) for number in (5, 6)}
         answers = {str(task.number): solved(task, texts, drill) for task in of_seed}
+        assert answers["7"]["fault"] == of_seed[6].fault.kind and answers["8"]["fault"] == of_seed[7].fault  # they show
         found = papers.judge(of_seed, json.loads(json.dumps(answers)))
         assert [verdict for verdict in found if not verdict.right] == [], seed
 
@@ -172,6 +173,24 @@ def test_the_seeds_draw_every_fault_and_no_default_fits_a_budget(drawn):
         for task in of_seed[8:]:
             verdict = task.judge(choosing.DEFAULTS, None)
             assert not verdict.right and verdict.mistakes[0] != "not a choice", task
+
+
+def test_no_choice_fits_every_budget(drawn):
+    """What saves memory in every way, with any mesh, and parameters freed or kept, fits some of a task's budgets only."""
+    for number in range(9, 13):
+        fits = [[] for _ in range(4)]
+        for of_seed in drawn.values():
+            task = of_seed[number - 1]
+            for place, one in enumerate(
+                choosing.saving(task.one, {"mesh": choosing.meshes(task.one["ranks"])} | task.allowed)
+            ):
+                needs = choosing.needs(one)
+                limits = [
+                    most * verdicts.UNITS[unit]
+                    for most, unit in zip((task.memory, task.traffic), task.units, strict=True)
+                ]
+                fits[place].append(needs[0] <= limits[0] and needs[1] <= limits[1])
+        assert max(sum(some) / len(some) for some in fits if some) < 0.8, (number, [sum(some) for some in fits])
 
 
 def test_the_courses_commands_print_what_the_judge_expects(drawn):

@@ -1,11 +1,12 @@
 """Tasks 9 to 12: choose a mesh, a wrapping policy, and formats for a budget. Any answer that fits is right.
 
 Task 9 is small: the judge runs the chosen configuration. The others need GPUs: the judge plans them. A budget is drawn
-around a configuration that fits, and so that the options' defaults do not.
+around a configuration that computes in bf16, so that the options' defaults, whose traffic is in fp32, do not fit.
 """
 
 import re
 from dataclasses import dataclass
+from itertools import product
 from random import Random
 from typing import ClassVar
 
@@ -54,6 +55,11 @@ class Choose:
         return self.one["script"] != plans.PLANNED
 
     @property
+    def over_nodes(self) -> bool:
+        """Whether traffic counts where it leaves a node."""
+        return over_nodes(self.one)
+
+    @property
     def units(self) -> tuple[str, str]:
         """The units of memory and traffic."""
         return ("MiB", "MB") if self.runs_here else ("GiB", "GB")
@@ -63,13 +69,16 @@ class Choose:
         config, (memory, traffic) = self.one["config"], self.units
         where = "ranks on the CPU" if self.runs_here else "H100 GPUs"
         how = "runs your choice here and measures" if self.runs_here else "plans your choice"
+        counted = (
+            f"leave a node of {plans.NODE} GPUs" if self.over_nodes else "pass, as whole tensors of all collectives,"
+        )
         limits = [f"- `{name}` must be {' or '.join(map(_shown, some))}" for name, some in self.allowed.items()]
         return [
             f"Train the transformer {config['preset']} with AdamW on {self.one['ranks']} {where}; a micro-batch has "
             f"{config['batch_size']} × {config['seq_len']:,} tokens on each rank. Budget:",
             "",
             f"- a peak of at most {self.memory:,.6g} {memory} of tensors on rank 0",
-            f"- at most {self.traffic:,.6g} {traffic} of traffic in a step (the whole tensors of all collectives, added up)",
+            f"- at most {self.traffic:,.6g} {traffic} that {counted} in a step",
             *limits,
             "",
             "Choose every option; any choice that fits is right:",
@@ -111,16 +120,30 @@ class Choose:
         how = "run" if measured else "plan"
         if one is None:
             return Verdict(False, (mistake,), sentence, how)
-        peak, traffic = plans.measured_or_planned(one, measured)
         found = []
         for mistake, size, most, unit in zip(
-            ("does not fit", "too much traffic"), (peak, traffic), (self.memory, self.traffic), self.units, strict=True
+            ("does not fit", "too much traffic"),
+            needs(one, measured),
+            (self.memory, self.traffic),
+            self.units,
+            strict=True,
         ):
             value = size / UNITS[unit]
             verdict = "fits" if value <= most else mistake
             found.append((mistake if value > most else "", f"{value:,.6g} of {most:,.6g} {unit}: {verdict}"))
         mistakes = tuple(mistake for mistake, _ in found if mistake)
         return Verdict(not mistakes, mistakes, "; ".join(sentence for _, sentence in found), how)
+
+
+def over_nodes(one: dict) -> bool:
+    """Return whether a configuration's ranks are on several nodes, whose links are the scarce ones."""
+    return one["script"] == plans.PLANNED and one["ranks"] > plans.NODE
+
+
+def needs(one: dict, measured: dict | None = None) -> tuple[float, float]:
+    """Return what a budget limits, in bytes: (peak of rank 0; traffic of a step, over nodes only what leaves one)."""
+    peak, traffic = plans.measured_or_planned(one, measured)
+    return peak, plans.leaving_bytes(plans.plan_of(one)) if over_nodes(one) else traffic
 
 
 def _shown(value) -> str:
@@ -136,11 +159,11 @@ def configured(one: dict, options: dict) -> dict:
 
 # The draw
 
-SMALL = [(length, batch) for length in (48, 64, 96, 128) for batch in (2, 4, 6)]
+SMALL = [(length, batch) for length in (48, 64, 96) for batch in (2, 4)]
 MODELS = {  # {task: [(preset, GPUs, sequences, tokens)]}
-    10: [("1b", ranks, *sizes) for ranks in (4, 8, 16) for sizes in ((2, 4096), (4, 2048))],
-    11: [("llama3-8b", ranks, *sizes) for ranks in (8, 16, 32) for sizes in ((1, 8192), (2, 4096))],
-    12: [("llama3-70b", ranks, 1, 4096) for ranks in (64, 128, 256)],
+    10: [("1b", ranks, 4, 2048) for ranks in (4, 8)],
+    11: [("llama3-8b", ranks, 1, 8192) for ranks in (16, 24, 32)],
+    12: [("llama3-8b", ranks, 1, 16384) for ranks in (64, 128, 256)],
 }
 RULES = (  # which options are restricted, and to what
     {"weights": ("fp32",)},
@@ -167,27 +190,46 @@ def meshes(ranks: int) -> tuple:
     return (None, f"{ranks // 8}x8") if ranks > 8 else (None, f"2x{ranks // 2}")
 
 
-def around(one: dict, options: dict, random: Random) -> tuple[float, float] | None:
-    """Return a budget, bytes of (memory, traffic), that options meet and the defaults do not; None: there is none."""
+def around(one: dict, options: dict, rules: dict, place: float, random: Random) -> tuple[float, float] | None:
+    """Return a budget that options meet, bytes of (memory, traffic).
+
+    None: the options cannot be combined, or need too much; or a configuration fits that saves memory in every way, so that
+    nothing would have to be weighed. place: from 0 to 1, which of ``saving`` must not fit.
+    """
     try:
-        needs = plans.measured_or_planned(configured(one, options))
-    except UserError:  # options that cannot be combined, such as a wrapped embedding that shares its weight
+        need = needs(configured(one, options))
+    except UserError:  # such as a wrapped embedding that shares its weight
         return None
-    budget = tuple(need * random.uniform(*ROOM) for need in needs)
+    budget = tuple(size * random.uniform(*ROOM) for size in need)
     if budget[0] > LARGEST:
         return None
-    plain = plans.measured_or_planned(configured(one, DEFAULTS))
-    return budget if any(need > most for need, most in zip(plain, budget, strict=True)) else None
+    savers = saving(one, rules)
+    excluded = needs(savers[int(place * len(savers))])
+    return budget if any(size > most for size, most in zip(excluded, budget, strict=True)) else None
+
+
+def saving(one: dict, rules: dict) -> list[dict]:
+    """Return the configurations that save memory in every way that the rules allow, for each mesh and reshard_after_forward."""
+    saved = {"strategy": "fsdp2", "wrap": "blocks", "precision": "bf16", "weights": "bf16", "recompute": "full"}
+    saved |= {"loss_chunks": 8}
+    saved = {
+        name: value if value in rules.get(name, CHOICES[name]) else rules[name][-1] for name, value in saved.items()
+    }
+    some = meshes(one["ranks"]) if over_nodes(one) else (None,)  # within a node, replicas only take more memory
+    every = rules.get("mesh", some), CHOICES["reshard_after_forward"]
+    names = "mesh", "reshard_after_forward"
+    return [configured(one, saved | dict(zip(names, values, strict=True))) for values in product(*every)]
 
 
 def draw(number: int, random: Random, turn: int) -> Choose:
     """Draw task ``number``, 9 to 12. turn: the seed, which sets what must differ between consecutive seeds."""
-    one, budget = given(number, turn), None
+    one, budget, place = given(number, turn), None, random.random()
     while budget is None:
         rules = random.choice(RULES)
         options = {name: random.choice(rules.get(name, CHOICES[name])) for name in CHOICES}
         mesh = random.choice(rules.get("mesh", meshes(one["ranks"])))
-        budget = around(one, options | {"strategy": "fsdp2", "precision": "bf16", "mesh": mesh}, random)
+        options |= {"strategy": "fsdp2", "wrap": "blocks", "precision": "bf16", "mesh": mesh}
+        budget = around(one, options, rules, place, random)
     memory, traffic = ("MiB", "MB") if number == 9 else ("GiB", "GB")
     shown = [float(f"{size / UNITS[unit]:.4g}") for size, unit in zip(budget, (memory, traffic), strict=True)]
     return Choose(number, one, *shown, rules)

@@ -13,6 +13,7 @@ from labkit.running.lab_options import LABS
 from labkit.running.plan_options import Config
 
 PLANNED = "plan.py"  # the "script" of a configuration that is planned for GPUs, not run
+NODE = 8  # GPUs on a node
 OPTIMIZER_NAMES = {"adamw": "AdamW", "sgd": "SGD without momentum", "momentum": "SGD with momentum"}
 RECOMPUTE_NAMES = {
     "none": "nothing is recomputed",
@@ -70,7 +71,12 @@ def measured_or_planned(one: dict, measured: dict | None = None) -> tuple[int, i
 
 def sent_bytes(plan: Plan) -> float:
     """Return the bytes that a rank sends in a step if all collectives are rings."""
-    return sum(each["count"] * cost.ring_bytes(each, plan, 8)["rank"] for each in plan.traffic())
+    return sum(each["count"] * cost.ring_bytes(each, plan, NODE)["rank"] for each in plan.traffic())
+
+
+def leaving_bytes(plan: Plan) -> float:
+    """Return the bytes that leave a node of ``NODE`` ranks in a step, with rings."""
+    return cost.inter_node_bytes(plan.traffic(), plan, NODE)
 
 
 def profile(plan: Plan) -> list[dict]:
