@@ -27,6 +27,21 @@ MESSAGES = Path(__file__).with_name("messages.txt")
 # {command: {options: words of the sentence}}. FOLDER: the one that ``files`` fills.
 
 BEFORE_ANYTHING_STARTS = {
+    "exam.py": {
+        "": "--seed --judge --recheck",
+        "--judge FOLDER --recheck FOLDER/exam-7.json": "--judge --recheck",
+        "--judge FOLDER --folder elsewhere": "--folder --judge --recheck",
+        "--seed 7 --no-run": "--no-run",
+        "--seed -1": "--seed 0 -1",
+        "--seed 7 --folder FOLDER": "--folder exists",
+        "--seed 7 --folder FOLDER/text.txt/exam": "--folder text.txt",
+        "--judge FOLDER/nowhere": "answers.json --seed",
+        "--judge FOLDER/text.txt": "answers.json --seed",
+        "--recheck FOLDER/torn.py": "torn.py JSON 1",
+        "--recheck FOLDER/list.json": "list.json seed answers",
+        "--recheck FOLDER/exam-7.json": "exam-7.json 7 edition",
+        "--recheck FOLDER/exam-7.json --seed 8": "exam-7.json --seed 7 8",
+    },
     "plan.py": {
         "--preset gpt9": "--preset 'gpt9'",
         "--module no.py:build": "no.py",
@@ -459,6 +474,7 @@ def files(folder: Path) -> Path:
     (folder / "torn.py").write_text("def build(:")
     (folder / "text.txt").write_text("build")
     (folder / "list.json").write_text("[1, 2]")
+    (folder / "exam-7.json").write_text('{"seed": 7, "tasks": "another edition", "answers": {}}')
     (folder / "deepspeed.json").write_text('{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}')
     (folder / "accelerate.yaml").write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n")
     for name, changes in CONFIGS.items():
@@ -496,7 +512,7 @@ def in_this_process(command: str, words: list[str]) -> tuple[int, str, str]:
     replaced = mock.patch.multiple(sys, argv=[command, *words], path=[*sys.path])
     with replaced, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            if command == "plan.py":
+            if command in ("exam.py", "plan.py"):
                 module.main()
             else:
                 config = options.parse(options_class(command), "")

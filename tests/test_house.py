@@ -22,8 +22,8 @@ LABS = {  # {lab: the labs that it may import}
     "gpt_jax": ("gpt_fsdp",),
     "faults": (),
 }
-TOOLS = ("plan", "ladder", "one_rank", "prepare_data", "class_check", "export", "diagnose_hang")
-ROOMS = ("measuring", "running", "training", "teaching")  # of labkit; each may import those before it
+TOOLS = ("plan", "ladder", "one_rank", "prepare_data", "class_check", "export", "diagnose_hang", "exam")
+ROOMS = ("measuring", "running", "training", "teaching", "exam")  # of labkit; each may import those before it
 OURS = {*LABS, *TOOLS, "proofs", "minimal", "labkit", "planner"}
 
 # {function: which argument says what is imported}
@@ -97,6 +97,7 @@ def allowed(path: Path) -> set[str]:
         "proofs": {"proofs", "plan", "diagnose_hang", "minimal", *LABS} | library,
         **{lab: {*others} | library for lab, others in LABS.items()},
         **{tool: {*LABS} | library for tool in TOOLS},
+        "exam": {"proofs", *LABS} | library,  # its evidence comes from the proofs' runs
     }[top]
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""labkit: shared code of the labs that no chapter teaches, in four packages. Each file has one job; see its first line.
+"""labkit: shared code of the labs that no chapter teaches, in five packages. Each file has one job; see its first line.
 
 running      ranks, on this machine or by Slurm; preflight checks; a notebook's settings; command lines
 measuring    peak memory, time, collectives; the host's memory; one rank of a simulated world
 training     the models, the data, checkpoints
 teaching     verdicts, exercises, figures
+exam         the tasks of exam.py, and the judging of answers
 """
 
 from planner import UserError as UserError

@@ -254,8 +254,9 @@ def _range(part: str) -> range:
     return range(int(first), int(last or first) + 1) if first else range(0)
 
 
-def report_of(draw: Draw) -> str:
-    """Run a draw, and return the report on it."""
+@contextlib.contextmanager
+def recorded(draw: Draw):
+    """Run a draw; yield the folder of its flight records once it is quiet, when its ranks are still there, or has ended."""
     with (
         tempfile.TemporaryDirectory(dir=records.ensure_writable_dir(launch.RUNS), prefix=".diagnosis-") as folder,
         ThreadPoolExecutor(1) as thread,
@@ -271,10 +272,15 @@ def report_of(draw: Draw) -> str:
             if any(time.monotonic() - since > QUIET + SETTLED for since in first_seen.values()):
                 break
             time.sleep(0.1)
-        report = diagnose_hang.report(folder)
+        yield folder
         with contextlib.suppress(launch.RunFailed):
             running.result()
-        return report
+
+
+def report_of(draw: Draw) -> str:
+    """Run a draw, and return the report on it."""
+    with recorded(draw) as folder:
+        return diagnose_hang.report(folder)
 
 
 def judged(draw: Draw) -> dict:
