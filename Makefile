@@ -32,21 +32,27 @@ BOOKS   := FSDP_LABS_RANKS=$${FSDP_LABS_RANKS:-$(FEW)} $(BIN)/python -m pytest -
 TIMED   := $(foreach chapter,02 06 10 11 12 15 16,$(wildcard notebooks/$(chapter)_*.ipynb))
 UNTIMED := $(filter-out $(TIMED),$(wildcard notebooks/*.ipynb))
 
+# From files of requirements, and not from pyproject.toml's extras, which say the same (tests/test_packaging.py): pip would
+# build the planner's wheel to install an extra, and install a copy of the planner next to the checkout's.
 # $(call install,VENV,WORDS): uv takes a quarter of pip's time; where it cannot be had or used, pip does the same.
 pip     = $(1)/bin/python -m pip install --quiet --disable-pip-version-check
 install = { $(call pip,$(1)) uv && $(1)/bin/uv pip install --quiet --python $(1)/bin/python $(2); } || \
           { echo "uv cannot install here, so pip does: two minutes"; $(call pip,$(1)) $(2); }
 
-.PHONY: run check test nightly coverage test-cluster test-lowest lab learner class-check notebooks site gpu bench drill deepspeed jax constraints slurm slurm-down help
+.PHONY: run check types test nightly coverage test-cluster test-lowest lab learner class-check notebooks site gpu bench drill deepspeed jax constraints slurm slurm-down help
 
 run: $(READY)           ## climb the ladder on this machine: eight runs, a table and a picture
 	cd source_code && ../$(BIN)/python ladder.py $(LADDER)
 
-check: $(TEST_READY)    ## before a commit, in three minutes: lint, links, arithmetic, few ranks, the chapters you changed
+check: $(TEST_READY)    ## before a commit, in a few minutes: lint, links, arithmetic, few ranks, the chapters you changed
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/$(TESTS) -m "not long and not slurm and not browser" tests
 	@changed="$$($(BIN)/python tests/changed.py)"; [ -z "$$changed" ] || $(BOOKS) $(call aside,$(ALONE)) -m "not slurm" $$changed
+
+# uv keeps pyright, and the Node.js that it runs on, in a cache of its own.
+types: $(READY)         ## read the planner's types with pyright (basic), which is fetched once; CI does it, too
+	$(BIN)/uv tool run --quiet --from 'pyright[nodejs]==1.1.414' pyright
 
 test: $(TEST_READY)     ## run everything a contributor must keep green
 	$(BIN)/ruff check --quiet .
@@ -75,8 +81,9 @@ test-lowest: $(LOWEST)/ready    ## arithmetic, equality, memory, checkpoints, pi
 	  tests/test_memory.py tests/test_mesh.py tests/test_zero_plan.py tests/test_pipeline.py tests/test_tensor_parallel.py \
 	  tests/test_checkpoints.py tests/test_saving.py tests/test_ownership.py
 
+# From here, not from notebooks/: Jupyter serves nothing above the folder it starts in, and the pictures are in images/.
 lab: $(READY)           ## open the notebooks in JupyterLab
-	$(BIN)/jupyter lab notebooks
+	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
 
 # Where the course is installed once for a class. Beside the copies lies what the notebooks expect beside their folder:
 # a link to the code, and the pictures, which Jupyter does not fetch through a link. Runs of the labs go there too

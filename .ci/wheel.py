@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Build the wheel: the course's planner as the package fsdp_plan, with the command fsdp-plan.
 
 In the course, ``planner`` and ``labkit`` are imported from source_code/, which a script has on its path. In a Python with
@@ -36,8 +37,9 @@ def write_package(source: Path, folder: Path):
         target = folder / path.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())
+    license_line = (source / "plan.py").read_text().partition("\n")[0]
     (folder / "__init__.py").write_text(
-        '"""Plan the memory, traffic, time, and cost of sharded training: fsdp-plan --help"""\n'
+        f'{license_line}\n"""Plan the memory, traffic, time, and cost of sharded training: fsdp-plan --help"""\n'
     )
 
 

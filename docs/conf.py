@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Configure the site: Sphinx reads README.md, docs/, and the notebooks with the outputs they are committed with.
 
 ``make site`` builds it. site_parts.py writes the pages that are made from the source and the records beforehand.
@@ -85,6 +86,7 @@ SECTIONS = {
         "docs/troubleshooting",
         "docs/measuring",
         "docs/what_ran_where",
+        "docs/gpu_hour",
         "docs/source",
     ],
     "Reference": [

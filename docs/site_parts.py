@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Write what the site is made of besides its sources: the planner's page, API pages, the gallery of records, Pyodide.
 
 ``make site`` runs it before Sphinx. Pages go to docs/generated/, files for the browser to build/static/.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Draw the diagram of chapter 00: python images/chapter_00.py (the map of the course: images/course.py)"""
 
 from drawing import COLOURS, INK, PAPER, SOFT, Drawing

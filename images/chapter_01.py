@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Draws the diagram of chapter 01: python images/chapter_01.py"""
 
 from drawing import COLOURS, COMPUTE, INK, SOFT, Drawing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Draw the diagrams of chapter 02: all_reduce.svg and ring.svg. Run: python images/chapter_02.py"""
 
 from drawing import INK, PAPER, SOFT, Drawing

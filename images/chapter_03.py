@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Draw the diagrams of 03_sharding_from_scratch.ipynb: python images/chapter_03.py"""
 
 from drawing import COLOURS, COMPUTE, FREE, GATHER, INK, REDUCE, SOFT, Drawing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The diagrams of chapter 04: python images/chapter_04.py"""
 
 from drawing import COLOURS, COMPUTE, FREE, GATHER, INK, REDUCE, SOFT, Drawing

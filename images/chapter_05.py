@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Draw chapter 05's diagrams, one unit against several: python images/chapter_05.py"""
 
 from drawing import COLOURS, COMPUTE, GATHER, INK, PAPER, REDUCE, SOFT, Drawing

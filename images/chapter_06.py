@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Draw chapter 06's diagram: what lives on which side of the bus under CPU offload, and what crosses it when."""
 
 from drawing import COLOURS, GATHER, PAPER, REDUCE, SOFT, Drawing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The diagram of chapter 07: python images/chapter_07.py"""
 
 from drawing import INK, SOFT, Drawing

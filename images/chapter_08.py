@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Draw chapter 08's diagrams: what a block saves of a token, and what recomputation saves: python images/chapter_08.py"""
 
 from drawing import COLOURS, FREE, INK, SOFT, Drawing

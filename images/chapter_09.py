@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Draw chapter 09's diagram, when a block's parameters are whole: python images/chapter_09.py"""
 
 from drawing import COLOURS, GATHER, INK, REDUCE, SOFT, Drawing

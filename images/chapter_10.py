@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Draw chapter 10's diagram, four ranks on two nodes as a ring and as a mesh: python images/chapter_10.py"""
 
 from drawing import GATHER, INK, PAPER, REDUCE, SOFT, Drawing

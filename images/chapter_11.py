@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Draw chapter 11's diagram, three ways to the same number: python images/chapter_11.py"""
 
 from drawing import COLOURS, INK, PAPER, SOFT, Drawing

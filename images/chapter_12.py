@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Draw chapter 12's diagram, what is hidden and what is exposed in a step: python images/chapter_12.py"""
 
 from drawing import COMPUTE, GATHER, INK, REDUCE, SOFT, Drawing

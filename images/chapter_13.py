@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Draw chapter 13's diagram, the ZeRO paper's formula for the model state: python images/chapter_13.py"""
 
 from drawing import COLOURS, SOFT, Drawing

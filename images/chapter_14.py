@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Draw chapter 14's diagram, FSDP by a wrapper and by a compiler: python images/chapter_14.py"""
 
 from drawing import COMPUTE, GATHER, INK, PAPER, REDUCE, SOFT, Drawing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Draw chapter 15's diagrams, what can be cut and how pipelines are scheduled: python images/chapter_15.py"""
 
 from drawing import INK, PAPER, SOFT, Drawing

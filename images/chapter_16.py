@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Draw chapter 16's diagram, what ranks leave behind: python images/chapter_16.py"""
 
 from drawing import COLOURS, INK, PAPER, SOFT, Drawing

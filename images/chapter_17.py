@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Draw chapter 17's diagram, a model that is sharded before or after it is there: python images/chapter_17.py"""
 
 from drawing import COLOURS, INK, PAPER, SOFT, Drawing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Draw chapter 18's diagram, three ways to run Muon on sharded matrices: python images/chapter_18.py"""
 
 from drawing import COLOURS, INK, PAPER, SOFT, Drawing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Draw chapter 19's diagrams: two ways to bring tokens and experts together, and two meshes: python images/chapter_19.py"""
 
 from drawing import COLOURS, INK, PAPER, SOFT, Drawing

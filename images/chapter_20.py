@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Draw chapter 20's diagram, a sequence that four ranks share: python images/chapter_20.py"""
 
 from drawing import COLOURS, INK, PAPER, SOFT, Drawing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The chapters, as the first cell of each notebook tells them, and the map of the course drawn from that.
 
 README.md's table of chapters is made from the same: python images/readme.py writes both.

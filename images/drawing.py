@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The little that the course's diagrams need to be drawn as SVG, in the colours of its plots.
 
 A diagram brings its own light background, so that it reads the same on a white page and on a black one, and

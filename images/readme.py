@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Draw the pictures of README.md from committed records, and write its tables and those of docs/: python images/readme.py
 
 The records of the first picture are those of three runs on two cores, without their timelines:
@@ -29,6 +30,7 @@ REFERENCE = RESULTS / "ladder-amd-epyc-2-cores"
 TINY = RESULTS / "tiny-intel-xeon-2-cores"
 PAGES = [ROOT / "README.md", ROOT / "docs" / "measuring.md", ROOT / "docs" / "instructor.md"]
 GIB = 2**30
+LLAMA = {"preset": "llama3-8b", "ranks": 8, "batch_size": 1, "seq_len": 4096, "precision": "bf16", "gpu": "h100"}
 WAYS = {  # what the first picture shows, of both models
     "DDP": {"strategy": "ddp", "recompute": "none"},
     "FSDP": {"strategy": "fsdp2", "recompute": "none"},
@@ -37,12 +39,10 @@ WAYS = {  # what the first picture shows, of both models
 
 
 def planned() -> dict[str, dict]:
-    """{way: {category: bytes}} of Llama 3 8B on 8 ranks, a sequence of 4,096 tokens on each; a GPU's kernels."""
+    """{way: {category: bytes}} of Llama 3 8B; a GPU's kernels."""
     found = {}
     for way, given in WAYS.items():
-        asked = plan.Config(
-            preset="llama3-8b", ranks=8, batch_size=1, seq_len=4096, precision="bf16", gpu="h100", **given
-        )
+        asked = plan.Config(**LLAMA, **given)
         found[way] = predict.by_category(plan.plan_from_options(asked).peak()[1])
     return found
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Check a cluster before a class: what a learner would stumble over, and what to do about it.
 
   make class-check                          on a login node, with the class's FSDP_LABS_… settings
@@ -104,7 +105,9 @@ class Site:
             raise UserError(
                 f"{parent} takes no megabyte ({error.strerror}): make room, or set FSDP_LABS_RUNS to another folder"
             ) from None
-        return f"{parent} takes what is written"
+        left = len(list(parent.glob(".progress-*")))
+        more = f"; {left} folders .progress-… in it are of runs, or of kernels that were killed" if left else ""
+        return f"{parent} takes what is written{more}"
 
     def partition(self) -> str:
         """Check that the class's partition exists, and has the nodes."""

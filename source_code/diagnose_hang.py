@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Diagnose a hang: compare the flight records of all ranks, and name the rank that the others wait for.
 
   python diagnose_hang.py --folder flight     records of labkit/measuring/flight_recorder.py, or PyTorch's own dumps

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Export the trained model from a checkpoint to one safetensors file of unsharded tensors, without optimizer state.
 
   python export.py ckpt model.safetensors              the newest checkpoint in ckpt

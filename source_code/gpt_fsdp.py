@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Train a GPT in the style of Llama 3 on text, with one process, DDP, FSDP1 or FSDP2.
 
   python gpt_fsdp.py --ranks 4 --recompute full --record run.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Train the transformer of gpt_fsdp.py in JAX: one process, many devices, and shardings for the compiler.
 
   python gpt_jax.py --devices 8 --record run.json                       8 virtual devices of the CPU, or 8 GPUs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Train the transformer of gpt_fsdp.py with pipeline parallelism (torch.distributed.pipelining), one stage per rank.
 
   python gpt_pipeline.py --ranks 4 --record run.json                 1F1B: each backward as early as possible

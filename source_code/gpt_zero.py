@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Train the transformer of gpt_fsdp.py with ZeRO, by PyTorch alone or by DeepSpeed.
 
   python gpt_zero.py --ranks 4 --stage 1 --record run.json

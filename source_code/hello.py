@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Print each rank's identity and device, and check one all-reduce over all ranks.
 
   python hello.py                                        # starts one rank per GPU, or two on the CPU

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Fine-tune your own model, a causal language model of Hugging Face's transformers, with FSDP2.
 
   python hf_fsdp.py --config samples/llama_small.json --ranks 4        # train from random weights

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Train the same network in eight ways on this machine, the rungs of a ladder, and compare their costs.
 
   python ladder.py                         (or: make run)

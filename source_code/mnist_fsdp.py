@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Train one network on MNIST with one process, DDP, FSDP1 or FSDP2.
 
   python mnist_fsdp.py --strategy ddp --ranks 4

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Run one rank of a simulated world: the memory and computation of one rank of gpt_fsdp.py, with real tensors on one GPU.
 
   python one_rank.py --preset llama3-8b --ranks 64 --precision bf16 --recompute full --batch-size 1 --seq-len 8192

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Plan the memory, time, and cost of a training run before you pay for it.
 
   python plan.py --preset llama3-8b --ranks 8 --batch-size 1 --seq-len 8192 --precision bf16 --recompute full

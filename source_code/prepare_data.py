@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Download and verify the data set once, on a node with internet access (on a cluster: a login node).
 
     python prepare_data.py                         MNIST, or mnist-5k if MNIST cannot be downloaded

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Answers to exercises: the course's own, but for what a test breaks in them."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Command lines that must be refused, and the sentences they are refused with: python tests/bad_input.py
 
 Each stands with words that its sentence must contain: options, values and names, so that a test of one does not depend

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Print what must be tested of the chapters that were changed since the last push: their notebooks and their tests.
 
 A chapter is changed with its notebook, its exercises, its diagrams or its tests.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A lab that comes back: in its first start something ends it after a few steps; then it goes on as always.
 
   python coming_back.py LAB MARK WHAT WORDS…

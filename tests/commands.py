@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Run commands in tests: always with a time-out, never leaving a process behind."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Doubt every verdict of a notebook: change what it measured, judge again, and stop the cell if it cannot FAIL.
 
 The kernels of the tests do so (kernel_startup.py, by PYTHONSTARTUP in conftest.py): the one run of each notebook in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A lab that trains on few digits, so that a short run goes on in further epochs and looks at few when it evaluates.
 
   python few_digits.py COUNT LAB WORDS…

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Call a function in a process of its own that need not import torch first: it is forked from the tests' fork server."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Run notebooks in tests, whole or with something in them broken."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Which of a notebook's variables hold something that this execution has measured.
 
 ``doubts.py`` asks: a verdict on a plan, a formula, or a committed file says nothing about the learner's machine. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A lab whose first checkpoint takes as long as it is told: what comes meanwhile can be tried.
 
   python slow_save.py WRITES GOES_ON LAB WORDS…

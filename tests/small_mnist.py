@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A small, valid MNIST: 40 digits of random pixels in its format, which a test can put in the place of the real files."""
 
 import gzip

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Offloaded block inputs: the losses stay, the bytes that cross are counted, and the device's side is predicted."""
 
 import dataclasses

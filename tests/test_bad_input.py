@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What a user gets wrong is answered with one sentence and exit code 2, and leaves nothing half-written.
 
 Bad command lines are in bad_input.py.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """AdamW with states in bf16: it is AdamW, it rounds without bias, alike on replicas and after a resume, and takes what is planned."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What one books by: whether it fits, the least or the most that does, what it costs; with nothing but Python installed."""
 
 import json

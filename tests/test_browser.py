@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A learner's first hour in a browser: JupyterLab runs all of notebook 00, shows its figures, and takes an exercise's answer."""
 
 import os
@@ -26,37 +27,50 @@ KERNEL_ANSWERS = """async () => {
 QUIET = ["--no-sandbox", "--disable-quic", "--disable-background-networking", "--disable-component-update"]
 
 
+SETTINGS = f"""
+c.IdentityProvider.token = "{TOKEN}"
+c.ServerApp.port = 0
+c.ServerApp.allow_root = True
+c.ServerApp.open_browser = False
+c.LabApp.news_url = ""
+c.LabApp.check_for_updates_class = "jupyterlab.NeverCheckForUpdate"
+c.LabApp.expose_app_in_browser = True
+"""
+
+
 @pytest.fixture
 def course(tmp_path):
     """A copy of the course, so that running a notebook changes nothing here; the notebook without its outputs."""
-    root = FOLDER.parent
-    ignored = shutil.ignore_patterns("__pycache__", "runs")
-    for folder in ("notebooks", "source_code", "images"):
-        shutil.copytree(root / folder, tmp_path / folder, ignore=ignored)
-    notebook = read(tmp_path / "notebooks" / NAME)
+    course = tmp_path / "course"
+    shutil.copytree(FOLDER.parent, course, ignore=shutil.ignore_patterns(".*", "__pycache__", "runs", "build"))
+    (course / ".venv").symlink_to(sys.prefix)
+    notebook = read(course / "notebooks" / NAME)
     for cell in code_cells(notebook):
         cell.outputs, cell.execution_count = [], None
-    nbformat.write(notebook, tmp_path / "notebooks" / NAME)
-    return tmp_path
+    nbformat.write(notebook, course / "notebooks" / NAME)
+    return course
 
 
 @pytest.fixture
-def jupyterlab(course):
-    """The address of a JupyterLab that serves the copy."""
-    words = [sys.executable, "-m", "jupyter", "lab", "--no-browser", "--allow-root", "--port=0"]
-    words += [f"--IdentityProvider.token={TOKEN}", f"--ServerApp.root_dir={course}"]
-    words += ["--LabApp.news_url=", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
-    words += ["--LabApp.expose_app_in_browser=True"]
-    words += [f"--LabApp.workspaces_dir={course / 'workspaces'}"]  # one of before would open its notebook again, too
-    log = course / "jupyterlab.log"
+def jupyterlab(course, tmp_path):
+    """The address of what ``make lab`` serves. -o: what is installed need not be installed again."""
+    folders = {f"JUPYTER_{kind}_DIR": str(tmp_path / kind) for kind in ("CONFIG", "RUNTIME", "DATA")}
+    folders |= {
+        "JUPYTERLAB_WORKSPACES_DIR": str(tmp_path / "workspaces")
+    }  # an earlier one would open its notebook again
+    (tmp_path / "CONFIG").mkdir()
+    (tmp_path / "CONFIG" / "jupyter_server_config.py").write_text(SETTINGS)
+    log = tmp_path / "jupyterlab.log"
     with log.open("w") as output:
-        env = os.environ | {"JUPYTER_RUNTIME_DIR": str(course / "runtime"), "FSDP_LABS_LAUNCHER": "local"}
-        server = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+        env = os.environ | folders | {"FSDP_LABS_LAUNCHER": "local"}
+        words = ["make", "lab", "-o", ".venv/ready"]
+        server = subprocess.Popen(
+            words, cwd=course, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True
+        )
     try:
         yield _address(log)
     finally:
-        server.send_signal(signal.SIGINT)
-        server.send_signal(signal.SIGTERM)
+        os.killpg(server.pid, signal.SIGTERM)
         try:
             server.wait(30)
         finally:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The census of transformers' families: a third of it is taken again, its record is complete, and the page shows it."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Chapter 00: its verdicts can fail, its exercises judge, hello says what is wrong, and the machine is described."""
 
 import mmap

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Chapter 01: its verdicts can fail, and its exercises know right from wrong."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Chapter 03: its verdicts can fail, and its exercises judge right and wrong answers."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Chapter 04: its verdicts can fail, its exercises judge."""
 
 import pytest

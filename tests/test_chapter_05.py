@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Chapter 05: its verdicts fail when its units are not made, its exercises judge fairly, its predictions hold."""
 
 import sys

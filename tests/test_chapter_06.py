@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Chapter 06: its verdicts can fail, and its exercises say what is wrong."""
 
 import gpt_fsdp

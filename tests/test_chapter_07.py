@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Chapter 07: its verdicts can fail, and its exercises judge as they should."""
 
 import ast

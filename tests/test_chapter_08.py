@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Chapter 08: its verdicts fail when precision or recomputation is not what it says, its exercises judge fairly."""
 
 from math import ceil

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Chapter 09: its verdicts fail when what it claims is broken, its exercises judge fairly."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Chapter 10: its verdicts fail on a wrong mesh, its exercises judge fairly, and real steps on a real link obey its law."""
 
 import json

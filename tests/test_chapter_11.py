@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Chapter 11: its verdicts fail where a way is blind to a term, its exercises judge fairly, its figures hold."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Chapter 12: its verdicts fail when something else ran than was planned, and its exercises judge fairly."""
 
 import inspect

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Chapter 13: its exercises judge fairly, its verdicts fail when what it claims is broken."""
 
 from dataclasses import asdict

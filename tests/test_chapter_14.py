@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Chapter 14: its exercises judge fairly, its verdicts fail when what it claims is broken, without JAX it says so."""
 
 import importlib.metadata

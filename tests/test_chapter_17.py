@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Chapter 17: its exercises judge fairly, its scripts have the traps they are said to have, its verdicts can fail."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What becomes of checkpoints: whole or not at all, the newest for all ranks, damage found and named, no code run."""
 
 import dataclasses

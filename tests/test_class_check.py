@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What class_check.py says of a site on which a class would work, and of those on which it would not."""
 
 import re
@@ -10,6 +11,7 @@ import pytest
 from commands import call, refused
 from conftest import SOURCE
 from labkit.measuring import records
+from labkit.running import launch
 
 PORTS = ("ipproto", "tcp", "dport", "12000-29999")  # of ranks' rendezvous: labkit/running/ranks.py
 OK = re.compile(r"^ok  (.{15})", re.M)
@@ -77,6 +79,41 @@ def test_a_full_disk_is_found(site, small_disk, monkeypatch):
 def test_a_notebook_that_is_not_there_is_refused():
     with refused("no_such.ipynb"):
         class_check.Site(class_check.Config(notebook="no_such.ipynb")).notebook()
+
+
+def test_folders_of_killed_kernels_are_counted(site, tmp_path):
+    (tmp_path / "runs" / ".progress-abc").mkdir(parents=True)
+    assert "1 folders .progress-" in site.runs()
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (
+            "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-27T10:00:00 DUE TO TIME LIMIT ***",
+            "FSDP_LABS_TIME",
+        ),
+        ("srun: error: n1: task 1: Out Of Memory", "--mem-per-cpu"),
+        (
+            "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks have been OOM Killed.",
+            "memory",
+        ),
+        ("srun: error: n1: task 1: Killed", None),  # so is every rank that Slurm ends after another has failed
+        ("srun: error: Slurm job 777777 has expired", "unset"),
+        ("srun: error: n1: task 1: Exited with exit code 1", None),
+    ],
+    ids=["time", "memory", "oom", "killed", "expired", "other"],
+)
+def test_a_run_that_slurm_has_ended_says_what_to_do(said, words, tmp_path, monkeypatch):
+    """Its last line, after Slurm's own words."""
+    (tmp_path / "srun").write_text(f"#!/bin/sh\necho '{said}'\nexit 1\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(launch, "RUNS", tmp_path)
+    with pytest.raises(launch.RunFailed) as failed:
+        launch.follow(["srun", "python", "hello.py"], timeout=60, device="cpu")
+    first, *rest = str(failed.value).splitlines()
+    assert first == said and [words in line for line in rest] == ([True] if words else [])
 
 
 def checked(env: dict, tmp_path: Path, **settings) -> tuple[int, str]:

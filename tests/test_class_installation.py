@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """One installation serves a class: who may not write into it opens, runs and checks everything all the same."""
 
 import functools

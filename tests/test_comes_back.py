@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Jobs that come back: their time is up, they are preempted, a node fails, a rank dies; the weights are those of a run
 that nobody interrupted."""
 

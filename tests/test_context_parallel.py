@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Context parallelism: attention over sequences that ranks share, its losses, gradients, traffic, memory, and balance.
 
 Starting ranks takes as long as several runs: one launch for each number of ranks makes all that is looked at here.

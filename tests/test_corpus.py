@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Files people have become tokens, once, in memory that the ranks share; what is neither text nor JSON lines is refused."""
 
 import gzip

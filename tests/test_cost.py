@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A step's time: what hides behind what, by hand; what is computed; what a collective takes."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Fault injection: a disturbed run resumes as if nothing had happened; and the proof notices where that is not so."""
 
 import functools

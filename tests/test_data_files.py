@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What decides how a file is read, and blocks of a long text for tokenizers to which a block's begin is a text's."""
 
 import codecs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The digits: what is loaded, what is refused, and how it is fetched. Nothing here needs the internet."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """device=cpu is the CPU on every machine; "auto" takes GPUs where each rank finds one, and says what it does."""
 
 import os
@@ -153,6 +154,10 @@ def test_gpus_of_a_node_by_slurms_word(said, partition, count, slurm_says):
     [
         ({}, 0),  # a job without GPUs
         ({"SLURM_GPUS_ON_NODE": "2"}, 2),
+        ({"SLURM_GPUS_ON_NODE": "gpu:2"}, 2),
+        ({"SLURM_GPUS_ON_NODE": "gpu:a100:2"}, 2),
+        ({"SLURM_GPUS_ON_NODE": "3(S:0-1)"}, 3),
+        ({"SLURM_GPUS_ON_NODE": "0"}, 0),
         ({"SLURM_JOB_GPUS": "0,3,5"}, 3),
     ],
 )

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Whoever the others wait for is named, with the line it is at; from gloo's records, and from dumps as NCCL writes them."""
 
 import json

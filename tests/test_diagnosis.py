@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The drill of the diagnosis: its committed record, what it reads off a report, and that its draws happen."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Two runs are compared by one function, which NaN and infinity cannot pass; nothing else in the project does it."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A verdict that cannot FAIL is found, and no other."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every way of sharing the work computes the same training: the losses of N ranks are those of one process.
 
 Shown in float64, where rounding stays too small to flip a ReLU or a max-pool, so that the paths never part.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """--log writes what a run does as scalars that TensorBoard reads, and changes nothing else.
 
 Where tensorboard is not installed, a stand-in takes the place of its writer, and only the file format is not tested.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every exercise of every chapter: its solution is right, no answer is no failure, each slip is told its cause.
 
 What plausible wrong functions are told is in the chapters' own tests.

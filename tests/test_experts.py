@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Mixtures of experts: every way to share them equals one process, and memory and traffic are planned for a given routing."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Families of third-party models: the planner counts as ``transformers`` does, and plans the peak of the library's own step."""
 
 import json

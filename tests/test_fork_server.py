@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A program forked from a fork server is the program that a new Python would be, and ends when it should."""
 
 import os

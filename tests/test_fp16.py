@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """--precision fp16: the scaler of FSDP2 and FSDP1 skips a step on all ranks if one of them overflows, and is saved."""
 
 import dataclasses

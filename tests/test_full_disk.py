@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A disk or quota that is full: one sentence wherever something is written, and nothing that was measured is lost."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The glossary sends a reader to the chapter that explains a term, and each term has one line."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The transformer lab's parts: how it starts, what it sends and keeps, its record, its checkpoints, its refusals."""
 
 import dataclasses

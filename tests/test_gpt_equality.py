@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The transformer lab computes the same training however it is shared: the losses of 4 ranks are those of one process.
 
 What is combined with a way of sharing: recomputing, accumulating, clipping, adapters, tied weights, optimizers. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """FSDP in JAX: every strategy trains as PyTorch does, each device holds exactly its part, and what is refused.
 
 JAX computes in a process of its own: it makes its devices once, and its threads do not survive a fork.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """ZeRO, by PyTorch alone and by DeepSpeed: the losses of every stage are those of one process; what each refuses."""
 
 import dataclasses

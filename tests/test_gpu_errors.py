@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Xid lines of a kernel log are read as NVIDIA documents them, and CUDA's messages about hardware are told from a script's."""
 
 import pytest

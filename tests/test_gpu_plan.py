@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The planner's GPU column says what PyTorch's own code says, run with a GPU's operators on tensors without memory."""
 
 from dataclasses import asdict, replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """GPUs that cannot be used are one sentence. Shown without a GPU: the ranks are real, and what torch sees is made up."""
 
 import os
@@ -115,6 +116,8 @@ UNSEEN = [
     (NEW, None, {}, ("CPU only", NEW, "wheel")),
     (None, "13.2", GRANTED, ("Slurm", "no NVIDIA driver")),
     (NEW, "13.2", IN_JOB, ("this node", "Slurm", "--gres=gpu:4")),
+    (NEW, "13.2", IN_JOB | {"SLURM_GPUS_ON_NODE": "0"}, ("this node", "Slurm", "--gres=gpu:4")),
+    (None, "13.2", IN_JOB | {"SLURM_JOB_GPUS": "0"}, ("Slurm", "no NVIDIA driver")),
     (None, "13.2", {}, None),
     (None, "13.2", IN_JOB, None),
     (None, "13.2", GRANTED | {"SLURM_CLUSTER_NAME": "practice"}, None),

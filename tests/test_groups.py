@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The process groups that the planner counts are those that PyTorch makes, and a plan has room for their communicators."""
 
 import contextlib

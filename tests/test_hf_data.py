@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """hf_fsdp.py trains on conversations as a loop of the plain library does, on any number of ranks, and goes on where it was."""
 
 import dataclasses

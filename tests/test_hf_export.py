@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What hf_fsdp.py saves: each tensor in the dtype and under the name of the source, with all that goes with it, or nothing."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """hf_fsdp.py: other people's models train under FSDP2 as in one process, are read part by part, and saved for everybody."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """hf_fsdp.py's adapters: where they are asked for, in fp32 on a base in bf16, continued, resumed, and merged as peft does."""
 
 import json

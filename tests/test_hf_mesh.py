@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """hf_fsdp.py on every mesh and with every option trains as one process of the plain library does, and reads the same values."""
 
 import sys

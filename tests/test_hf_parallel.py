@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Sharding by the library's plans: units, a weight that embedding and head share, experts that are fewer than the ranks."""
 
 import json

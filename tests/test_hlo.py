@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What is read from a compiled JAX program: each collective as often as it runs, its bytes, the axis of the mesh."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """How much memory a process may use: what a job and a container leave it, not what the machine has."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What nobody means to give, given: one sentence, exit code 2, nothing lost and nothing half-written.
 
 Damaged checkpoints are in test_checkpoints.py, damaged data in test_datasets.py, slips of the command line in
@@ -64,7 +65,12 @@ def test_no_option_takes_what_means_nothing(command, monkeypatch):
 def test_every_command_with_options_is_found():
     """A file that is started and reads options by other means would not be among the commands above."""
     others = {"prepare_data.py", "export.py"}  # argparse itself; neither takes a number
-    others |= {"proofs/families_page.py", "proofs/knobs_page.py", "proofs/planner_page.py"}  # take no options
+    others |= {
+        "proofs/families_page.py",
+        "proofs/knobs_page.py",
+        "proofs/planner_page.py",
+        "proofs/gpu_page.py",
+    }  # take none
     files = [*launch.SOURCE.glob("*.py"), *launch.SOURCE.glob("proofs/*.py")]
     started = {path for path in files if '__name__ == "__main__"' in path.read_text()}
     assert {str(path.relative_to(launch.SOURCE)) for path in started} == {*commands(), *others}

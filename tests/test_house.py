@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The map of the source holds: imports go from proofs and tools to labs, from labs to labkit, from labkit to planner."""
 
 import ast
@@ -197,6 +198,36 @@ def test_a_forbidden_import_is_seen(place, text, tmp_path, monkeypatch):
 def test_an_import_by_a_variable_is_seen(text, tmp_path):
     (tmp_path / "file.py").write_text(text)
     assert dynamic(tmp_path / "file.py")
+
+
+LICENSED = "# SPDX-License-Identifier: BSD-3-Clause"
+WITHOUT = {  # files that have no such line, and why
+    "source_code/minimal/": "a learner copies them into a project of their own",
+    "source_code/faults.py": "chapter 16's outputs name its lines, by number",
+    "source_code/proofs/diagnosis.py": "chapter 16's outputs name its lines, by number",
+}
+
+
+def unlicensed(path: Path) -> bool:
+    """Return whether a file's first line, or the one after its interpreter's, does not name the license."""
+    first, _, rest = path.read_text().partition("\n")
+    return (rest.partition("\n")[0] if first.startswith("#!") else first) != LICENSED
+
+
+def test_every_file_names_its_license():
+    root = SOURCE.parent
+    folders = [path for name in ("tests", "images", "docs", ".ci") for path in sorted((root / name).rglob("*.py"))]
+    found = {path.relative_to(root).as_posix() for path in [*FILES, *folders] if unlicensed(path)}
+    assert {path for path in found if not path.startswith(tuple(WITHOUT))} == set()
+    assert [name for name in WITHOUT if not any(path.startswith(name) for path in found)] == []
+
+
+@pytest.mark.parametrize(
+    "text", ["", '"""A file."""\n', "#!/usr/bin/env python3\n", f"\n{LICENSED}\n", f"{LICENSED}-Clear\n"]
+)
+def test_a_file_without_its_license_is_seen(text, tmp_path):
+    (tmp_path / "file.py").write_text(text)
+    assert unlicensed(tmp_path / "file.py")
 
 
 def test_no_test_draws_by_the_day():

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Models of others: the planner counts their parameters as ``transformers`` does, and plans what their blocks do otherwise."""
 
 import json

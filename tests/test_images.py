@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The committed diagrams are what their scripts draw."""
 
 import functools

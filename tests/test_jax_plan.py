@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """FSDP in JAX as the planner has it (planner/parallel/jax_sharding.py), without running it."""
 
 from math import prod

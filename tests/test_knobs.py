@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every public knob of FSDP has a row, every trial is as predicted, and the page shows both."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What every notebook stands on: its settings, functions on ranks, verdicts, guesses."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The options of the labs, declared once: what derives from them, what plan.py makes of a lab's command line, old records."""
 
 import dataclasses

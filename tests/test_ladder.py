@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The ladder's table and picture say what the records say; so do the README and docs/, which also list the chapters as they do."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The lab script starts in all the ways the course shows, computes the same in each, and fails tidily."""
 
 import contextlib

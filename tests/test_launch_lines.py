@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every launch line that a learner can read, run as it stands on the practice cluster: none can drift from the course.
 
 In place of ``python`` and ``torchrun`` stand two that write down how they were called. So a line is judged by what

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every link of the READMEs, of docs/, the glossary and the notebooks leads somewhere: to a file, to a heading, or to an https address.
 
 What is behind an address on the web is not asked: these tests need no network.

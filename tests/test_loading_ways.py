@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """proofs/loading.py sees which ways of loading read the whole model, and its record and the page about it are complete."""
 
 import json

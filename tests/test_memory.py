@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Peak memory as measured is the arithmetic, written down here and in planner/predict.py, term by term."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The command proofs/memory.py: it keeps what it has measured when a later launch fails, and draws by the seed it is given."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """How ranks are arranged: dimensions by name, in one order whatever order they were written in."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The scripts to copy: equal losses on 1, 2 and 4 ranks, resumed on another number of them, short, nothing of this course."""
 
 import ast

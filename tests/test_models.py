@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The GPT is what its description says: sizes, causality, positions, and weights that start the same anywhere."""
 
 import gpt_fsdp

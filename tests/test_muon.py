@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Muon: the three ways equal one process, each collective and the peak are as planned, and its momentum survives."""
 
 import dataclasses

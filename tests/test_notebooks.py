@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every notebook has what a chapter has, is committed as it should be, and runs on Slurm too."""
 
 import configparser

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Rank 0 of a simulated world holds and sends what rank 0 of a real one does."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The learning rate follows its schedule, also in a resumed run, and weight decay spares norms under every strategy."""
 
 import dataclasses

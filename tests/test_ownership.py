@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A checkpoint folder has one run at a time: a second is refused and changes nothing, one that has been replaced is fenced."""
 
 import json

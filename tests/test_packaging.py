@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The wheel: its size, its names, and that it plans as plan.py does, without torch and from any folder."""
 
 import json

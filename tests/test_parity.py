@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The matrix: however a training is shared, by whichever library, it is the same training."""
 
 import dataclasses

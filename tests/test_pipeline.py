@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The pipeline lab trains as one process does, in the order that the planner says.
 
 What each stage needs, and sends, is on trial with all other predictions: test_predict.py.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """plan.py as people use it: what it prints. What it refuses is in bad_input.py."""
 
 import json

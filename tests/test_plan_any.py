@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """plan.py of any model: simulated steps are the measured ones, also of mixtures of experts, frozen models, DDP, and ZeRO."""
 
 import json

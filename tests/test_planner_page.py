@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """docs/planner.md shows what plan.py answers."""
 
 import pytest

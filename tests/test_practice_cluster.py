@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The practice cluster and the job templates: the commands that a learner types, typed."""
 
 import os

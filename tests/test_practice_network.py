@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The practice cluster with a network: two hosts, a link of a chosen speed, and how long collectives take over it."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Predicted, simulated, measured: three ways to the same peak, and none of them knows the others.
 
 Dozens of configurations are trained by real ranks; simulated worlds of 64 and 128 ranks stand for those that no test could

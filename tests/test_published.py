@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Published memory figures next to the plan: the page and its record are what the planner says now, and leave none out."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Weights gathered in one byte per element: the bytes counted, the losses near fp32's, and float8 through a byte all-gather."""
 
 import contextlib

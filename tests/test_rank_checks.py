@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The first value that is not finite, and replicas that differ, are named on real ranks, and nothing where all is well."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """proofs/ratios.py: the runs of a pair take turns in going first, ratios are the right way up, and the labs have what it reads."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Slurm as it is at real sites: a job around the notebook, GPUs by the node or by the task, a queue, a site's words."""
 
 import re

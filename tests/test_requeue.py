@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """When the job templates put a job back in the queue: slurm/requeue.sh, with a scontrol that only notes what it is asked."""
 
 import os

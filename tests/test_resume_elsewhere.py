@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A run goes on as if nothing had happened on another number of ranks, and under another strategy, than it was saved by.
 
 At one global batch, without dropout, in float64, where the order of a sum is all that differs (test_equality.py says

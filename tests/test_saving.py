@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """How checkpoints are written: whole or not at all, meanwhile, on a full disk, by a run that is asked to end; the export."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Sequences: each once in an epoch, the same for any number of ranks; losses are those of a loop with the plain library."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A run that is told to end, at any moment: no process lives on, nothing is half-written, and no traceback is shown.
 
 The moments are drawn with a seed: so many seconds after the ranks have come, or after the first step. What a run with

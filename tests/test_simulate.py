@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A simulated step says what the arithmetic says, also for worlds that no test could start."""
 
 import pytest
@@ -156,3 +157,38 @@ def test_bf16_on_a_single_rank_is_autocast_as_in_the_labs():
     assert fp32["activations"] >= 4 * rows * layers
     assert bf16["activations"] < 0.75 * fp32["activations"]
     assert bf16["parameters"] == fp32["parameters"]
+
+
+def foreach_shardings(quick: bool):
+    """The shardings and shapes of foreach operators' results, and how many elements of their lists were expanded."""
+    import contextlib
+
+    import torch
+    from labkit.measuring import foreach_sharding, simulate
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, _sharding_prop
+    from torch.distributed.tensor._op_schema import TupleStrategy
+
+    simulate.join(4)
+    mesh, expanded, expand = init_device_mesh("cpu", (4,)), [], _sharding_prop._expand_single_dim_strategy_to_mesh
+
+    def watched(mesh, schema, *rest):
+        expanded.extend(len(one.children) for one in schema.args_schema if isinstance(one, TupleStrategy))
+        return expand(mesh, schema, *rest)
+
+    _sharding_prop._expand_single_dim_strategy_to_mesh = watched
+    kinds = [((8, 3), Shard(0)), ((5, 3), Shard(0)), ((8, 4), Shard(1)), ((8, 3), Replicate())]
+    tensors = [DTensor.from_local(torch.ones(size), mesh, [placed], run_check=False) for size, placed in 3 * kinds]
+    others = [tensor.clone() for tensor in tensors]
+    with foreach_sharding.once_for_alike() if quick else contextlib.nullcontext():
+        results = [*torch._foreach_mul(tensors, others), *torch._foreach_addcdiv(tensors, others, others, [2.0] * 12)]
+        torch._foreach_lerp_(tensors, others, 0.5)
+    found = [(each.placements, each.shape, each.to_local().shape) for each in [*results, *tensors]]
+    return found, [float(each.to_local().sum()) for each in results], set(expanded)
+
+
+def test_alike_tensors_of_a_foreach_operator_are_sharded_alike():
+    """As without, with one expansion of each kind."""
+    (plain, values, every), (quick, same, one) = forked(foreach_shardings, False), forked(foreach_shardings, True)
+    assert quick == plain and same == values
+    assert every == {12} and one == {4}

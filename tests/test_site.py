@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The site: it builds, its links lead somewhere, its pages open everywhere, and its planner answers as plan.py does."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The trial of step times: what is predicted before the runs, the record that comes with the course."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A slow rank is named from the times of its calls: on a mesh, with clocks that differ, and no rank that pauses once."""
 
 import random

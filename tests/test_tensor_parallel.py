@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tensor parallelism with FSDP2 on a mesh: the losses of one process, where each parameter lies, what is sent and kept.
 
 Starting ranks takes as long as several runs: one launch for each number of ranks makes all that is looked at here.

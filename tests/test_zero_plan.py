@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """ZeRO as the planner has it (planner/parallel/zero.py), without running it: parts, terms, records. On trial: test_predict.py."""
 
 from dataclasses import asdict, replace

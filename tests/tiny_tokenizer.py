@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Make small tokenizers, with chat templates, as a model's folder has them."""
 
 from pathlib import Path

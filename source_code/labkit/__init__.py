@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """labkit: shared code of the labs that no chapter teaches, in four packages. Each file has one job; see its first line.
 
 running      ranks, on this machine or by Slurm; preflight checks; a notebook's settings; command lines

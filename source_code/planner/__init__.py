@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The arithmetic of a training step: its memory, its collectives, and its time, from sizes alone.
 
 It needs only the standard library, and imports nothing of this course. Each part may import those above it:

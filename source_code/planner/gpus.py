@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """GPUs: how much memory each has for a process, how fast it computes at most, and how much of both is unavailable.
 
 memory     GiB that PyTorch finds on it ("total capacity" in its out-of-memory messages, such as V100 16 GB:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Predict what a training step needs, by arithmetic: its memory in named terms, its collectives. Imports no torch.
 
   network = networks.gpt(GPT_SHAPES["tiny"], batch_size=8, seq_len=128)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Take a census of transformers' causal-LM families: does hf_fsdp.py load and train each as one process does?
 
   python -m proofs.census                             # all families of samples/families.json; a table and a record

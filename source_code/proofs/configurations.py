@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """List the configurations that proofs/memory.py trains: one for each option known to matter, and any number of draws.
 
 A configuration is {"script", "ranks", "config"}, and of mnist_fsdp.py "batch_size" too; "config" has the options that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Inject faults: disturb a run, resume it, and compare it bit by bit with an undisturbed reference run.
 
   python -m proofs.crash                        MNIST and GPT, under DDP and FSDP2: 60 trials; a table and a record

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Measure how long hf_fsdp.py takes to start on a long text, and how much memory its tokens take on all ranks.
 
   python -m proofs.data_start                  # 300 MB of text on 4 ranks: some minutes, 1 GB of disk

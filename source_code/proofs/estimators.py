@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Ask other estimators about the course's GPT, each by its own code: notebook 11 puts them beside the plan.
 
   python -m proofs.estimators --preset tiny --ranks 4 --batch-size 8 --seq-len 128

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Build a tiny model of every family of samples/families.json, train it in one process, and inspect it.
 
 ``census`` trains these models on several ranks, and compares. This file uses transformers alone, so that what it finds

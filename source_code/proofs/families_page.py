@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Write docs/families.md from the record of ``census``: python -m proofs.families_page"""
 
 import json

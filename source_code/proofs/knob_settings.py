@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Set arguments and methods of FSDP2 that no lab has an option for, while a lab shards its model (configurations.KNOBS)."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Try every public knob of FSDP2, and FSDP1's constructor arguments, against what arithmetic predicts.
 
   python -m proofs.knobs                          # all trials on 2, 3, and 4 ranks; a table and a record

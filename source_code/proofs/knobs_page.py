@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Write docs/knobs.md from samples/knobs.json and the record of ``knobs``: python -m proofs.knobs_page"""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Train on two nodes over a link of several speeds: step time, communication time, bytes at the interface.
 
 Inside a practice cluster with a network, as root; it changes the link's speed as it goes, and then back:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Measure what loading a model on several ranks costs each rank, in every way there is.
 
   python -m proofs.loading                  # 2 and 4 ranks, files in fp32 and in bf16; tables and a record

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Find the fewest GPUs that train Llama 3 405B on a sequence of 131,072 tokens, for each way to divide the work.
 
   python -m proofs.long_sequences                    a table: 80 GiB, bf16, one sequence on each context group

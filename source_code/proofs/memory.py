@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Validate the planner's memory and traffic: train in dozens of configurations, and compare measured with predicted.
 
   python -m proofs.memory                        all listed configurations: five minutes on two cores

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Measure from how many matrices and ranks on owner-computes beats gathering, for Muon over a slow link, and compare.
 
 Inside a practice cluster with a network, as root; it changes the link's speed as it goes, and then back:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Check loss parity: every way to share a training computes the losses of one process, step by step.
 
   python -m proofs.parity        all variants, on 2 and on 4 ranks, in float64 and in fp32; a table and a record

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Plan the memory of a family's training step with plan.py, and measure it on two ranks, for ``census``.
 
 The models are in fp32: experts have no grouped matmul in float64, and a loop over experts has shapes that depend on data,

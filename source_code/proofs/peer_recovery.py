@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Kill one of two replicas under torchft, and let its successor copy the state from the other's memory; no file is written.
 
   pip install torchft

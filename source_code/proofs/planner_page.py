@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Write docs/planner.md, the planner's manual, with what plan.py answers: python -m proofs.planner_page"""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Compare the planner with memory figures that others have published: samples/published_memory.json has them all.
 
   python -m proofs.published --record ../source_code/results/reference/published-memory.json --page ../docs/published.md

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Measure the course's claims about speed as ratios of paired runs.
 
   python -m proofs.ratios        (or: make bench)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Kill a training that saves with minimal/checkpoint.py, resume it, and compare it with an undisturbed run, bit by bit.
 
   python -m proofs.recipe                   60 kills, 30 of them during a save; a table and a record

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Validate the planner's step times: predict each step's time over a slow link, then train, and compare.
 
 Inside a practice cluster with a network, as root; it changes the link's speed as it goes, and then back:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """On the path of a Python, this makes torch believe in four GPUs, or in those that CUDA_VISIBLE_DEVICES leaves.
 
 Whatever then uses one fails, as there is none: what is meant for the CPU must keep everything on the CPU.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Offload saved tensors on a machine without a GPU: to memory that ``StepTrace`` does not see, with a count of the bytes.
 
 On the CPU, ``torch.autograd.graph.save_on_cpu`` copies nothing, since device and host are one memory. Here the host is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Compare two runs element by element, so that NaN and infinity count as differences.
 
 Python's ``max`` skips a NaN unless it comes first, because ``nan > x`` is False: the largest difference of a run that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Write TensorBoard event files, for --log: scalars by step, from rank 0."""
 
 import math

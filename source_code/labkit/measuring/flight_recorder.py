@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Record the last collectives and the current stack of every rank, to diagnose a run that hangs.
 
   with flight_recorder.recorder(folder, quiet=60):       on every rank, around code that may hang

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Select a GPU's operators for fake tensors, so that a simulation on the CPU traces the memory of a GPU.
 
   operators = GpuOperators()

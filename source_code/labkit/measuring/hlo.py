@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Read the collectives and the memory of a compiled JAX program from its HLO text. Imports neither JAX nor torch.
 
 ``compiled.as_text()`` of ``jax.jit(step).lower(…).compile()`` is the program of one device: a list of computations, each

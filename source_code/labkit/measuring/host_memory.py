@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Query host memory as the kernel counts it: this process's limit, what is free, and what is resident.
 
 total()                   the machine's memory, or less where a container or a job limits it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Simulate a GPU with less memory: a step trace that runs out of memory (chapter 16)."""
 
 import torch

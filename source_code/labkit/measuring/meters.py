@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Measure a training loop's peak memory, step time, and collectives, on CPU and CUDA.
 
 Memory and time are measured in different steps, because tracing slows a step down:

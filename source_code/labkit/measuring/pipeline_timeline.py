@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Record when each stage of a pipeline computes, one row per rank, and the fraction of the time in which it is idle.
 
 ``recording`` records the stages of one rank; ``record_steps`` collects the rows of all ranks. ``record_waiting`` does so for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Count this process's process groups: each may cost a communicator.
 
 Private PyTorch used here: c10d's table of groups. PyTorch offers no list of them.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Name the rank on which numbers go wrong: the first value that is not finite, and replicas whose bits differ.
 
   check = FirstNonFinite(device)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Write and read one JSON record per run: its configuration, environment, and measurements. All figures use records.
 
 A record is a dict with these keys (sizes in bytes, times in seconds):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Replace attributes of a module or a class for as long as a context lasts."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Simulate one rank of a larger world: run PyTorch's own code on fake tensors, which have shapes but no memory.
 
   simulate.join(128)                       become rank 0 of a simulated world of 128 ranks; its collectives send nothing
@@ -35,6 +36,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit import UserError
+from labkit.measuring import foreach_sharding
 from labkit.measuring.gpu_operators import GpuOperators, GpuTrace
 from labkit.measuring.replaced import replaced
 from labkit.measuring.trace import CATEGORIES, StepTrace, listed, peak
@@ -129,7 +131,8 @@ def _fake_tensors():
     # The first step fills DTensor's cache of sharding propagation, as in a real run. With fake tensors DTensor would
     # assume that it is being compiled, and propagate again each time, on whole parameters.
     cached = replaced(_dispatch, _are_we_tracing=lambda: False)
-    with FakeTensorMode(allow_non_fake_inputs=True), _Counters() as counters, cached, warnings.catch_warnings():
+    quick = foreach_sharding.once_for_alike()
+    with FakeTensorMode(allow_non_fake_inputs=True), _Counters() as counters, cached, quick, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # FSDP1 checks it
         warnings.filterwarnings(
             "ignore", "FSDP2-wrapped module .* returned a view tensor"

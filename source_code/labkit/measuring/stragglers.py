@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Find a straggler in the flight records of a run: a rank that is slower than the others, step after step.
 
 A rank's *own time* runs from the moment its previous collectives could complete, which is when the last of their ranks

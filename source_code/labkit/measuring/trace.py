@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Trace one training step: every tensor storage by category, every collective by size.
 
 ``StepTrace`` is a ``TorchDispatchMode``: it sees each operator that PyTorch runs, including the backward pass and the

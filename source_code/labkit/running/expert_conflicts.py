@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """List what cannot be combined with a mixture of experts in gpt_fsdp.py. Imports no torch."""
 
 from planner.parallel import muon

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Kill a rank of a run that torchrun has started: fault injection for restarts."""
 
 import os

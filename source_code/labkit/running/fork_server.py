@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Start Python programs fast: fork them from a fork server, a process that has already imported torch.
 
 Importing torch and FSDP takes most of a short run's time. ``start`` keeps one fork server running. Each fork executes

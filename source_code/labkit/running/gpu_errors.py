@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tell a failing GPU from a failing script: CUDA's messages, and the Xid lines of the NVIDIA driver.
 
   dmesg -T | python -m labkit.running.gpu_errors          the kernel log of a node: what each Xid means, what to do

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Hide GPUs that must not be used, and diagnose those that cannot be: PyTorch does not see them, or two ranks share one."""
 
 import os
@@ -8,6 +9,7 @@ from pathlib import Path
 import torch
 
 from labkit import UserError
+from labkit.running import slurm
 
 ROOT = Path("/")
 OLDEST_DRIVER = {12: 525, 13: 580}  # {CUDA version of a wheel: driver}, by NVIDIA's minor version compatibility
@@ -28,8 +30,8 @@ def diagnose_missing_gpu(environ: dict) -> str | None:
 
     None if there is no GPU, or if they are hidden on purpose. A practice cluster's GPUs are slots without hardware.
     """
-    grants = (environ.get(f"SLURM_{name}") for name in ("JOB_GPUS", "STEP_GPUS", "GPUS_ON_NODE"))
-    granted = any(grants) and environ.get("SLURM_CLUSTER_NAME") != "practice"
+    named = environ.get("SLURM_JOB_GPUS") or environ.get("SLURM_STEP_GPUS")  # "0": the first one
+    granted = bool(named or slurm.gpus_granted(environ)) and environ.get("SLURM_CLUSTER_NAME") != "practice"
     installed = (ROOT / ("dev/kfd" if torch.version.hip else "dev/nvidiactl")).exists()
     if environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not (granted or installed):
         return None

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Report a run's progress and the reason of its end to the job script, in a small file.
 
 The exit code is not enough: it is that of the rank that ends last, or that was ended because another one failed. The job

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Run labs and functions of a notebook with one set of settings.
 
   lab = Lab()                                     the settings; Lab(ranks=2, partition="gpu") changes some

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Declare the options of all training labs, each once, and plan the runs made with them. Imports no torch.
 
 A lab's ``Config`` derives from its class here, plan.py's from ``TransformerTraining``: they share names, defaults, and

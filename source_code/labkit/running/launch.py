@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Launch a lab script from a notebook or a command, locally or on Slurm; print the exact command, return the record.
 
   run("mnist_fsdp.py", ranks=4, wrap="size")            wait, with a progress bar; returns the record
@@ -262,6 +263,8 @@ def follow(command: list[str], on_progress=None, timeout: float = 3600, device: 
             end = "\n".join(printed.splitlines()[-OUTPUT_LINES:]) or f"exit code {process.returncode}"
             if why := records.why_full(RUNS):  # then the end of the output is lost
                 end += f"\n{why}"
+            if command[0] == "srun" and (what := slurm.hint(printed)):
+                end += f"\n{what}"
             raise RunFailed(slurm.explained(command, printed) or end)
         return printed
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Run a function of a notebook on several ranks, and return each rank's result.
 
   on_ranks(function, 3.0, ranks=4)      calls function(me, 3.0) on every rank; me: a ``ranks.Rank``

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Declare a command's options once, with their bounds next to them and their conflicts in a table.
 
   @dataclass(frozen=True)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """List what cannot be combined among the options of plan.py. Imports no torch."""
 
 from labkit.running.options import GIVEN, Conflict, flag, several

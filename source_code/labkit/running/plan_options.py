@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Declare the options of plan.py: gpt_fsdp.py's, some with more choices, and those of the hardware. Imports no torch."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Read and set the speed of the link between the practice cluster's nodes, and count the bytes that cross it.
 
   link()                        "200mbit", or "none" if it is not throttled; None without a practice network

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Shut down gracefully on a signal: every rank stops after the same step, with its state saved.
 
 Before Slurm preempts a job or ends it at its time limit, it sends the signal that ``sbatch --signal`` specifies. submitit

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Preflight checks: refuse a run that this machine cannot execute before anything is allocated, with one sentence."""
 
 import dataclasses

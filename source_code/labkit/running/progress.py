@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Report the progress of a run: as a bar in a terminal, or in a small file for another process.
 
 A launcher sets FSDP_LABS_PROGRESS to a path. The first rank to start creates that file, empty, and rank 0 then writes

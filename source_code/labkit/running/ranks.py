@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Run a function on every rank, with its rank, local rank, world size, node, device, and backend.
 
 A process becomes a rank in one of four ways, checked in this order:
@@ -35,7 +36,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from labkit import Diverged, UserError
-from labkit.running import gpus, job_status, lab_options, preemption, progress
+from labkit.running import gpus, job_status, lab_options, preemption, progress, slurm
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 RENDEZVOUS_SECONDS = 300  # how long ranks wait for one another: importing torch from a cold file system takes minutes
@@ -144,8 +145,7 @@ def ranks_to_start(config, device: str, environ: dict) -> int:
     if device == "cuda" and config.backend != "gloo" and (config.ranks or 1) > gpus:
         raise UserError(f"--ranks {config.ranks}, but {gpus} GPUs are visible: ask for at most {gpus}")
     # On the practice cluster, allocated GPUs are slots without hardware; each stands for a rank on the CPU.
-    granted = int(environ.get("SLURM_GPUS_ON_NODE") or 0)
-    return config.ranks or gpus or granted or 2
+    return config.ranks or gpus or slurm.gpus_granted(environ) or 2
 
 
 def start_here(count: int, device: str, main, config):

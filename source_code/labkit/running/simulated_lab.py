@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Simulate a training step of a lab on one rank of a larger world: the lab's own code on fake tensors.
 
   simulated_lab.step(gpt_fsdp, gpt_fsdp.Config(precision="bf16"), ranks=64)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Detect the site: its Slurm partitions, GPUs and memory, and where a notebook's labs would run."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Query Slurm for the launcher: a site's options, the job that this process runs in, and the queue.
 
 parse_srun_options("--qos=class --mem-per-cpu=4G")    FSDP_LABS_SRUN, parsed and checked
@@ -11,6 +12,7 @@ import re
 import shlex
 import subprocess
 import time
+from collections.abc import Mapping
 
 from labkit import UserError
 
@@ -49,9 +51,15 @@ def nodes(partition: str | None = None) -> int:
 
 def gpus_of_the_job() -> int:
     """Return the number of GPUs per node of the current job, from Slurm's variables."""
-    if count := os.environ.get("SLURM_GPUS_ON_NODE"):
-        return int(count)
+    if count := gpus_granted(os.environ):
+        return count
     return len([gpu for gpu in os.environ.get("SLURM_JOB_GPUS", "").split(",") if gpu])
+
+
+def gpus_granted(environ: Mapping[str, str]) -> int:
+    """Return the number in SLURM_GPUS_ON_NODE, which a site may write as "gpu:4" or "4(S:0-1)"; 0 without one."""
+    found = re.match(r"(?:[^\d(][^:(]*:)*(\d+)", environ.get("SLURM_GPUS_ON_NODE", ""))
+    return int(found[1]) if found else 0
 
 
 def environment() -> dict[str, str]:
@@ -134,6 +142,23 @@ def queued_job(printed: str) -> str | None:
 def without_queueing(printed: str) -> str:
     """Return srun's output without its messages about the queue."""
     return GRANTED.sub("", QUEUED.sub("", printed))
+
+
+HINTS = {  # what Slurm prints of a run that it has ended, or did not start: what to do
+    r"DUE TO TIME LIMIT": "it ran until Slurm's time limit: set FSDP_LABS_TIME to more minutes",
+    r"oom.kill|Out Of Memory": (
+        "it was killed because it needed more memory than its job has: ask for more in FSDP_LABS_SRUN, such as "
+        "--mem-per-cpu=8G, or take fewer ranks"
+    ),
+    r"job \d+ has expired|Invalid job id": (
+        "SLURM_JOB_ID is that of a job that has ended: unset ${!SLURM_*} where you started Jupyter"
+    ),
+}
+
+
+def hint(printed: str) -> str | None:
+    """Return what to do about a run that Slurm has ended or did not start; None if its output does not say so."""
+    return next((words for pattern, words in HINTS.items() if re.search(pattern, printed)), None)
 
 
 def explained(command: list[str], printed: str) -> str | None:

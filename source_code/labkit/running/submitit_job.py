@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Run a lab as a submitit job that is requeued on preemption or at its time limit, and resumes from its checkpoint.
 
 submitit configures Slurm to warn the job with SIGUSR2. Its handler in the job's first task then calls ``checkpoint()``,

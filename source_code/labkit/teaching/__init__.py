@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tools of the chapters: verdicts on claims, exercises that check an answer, figures (``plots``)."""
 
 from labkit.measuring.differences import largest, largest_difference, smallest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Runs of chapter 19 with something replaced: the router's choice, how it is balanced, or how gradients are clipped."""
 
 import logging

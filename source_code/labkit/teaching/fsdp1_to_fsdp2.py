@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Map each argument and method of FSDP1 to its replacement in FSDP2, with a function that tries it (chapter 09's table).
 
 ROWS lists (FSDP1's name, FSDP2's name, function). A function runs on four ranks, takes x of shape (3, 6) on the rank's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Group the methods of FSDP2's modules by what they choose (chapter 09's table; docs/knobs.md has one row for each)."""
 
 CHOOSE = {  # {what its methods choose: their names}

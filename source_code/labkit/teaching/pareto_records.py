@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Make the records of a Pareto plot: trace the memory of several configurations in one launch, then time them in rounds.
 
 A run has these attributes: config, model, optimizer, batch (micro-batches), step (a function), and flops

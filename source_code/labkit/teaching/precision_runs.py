@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Short runs for chapter 08: peak memory of a lab within one launch, and training with other number formats."""
 
 import contextlib

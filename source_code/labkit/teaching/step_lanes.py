@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Trace training steps with PyTorch's profiler, and reduce each to two lanes: operators, and collectives of gloo.
 
 FSDP2's ranges ("FSDP::…") and gloo's ("gloo:…") are names that PyTorch's own code gives them.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Evaluate steps that were timed in turns: spreads, ratios within a round, and what a traced step divides into."""
 
 import statistics

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Judge a claim in one line: PASS or FAIL, the measured and the predicted number, their difference, and its limit.
 
   verdict("peak memory per rank", 26_629_288, predicted=26_629_288, unit="bytes", limit=0.01)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Attention that also returns the log-sum-exp of each row's scores, and its backward, as two functions.
 
 ``scaled_dot_product_attention`` discards the log-sum-exp, which merges partial results. Private PyTorch used here, and only

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """AdamW whose states are in bf16, and which also updates weights in bf16: both rounded stochastically.
 
 bf16 has 8 significant bits: a change of less than 1/512 of a number is lost if the sum is rounded to the nearest. AdamW's

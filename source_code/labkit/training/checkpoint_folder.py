@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Manage the folder of one run's checkpoints: ownership, listing, commits, retention. Their content: checkpoints.py.
 
 A checkpoint is a folder ``step-000123``. It is written as ``step-000123.<run>.partial`` and renamed when it is complete.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Resume from a checkpoint, on any number of ranks. Writing one: saving.py. Their folder: checkpoint_folder.py.
 
 A checkpoint that differs from its manifest is never loaded.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Compute logits and cross-entropy in chunks of tokens, so that the logits of all tokens never exist at once.
 
 Logits are the largest tensor of a model with a large vocabulary, and the loss needs several of that size. Only the loss

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Context parallelism: the ranks of a context group share each sequence, a part of its tokens on each.
 
 Everything but attention treats tokens one by one. In attention a token needs the keys and values of all tokens before it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tokenize data once, and map the tokens into the memory of all ranks: the ranks of a node share one copy.
 
 The tokens of a run's files are kept in a folder, the cache, under a name that depends on everything they depend on. It is

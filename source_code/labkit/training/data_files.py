@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Read the files people have for training: plain text, or JSON lines with text, prompt and completion, or messages.
 
 The content determines the format, not the file's name: a file whose first line is a JSON object is JSON lines, and gzip is

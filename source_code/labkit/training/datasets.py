@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Load MNIST, with its checksums verified, or mnist-5k, 5,000 of its digits that need no network.
 
 ``prepare`` makes a data set available on this machine and may download it; ``load`` reads it and never downloads. MNIST

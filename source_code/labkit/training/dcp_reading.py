@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Read torch.distributed.checkpoint (DCP) without executing code from the files.
 
 DCP unpickles its metadata, and every value that is not a tensor, without restriction (PyTorch 2.15), so that a checkpoint

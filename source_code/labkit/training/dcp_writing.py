@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Write with torch.distributed.checkpoint (DCP), and compute the checksum of each file while it is written.
 
 Hashing the files afterwards would read everything again while all ranks wait. Here a second thread hashes each chunk

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Use DeepSpeed's ZeRO: check its version, initialize an engine, and find its persistent tensors.
 
 Private parts of DeepSpeed used here, and only here: the table of operators that it may compile

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Turn documents into tokens, and mark the tokens that are answers.
 
 ``Bytes`` has one token per byte, for models with random weights; ``ModelTokens`` uses the tokenizer in a model's folder.

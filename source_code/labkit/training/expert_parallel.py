@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Expert parallelism under FSDP2: the experts of each block are spread over ranks, and sharded on a device mesh of their own.
 
 All ranks train on different sequences. They are one dimension "shard" for every other parameter, and for experts two, as in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A mixture of experts: a router chooses a few of a block's feed-forward networks for each token.
 
 ``MixtureOfExperts`` runs in one process, and under any data parallelism. With expert parallelism (``spread``), each rank

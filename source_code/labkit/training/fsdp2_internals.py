@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Classes that FSDP2's public methods ask for, and that PyTorch keeps in private modules.
 
 Private PyTorch used here, and only here: ``_fully_shard._fsdp_api`` (the base classes that ``set_custom_all_gather`` and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Save a trained model in Hugging Face's format, or its adapters in peft's, from all ranks' shards.
 
 The library's own ``save_pretrained`` gathers the whole model on rank 0 first. Here rank 0 has at most the tensors of one

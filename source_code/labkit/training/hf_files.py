@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Write safetensors; check the files of a model's folder before the library reads them, and say in one sentence what is wrong.
 
 Format: https://huggingface.co/docs/safetensors and, for several files, model.safetensors.index.json with

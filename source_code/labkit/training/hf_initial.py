@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Draw the initial weights of a Hugging Face model, independently of how it is sharded.
 
 transformers initializes weights module by module (``_init_weights``, private, unchanged since 5.0), including buffers such

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Load the model of --model by transformers' ``from_pretrained``, sharded, exactly as its files have it, or refuse.
 
 ``from_pretrained`` builds a model on the meta device, applies the parallelism of a ``DistributedConfig``, and then each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Adapters of a frozen model (LoRA, https://arxiv.org/abs/2106.09685), as the peft library defines and stores them."""
 
 import hashlib

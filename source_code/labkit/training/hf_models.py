@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Read and build models of Hugging Face's transformers, and ask them what training must know (``hf_loading`` loads them)."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Shard models of Hugging Face's transformers by the library's own plans, where these are right.
 
 Used here without being documented: ``maybe_distribute_model``, the device meshes that it takes, and the models' plans

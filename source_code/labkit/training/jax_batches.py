@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Shard gpt_jax.py's batches over the devices: the same sequences as gpt_fsdp.py's, of a step and of validation."""
 
 from math import prod

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Save and resume gpt_jax.py with Orbax, which writes each device's shard and reads it for any number of devices.
 
 The folders, and the values that a resumed run must share, are those of labkit/training/checkpoints.py.

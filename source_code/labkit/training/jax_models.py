@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The transformer of labkit/training/models.py in JAX (flax nnx). The model is pure: it contains no parallelism.
 
 All blocks are one block whose parameters have an additional first axis, the layers. A loop (``jax.lax.scan``) runs over

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Choose how each array of gpt_jax.py is sharded, and read its weights from a file.
 
 The arithmetic of the same rule, without JAX: planner/parallel/jax_sharding.py.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Use JAX: check its version, select devices, and measure a run for its record.
 
 JAX is optional: it is imported only when a function of this file is called, for gpt_jax.py and notebook 14.

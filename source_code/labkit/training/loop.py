@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Run everything around the steps of a training loop: resume, learning rate, meter, progress, logs, preemption, record.
 
   loop = Loop(config, me, saver, last_step=config.max_steps, global_batch=32)

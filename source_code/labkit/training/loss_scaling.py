@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Scale the loss, so that fp16 gradients neither underflow nor overflow, and skip a step that overflows on all ranks.
 
 fp16 has 5 bits of exponent: what is below 6e-8 becomes 0, and what is above 65,504 infinite. A gradient scaler multiplies

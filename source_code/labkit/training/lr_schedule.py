@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Compute the learning rate of a step: linear warm-up, then constant, cosine decay, or warmup-stable-decay (WSD)."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Write and verify a checkpoint's manifest: its files, their lengths and checksums, and metadata. Imports no torch.
 
 The manifest is written last and read first: a checkpoint without one is incomplete, and one that differs from it is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The models of the course. They are pure: they contain no parallelism."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Muon: AdamW's counterpart for matrices, which needs them whole, on matrices that FSDP2 shards.
 
 The update of a matrix is its momentum, made orthogonal by Newton–Schulz iterations: that takes all of its rows. Momentum

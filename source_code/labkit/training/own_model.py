@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Simulate a training step of the user's own model: any module, on one rank of a simulated world.
 
 Used by plan.py; based on labkit/measuring/simulate.py.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Ensure that only one run at a time owns a checkpoint folder.
 
 Each owner creates a file, ``.owner-000001``, ``.owner-000002``, …: the highest number owns the folder. Exclusive creation

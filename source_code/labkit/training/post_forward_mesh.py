@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Let FSDP2 units share one post-forward mesh.
 
 ``fully_shard(unit, reshard_after_forward=N)`` builds a device mesh, and so two process groups, in each call:

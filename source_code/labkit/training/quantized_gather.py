@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Gather weights in one byte per element, with FSDP2's all-gather extension: a quarter of fp32's traffic.
 
 A weight whose shard is one of the tensor subclasses of this file is stored, trained, and reduced in fp32 as usual. Only

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Activation checkpointing beyond PyTorch's options: a policy with a counter, and inputs in CPU memory."""
 
 import torch

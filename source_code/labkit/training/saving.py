@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Save sharded checkpoints atomically, synchronously or asynchronously. Reading them: checkpoints.py.
 
 A checkpoint is written by torch.distributed.checkpoint (DCP), with a manifest: its files and their checksums, and the

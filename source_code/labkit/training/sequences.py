@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Cut a corpus into sequences, and hand out this rank's micro-batches of each step.
 
   packing     what a sequence is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Query a sharded model: a rank's shard of a parameter, an unsharded tensor, the number of FSDP units."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Simulate the step that the options of plan.py describe, where arithmetic does not know the model's operators."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Apply tensor parallelism with sequence parallelism (arXiv:2205.05198) to the GPT."""
 
 from torch.distributed.tensor import Replicate, Shard, parallel

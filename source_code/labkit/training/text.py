@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Load the training text of the transformer labs: the topics of ``help()``, which are part of every Python.
 
 Tokens are bytes, so the vocabulary has 256 tokens; a model with a larger vocabulary does not use the rest. The text

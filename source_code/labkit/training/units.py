@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Choose the FSDP units of a model: its wrapping policy."""
 
 from torch import nn

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Choose the parameters to which AdamW applies weight decay."""
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Answer what plan.py is asked, and print it.
 
 Each module may import those above it:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Compute what plan.py prints: a plan from its options, its needs and costs, a sweep over strategies, a search.
 
 options: plan.py's ``Config``. Imports no torch.
@@ -65,11 +66,14 @@ def stage_plans(options) -> list[predict.Plan]:
 def installed_torch() -> tuple[int, int]:
     """Return the version of the installed PyTorch, which is not imported; without one, the version the planner assumes."""
     spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return predict.Plan.torch
     try:
         text = Path(spec.origin).with_name("version.py").read_text()
-        return tuple(map(int, re.search(r"__version__ = '(\d+)\.(\d+)", text).groups()))
-    except (AttributeError, TypeError, OSError):
+    except OSError:
         return predict.Plan.torch
+    found = re.search(r"__version__ = '(\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else predict.Plan.torch
 
 
 def link_of(text: str, known: dict, latency: float, name: str) -> cost.Link:
@@ -254,7 +258,7 @@ def recompute_rows(options) -> list[dict]:
         rows.append({"recompute": kind, "options": changes} | summary)
         if summary["answer"] == "does not fit":
             break
-    if not rows:
+    if refusal and not rows:
         raise refusal
     return rows
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Recognize whose configuration a file is that --config or --model names. Imports no torch."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tell what arithmetic does not cover of a third-party model, trained as the options of plan.py say. Imports no torch."""
 
 from math import ceil, prod

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Print plans as text. asked: the options of plan.py; found: what planner/cli/commands.py has computed, as for JSON."""
 
 from planner.cli.commands import NOT_PLANNED

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Find the least, or the most, of something that fits under a limit. Imports no torch."""
 
 from collections.abc import Callable

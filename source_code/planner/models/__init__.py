@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Models: their sizes, their floating-point operations, and their forward passes on sizes.
 
 Each module may import those above it:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What a network is to the planner: modules with parameters, and their operators on sizes. Imports no torch."""
 
 from collections.abc import Callable

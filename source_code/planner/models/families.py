@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What each family of Hugging Face's transformers differs in from Llama, stated once. Imports no torch.
 
 Each function takes a configuration (the values of a config.json, over the defaults of the family's class), and returns

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The floating-point operations of a step on one rank: the model's, for MFU, and the hardware's, for time and HFU. No torch.
 
 The model's are PaLM's count (arXiv:2204.02311, appendix B; ``per_token``): every token attends to all others, and nothing

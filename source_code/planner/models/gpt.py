@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The course's GPT as a blueprint: it states what labkit/training/models.py computes, line for line. Imports no torch."""
 
 from collections.abc import Callable
@@ -265,7 +266,8 @@ class GPT:
 
     def mixture(self, tape, x, p, number):
         """Compute a few experts for each token, and the shared one for all."""
-        shared = partial(self.shared_expert, tape, p) if self.shape.experts.shared_size else None
+        experts = self.shape.experts
+        shared = partial(self.shared_expert, tape, p) if experts and experts.shared_size else None
         return mixture.mixture(tape, x, p, number, self.spread, shared)
 
     def shared_expert(self, tape, p, x):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Shapes of third-party models, from the config.json that Hugging Face stores with the weights. Imports no torch.
 
 planner/models/families.py states what each family differs in. Parameter counts are those of the ``transformers`` library's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Third-party models as blueprints: what the modules of Hugging Face's transformers compute, operator by operator.
 
 Compared with steps of the library's own code, with the CPU's kernels (tests/test_families.py). Imports no torch.
@@ -8,6 +9,7 @@ from functools import partial
 
 from planner import UserError
 from planner.models.gpt import GPT
+from planner.models.shapes import Experts
 from planner.ops import attention, experts, norms, tensor_parallel
 from planner.ops.autograd import FP32
 from planner.ops.tensor_parallel import Exchange
@@ -70,7 +72,7 @@ class LibraryGPT(GPT):
         """What the ranks of a tensor group exchange: all-reduces around each layer, and the logits."""
         if self.tp_degree == 1:
             return Exchange()
-        shape, tokens = self.shape, self.tokens
+        shape, tokens, experts = self.shape, self.tokens, self.shape.experts
         of_matmuls, others, routed = 0, 2, 0  # others: the embedding's output, and the gradient of the head's input
         for number in self.stage:
             repeated = 2 if self.is_recomputed(number) else 1
@@ -79,7 +81,7 @@ class LibraryGPT(GPT):
             of_matmuls += repeated  # attention's output
             others += 3  # gradients of the inputs of query, key, and value
             if shape.layer(number).routed:
-                has_shared = bool(shape.experts.shared_size)
+                has_shared = bool(experts and experts.shared_size)
                 routed += 1
                 others += 1 + (repeated if has_shared else last)
                 if has_shared and self.splits_shared:
@@ -92,8 +94,8 @@ class LibraryGPT(GPT):
             matmul_sums=of_matmuls,
             sums=others,
             logits=tokens * shape.vocab_size,
-            routing_weights=tokens * shape.experts.top_k if routed else 0,
-            routing_in_fp32=routed and shape.experts.weighs_in_fp32,
+            routing_weights=tokens * experts.top_k if experts and routed else 0,
+            routing_in_fp32=bool(experts and routed and experts.weighs_in_fp32),
             routing_sums=routed,
         )
 
@@ -325,7 +327,8 @@ class LibraryGPT(GPT):
 
     def experts(self, tape, x, p):
         """Compute the experts that the router chooses for each token, and the shared one."""
-        settings = self.shape.experts
+        # Only a block that has experts comes here.
+        settings: Experts = self.shape.experts  # pyright: ignore[reportAssignmentType]
         shares_first = settings.gates_shared  # Qwen2-MoE computes the shared expert first, the others last
         shared = self.shared_expert(tape, x, p) if shares_first else None
         if settings.router == "sigmoid":  # in fp32

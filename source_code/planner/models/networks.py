@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Networks as blueprints: their parameters, and their operators on sizes. Imports no torch.
 
 A blueprint states what labkit/training/models.py computes, line for line; tests hold the two together. Those of third-party

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The parameters of a transformer's layers: their names and shapes, in the order of registration. Imports no torch."""
 
 from planner.models.shapes import GPTShape
@@ -146,4 +147,5 @@ def _oriented(experts, outs, ins):
 
 def active_shares(shape: GPTShape, parameters: dict[str, tuple]) -> dict[str, float]:
     """Return {name: share of its elements that a token multiplies} of the parameters of which a token uses a part."""
-    return {name: shape.experts.active_share for name in parameters if name.startswith("experts.")}
+    experts = shape.experts
+    return {name: experts.active_share for name in parameters if experts and name.startswith("experts.")}

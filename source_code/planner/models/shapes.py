@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The sizes of transformers, which labkit/training/models.py builds and planner/models/networks.py simulates. No torch.
 
 Fields have the names of Hugging Face's configurations where these have them.
@@ -297,7 +298,8 @@ class GPTShape:
         size = self.query_size if size is None else size
         if latent := self.latent:
             size = self.num_attention_heads * (latent.rotary_dim + latent.other_dim + latent.value_dim) / 2
-        return size * (self.sliding_window if self.windowed(number, seq_len) else seq_len)
+        window = self.sliding_window if self.windowed(number, seq_len) else None
+        return size * (window or seq_len)
 
 
 # The course's sizes, and those published for Llama 3 (arXiv:2407.21783, table 3) with its vocabulary.

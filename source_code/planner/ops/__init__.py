@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Abstract autograd: operators that compute sizes instead of values.
 
 Each module may import those above it:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Attention as each of PyTorch's kernels computes it: what it allocates, saves, and does in backward. Imports no torch.
 
 PyTorch chooses a GPU's kernel by the number format: flash for bf16 and fp16 (or cuDNN's on Hopper, whose tensors are as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Abstract autograd: which tensors are alive in each phase of a step, and why. A tensor here has a size and a name only.
 
 Peak memory depends on what is alive, and autograd decides most of that: which tensors are saved for backward, when they
@@ -11,9 +12,10 @@ Sources: torch.utils.checkpoint, and traces of real steps (labkit/measuring/trac
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from math import prod
+from typing import TypeVar
 
 INT64, FP64, FP32, BF16 = 8, 8, 4, 2  # bytes per element
 
@@ -50,7 +52,8 @@ class AbstractTensor:
     __slots__ = ("itemsize", "node", "numel", "storage")
 
     def __init__(self, storage: Storage, numel: int, itemsize: int):
-        self.storage, self.numel, self.itemsize, self.node = storage, numel, itemsize, None
+        self.storage, self.numel, self.itemsize = storage, numel, itemsize
+        self.node: Node | None = None
 
 
 class AbstractParameter:
@@ -72,7 +75,7 @@ class AbstractParameter:
         self.name, self.shape, self.itemsize, self.trained, self.quantized = name, shape, itemsize, trained, quantized
         self.numel = prod(shape)
         self.uses = self.received = 0
-        self.gradient = None
+        self.gradient: AbstractTensor | None = None
         self.gradient_copies = 1
 
 
@@ -89,7 +92,10 @@ class Node:
     __slots__ = ("gradient", "pre_hook", "run", "saved")
 
     def __init__(self, run, saved=()):
-        self.run, self.saved, self.gradient, self.pre_hook = run, saved, None, None
+        self.run: Callable[..., list] = run
+        self.saved: Sequence[Saved] = saved
+        self.gradient: AbstractTensor | None = None
+        self.pre_hook: Callable[[], None] | None = None
 
 
 class Saved:
@@ -120,7 +126,8 @@ class CheckpointFrame:
     """
 
     def __init__(self, kind: str):
-        self.kind, self.call, self.rope_tables = kind, None, ()
+        self.kind, self.rope_tables = kind, ()
+        self.call: tuple[Callable, AbstractTensor, bool]  # once it has run
         self.holders, self.filled, self.outputs = [], 0, []
         self.recomputing, self.matmuls = False, 0
 
@@ -147,7 +154,8 @@ def _free(node: Node):
     node.saved = ()
 
 
-NEEDS_GRADIENT = object()  # stands for a Node where only its existence counts
+Out = TypeVar("Out", bound=AbstractTensor)
+NEEDS_GRADIENT = Node(None)  # where only its existence counts
 
 
 class Autograd:
@@ -278,7 +286,7 @@ class Autograd:
             raise StopRecomputation
         return []
 
-    def record(self, out: AbstractTensor, run: Callable, saved=()) -> AbstractTensor:
+    def record(self, out: Out, run: Callable, saved=()) -> Out:
         """Return ``out``, with a backward.
 
         Args:
@@ -321,7 +329,10 @@ class Autograd:
         """
         frame = self.frame = CheckpointFrame(kind)
         out = function(x)
-        frame.call = function, AbstractTensor(None if offload else x.storage, x.numel, x.itemsize), x.node is not None
+        kept = AbstractTensor(x.storage, x.numel, x.itemsize)
+        if offload:
+            kept.storage = None  # pyright: ignore[reportAttributeAccessIssue]  # until it is recomputed
+        frame.call = function, kept, x.node is not None
         frame.rope_tables = self.rope_tables
         self.frame = None
         return out
@@ -357,7 +368,8 @@ class Autograd:
 
     def backward(self, loss: AbstractTensor):
         """Run the backward of every recorded operator, the last first."""
-        self.backward_from(loss.node, self.like(loss, "gradient of loss"))
+        # A loss depends on something that is trained.
+        self.backward_from(loss.node, self.like(loss, "gradient of loss"))  # pyright: ignore[reportArgumentType]
 
     def backward_from(self, last: Node, output_gradient: AbstractTensor):
         """Run the backward of every recorded operator from ``last`` on, which need not be a loss.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The head and the cross-entropy in chunks of tokens, on sizes: labkit/training/chunked_loss.py. Imports no torch."""
 
 from planner.ops.autograd import FP32, AbstractParameter, AbstractTensor

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Context parallelism: which tokens a rank has, what the ranks of a context group exchange, and who computes most.
 
 The forms are described in labkit/training/context_parallel.py. Imports no torch.

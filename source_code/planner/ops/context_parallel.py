@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Attention of ranks that share each sequence, on sizes: labkit/training/context_parallel.py. Imports no torch."""
 
 from planner.ops import attention
@@ -59,9 +60,8 @@ def _merged(tape, query, key, value, heads, context):
     saved = tape.save(query, key, value, out, sums)
 
     def run(_):
-        of_query, of_keys_and_values = _backward(
-            tape, *(numel for _, numel in inputs[:2]), itemsize, heads, context, parts
-        )
+        (_, query_numel), (_, key_numel), _ = inputs
+        of_query, of_keys_and_values = _backward(tape, query_numel, key_numel, itemsize, heads, context, parts)
         views = [tape.view(of_keys_and_values, numel) for _, numel in inputs[1:]]
         return [(node, made) for (node, _), made in zip(inputs, [of_query, *views], strict=True)]
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A mixture of experts as transformers' grouped matmuls compute it: what it allocates, saves, and does in backward. No torch.
 
 Source: transformers/integrations/moe.py, grouped_mm_experts_forward. Every size follows from tokens × experts per token,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The course's mixture of experts on sizes: what it allocates, saves, and does in backward. Imports no torch.
 
 It states what labkit/training/experts.py computes, line for line, except intermediate results of a few elements per token.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Norms as PyTorch computes them on each device: what they allocate, save, and do in backward. Imports no torch."""
 
 from planner.ops.autograd import FP32, AbstractParameter, AbstractTensor
@@ -206,7 +207,7 @@ def _scaled(tape, out: AbstractTensor, normal: AbstractTensor, weight: AbstractP
 
     def run(_):
         of_weight = tape.make("norm: gradient of weight, unreduced", numel, itemsize) if weight.trained else None
-        made = [(node, tape.make("norm: gradient of normalized", numel, itemsize))] if node else []
+        made: list[tuple] = [(node, tape.make("norm: gradient of normalized", numel, itemsize))] if node else []
         if weight.trained:
             gradient_itemsize = itemsize if tape.norm_gradients_in_fp32 else weight.itemsize
             made.append((weight, tape.gradient_of(weight, gradient_itemsize)))

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The operators of the course's networks, on sizes: each one's allocations, saved tensors, and backward.
 
 They agree with PyTorch's on the CPU, and with those that it chooses for a GPU, to within a few elements. No torch.
@@ -6,6 +7,7 @@ Sources: PyTorch's derivatives.yaml (what is saved), autocast's lists of operato
 steps (labkit/measuring/trace.py).
 """
 
+from collections.abc import Callable
 from functools import partial
 
 from planner.ops import attention, norms, quantization
@@ -63,7 +65,9 @@ class Tape(Autograd):
         self.norm_gradients_in_fp32 = False  # whether a norm's weight gets its gradient as it is computed
         self.flash = True  # whether the GPU runs flash attention
         self.micro_batch = 0  # that runs, counted from 0
-        self.experts_unit = None  # runs a rank's experts, with the hooks of their unit: see Step.run_nested
+        self.experts_unit: Callable | None = (
+            None  # runs a rank's experts, with the hooks of their unit: see Step.run_nested
+        )
         self.casts_inputs = False  # whether FSDP casts what a block takes to the format that it computes in
 
     def recompute(self, frame: CheckpointFrame):
@@ -107,9 +111,9 @@ class Tape(Autograd):
         out = self.make("positions", count * table.shape[1], x.itemsize)
         return self.record(out, lambda _: [(table, self.gradient_of(table))], self.save(indices))
 
-    def cast(self, parameter: AbstractParameter | None) -> AbstractParameter | CastParameter | None:
+    def cast(self, parameter: AbstractParameter) -> AbstractParameter | CastParameter:
         """Return a parameter in autocast's number format; itself without autocast."""
-        if parameter is None or not self.autocast:
+        if not self.autocast:
             return parameter
         if parameter not in self.casts:
             out = self.cast_to(parameter, self.autocast)
@@ -130,8 +134,8 @@ class Tape(Autograd):
 
     def _in_one_format(self, x: AbstractTensor, weight: AbstractParameter, bias: AbstractParameter | None):
         """Return a layer's operands in one format: autocast casts all three, the last first; FSDP has cast parameters."""
-        bias, weight = self.cast(bias), self.cast(weight)
-        return self.to(x, weight.itemsize), weight, bias
+        cast_bias, cast_weight = bias and self.cast(bias), self.cast(weight)
+        return self.to(x, cast_weight.itemsize), cast_weight, cast_bias
 
     def gradient_target(self, weight: AbstractParameter | CastParameter) -> tuple:
         """Return (the receiver of a weight's gradient, a function that makes the gradient)."""
@@ -152,14 +156,14 @@ class Tape(Autograd):
         """Compute x @ weight.T + bias of x (…, in) and weight (out, in) → (…, out). Saves x."""
         if weight.quantized:
             return self._linear_4bit(self.to(x, self.autocast or x.itemsize), weight)
-        x, weight, bias = self._in_one_format(x, weight, bias)
+        x, used, used_bias = self._in_one_format(x, weight, bias)
         outs, ins = weight.shape
         rows, itemsize = x.numel // ins, x.itemsize
-        saved = None if self.saves_after_output else self._save_operands(x, weight)
-        out = self.maybe_saved(lambda: [self.make(output_name(weight), rows * outs, itemsize)], is_linear=True)[0]
+        saved = [] if self.saves_after_output else self._save_operands(x, used)
+        out = self.maybe_saved(lambda: [self.make(output_name(used), rows * outs, itemsize)], is_linear=True)[0]
         if self.saves_after_output:
-            saved = self._save_operands(x, weight)
-        return self.record_layer(x, out, weight, bias, saved)
+            saved = self._save_operands(x, used)
+        return self.record_layer(x, out, used, used_bias, saved)
 
     def _linear_4bit(self, x: AbstractTensor, weight: AbstractParameter) -> AbstractTensor:
         """Compute x @ weight.T with a frozen weight in 4 bits, dequantized for this matmul and again for its backward's.
@@ -203,10 +207,10 @@ class Tape(Autograd):
             bias: (out,).
             positions: images × height' × width'.
         """
-        x, weight, bias = self._in_one_format(x, weight, bias)
-        saved = self.save(x, *([weight] if isinstance(weight, CastParameter) else []))  # a parameter is alive anyway
-        out = self.make(output_name(weight), positions * weight.shape[0], x.itemsize)
-        return self.record_layer(x, out, weight, bias, saved)
+        x, used, used_bias = self._in_one_format(x, weight, bias)
+        saved = self.save(x, *([used] if isinstance(used, CastParameter) else []))  # a parameter is alive anyway
+        out = self.make(output_name(used), positions * weight.shape[0], x.itemsize)
+        return self.record_layer(x, out, used, used_bias, saved)
 
     def record_layer(
         self,

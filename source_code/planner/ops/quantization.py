@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Quantized optimizer states and weights, by their published layouts. Not validated: no lab trains with them. No torch.
 
 8-bit Adam   bitsandbytes.optim.AdamW8bit: two states of one byte per element, and in fp32 the largest of each block of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Count the rows that a router sends to experts: expected ones, and those of a record. Imports no torch.
 
 A row is a token's vector on its way to one of its experts.
@@ -5,6 +6,7 @@ A row is a token's vector on its way to one of its experts.
 
 from dataclasses import dataclass
 from math import ceil, comb, sqrt
+from typing import Any
 
 from planner import UserError
 
@@ -130,7 +132,7 @@ class Spread:
     """
 
     ep_degree: int = 1
-    experts: object = None
+    experts: Any = None  # shapes.Experts, of a module above this one
     routing: Routing | None = None
     hidden_size: int = 0
     batch_size: int = 0

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tensor parallelism with sequence parallelism: its gathers and scatters, and its loss of a sharded vocabulary.
 
 The ranks of a tensor group see the same sequences. Each has some columns or rows of every weight, and between the linear

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Parallelism: how each strategy shards, gathers, and reduces.
 
 Each module may import those above it:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Simulate DeepSpeed's stages around each operator and micro-batch: rules for planner/step/simulation.py. No torch.
 
 Sources: DeepSpeed 0.19.8, deepspeed/runtime/zero/stage_1_and_2.py, stage3.py, linear.py and partition_parameters.py,
@@ -6,11 +7,12 @@ planner/parallel/zero.py.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import groupby
 from math import ceil
 from operator import itemgetter
 
-from planner.ops.autograd import FP32, FP64, AbstractParameter, AbstractTensor, Autograd, Node, Storage
+from planner.ops.autograd import FP32, FP64, AbstractParameter, AbstractTensor, Node, Storage
 from planner.ops.operators import Tape
 from planner.parallel import zero
 from planner.parallel.strategies import Replicated, Unit
@@ -27,7 +29,7 @@ class DeepSpeed(Replicated):
         sent: a step's collectives: {(kind, bytes): how many}.
     """
 
-    def __init__(self, plan, tape: Autograd, units: list[Unit]):
+    def __init__(self, plan, tape: Tape, units: list[Unit]):
         super().__init__(plan, tape, units)
         self.parameters = list(units[0].parameters.values())
         self.itemsize = plan.parameter_itemsize
@@ -69,7 +71,7 @@ class Bucketed(DeepSpeed):
 
     gradient_category = "temporary"
 
-    def __init__(self, plan, tape: Autograd, units: list[Unit]):
+    def __init__(self, plan, tape: Tape, units: list[Unit]):
         super().__init__(plan, tape, units)
         self.capacity, self.bucket = zero.bucket_numel(plan), None
         self.waiting = []
@@ -82,6 +84,10 @@ class Bucketed(DeepSpeed):
             self.gradients.pop(parameter, None)
             parameter.gradient = None
         self.waiting.append(parameter)
+
+    def reduce(self):
+        """Reduce the gradients of the bucket, and empty it."""
+        raise NotImplementedError
 
     def hold_for_update(self, largest: int, mine: int):
         """Allocate what the optimizer makes of this rank's gradients.
@@ -115,7 +121,7 @@ class Stage2(Bucketed):
         summed_gradients: those of earlier micro-batches.
     """
 
-    def __init__(self, plan, tape: Autograd, units: list[Unit]):
+    def __init__(self, plan, tape: Tape, units: list[Unit]):
         super().__init__(plan, tape, units)
         self.size = zero.partition_numel(plan)
         self.owned = {}
@@ -181,7 +187,7 @@ class Stage2(Bucketed):
 class Stage1(Stage2):
     """Whole gradients are summed until the last backward ends; then they are reduced, the first parameter's first."""
 
-    def __init__(self, plan, tape: Autograd, units: list[Unit]):
+    def __init__(self, plan, tape: Tape, units: list[Unit]):
         super().__init__(plan, tape, units)
         if plan.micro_batches > 1:
             tape.gradient_category = "gradients"  # they outlive a backward
@@ -213,8 +219,8 @@ class GatheringTape(Tape):
     """
 
     saves_after_output = True  # a linear layer is a torch.autograd.Function, which saves when its forward is done
-    gather = None
-    gathered = None, None
+    gather: Callable[[AbstractParameter], Storage | None]
+    gathered: tuple[AbstractParameter | None, Storage | None] = None, None
 
     def __init__(self, *options):
         super().__init__(*options)
@@ -267,6 +273,7 @@ class Stage3(Bucketed):
 
     def __init__(self, plan, tape: GatheringTape, units: list[Unit]):
         super().__init__(plan, tape, units)
+        self.tape: GatheringTape = tape
         tape.gather = self.gather
 
     def padded_numel(self, parameter: AbstractParameter) -> int:

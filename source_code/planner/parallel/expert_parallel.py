@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Plan expert parallelism: its traffic, and its FSDP units. Imports no torch.
 
 Each block with experts exchanges rows twice in forward (dispatch, combine), twice in backward, and with activation

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Count the process groups of a rank, and the communicators among them. Imports no torch.
 
 Each process group on GPUs has an NCCL communicator: from the start if ``init_process_group`` was given a device_id, as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """FSDP in JAX (gpt_jax.py): what each device stores from step to step, and what it sends. Imports no JAX.
 
 The model is a tree of arrays, its leaves. Each leaf is one array for all layers (``scan`` runs over the first

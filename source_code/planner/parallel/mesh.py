@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """How the ranks are arranged: a grid with named dimensions. Imports no torch."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Plan Muon under FSDP2: which rank computes what, its memory, its collectives, its operations. Imports no torch.
 
 Muon replaces the update of a matrix by the nearest (semi-)orthogonal matrix, by five Newton–Schulz iterations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Sizes of pinned (page-locked) CPU memory, from which copies to a GPU run while it computes. Imports no torch."""
 
 from collections.abc import Iterable

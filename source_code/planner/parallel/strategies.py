@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Simulate how DDP and FSDP gather and free units, and reduce gradients: rules for planner/step/simulation.py.
 
 ``Replicated`` (one process, DDP), ``FSDP1``, and ``FSDP2`` (and those in planner/parallel/deepspeed.py) are called around
@@ -9,7 +10,8 @@ Sources: torch/distributed/fsdp/_runtime_utils.py and _flat_param.py (FSDP1), to
 
 from math import ceil, prod
 
-from planner.ops.autograd import AbstractParameter, Autograd, Storage
+from planner.ops.autograd import AbstractParameter, AbstractTensor, Storage
+from planner.ops.operators import Tape
 
 
 class Unit:
@@ -55,13 +57,14 @@ class Unit:
             for name, shape in module.parameters.items()
             if name not in tied and (name in module.spread) == spread
         }
-        self.nested = None
+        self.nested: Unit | None = None
         self.updated = [parameter for parameter in self.parameters.values() if parameter.trained]
         if flat and self.updated:
             for parameter in self.parameters.values():
                 parameter.trained = True
         self.replicated = [p for (module, name), p in self.parameters.items() if name in module.replicated]
-        self.gathered = self.retained = None
+        self.gathered: Storage | None = None
+        self.retained: Storage | None = None
 
     def numel(self, trained: bool = False) -> int:
         """Return the elements of all parameters, or of those that have gradients, a flat tensor's padding included."""
@@ -131,7 +134,7 @@ class Replicated:
 
     gradient_category = "gradients"
 
-    def __init__(self, plan, tape: Autograd, units: list[Unit]):
+    def __init__(self, plan, tape: Tape, units: list[Unit]):
         self.plan, self.tape, self.units, self.root = plan, tape, units, units[0]
         self.syncs = True
         self.gradients = {}
@@ -185,6 +188,14 @@ class Sharded(Replicated):
     def stays_gathered(self, unit: Unit) -> bool:
         """Return whether a unit's gathered parameters stay from forward to backward."""
         return self.plan.reshard == "false" or unit is self.root  # backward begins with the root
+
+    def unshard(self, unit: Unit):
+        """Gather a unit, unless it is gathered."""
+        raise NotImplementedError
+
+    def prefetch(self, unit: Unit):
+        """Gather a unit ahead."""
+        raise NotImplementedError
 
     def pre_backward(self, unit: Unit):
         """Gather the unit, and prefetch those whose backward follows: one, or as many as --prefetch says."""
@@ -272,7 +283,7 @@ class FSDP2(Sharded):
         all_reduce_states: gradients that were added to those of earlier micro-batches.
     """
 
-    def __init__(self, plan, tape: Autograd, units: list[Unit]):
+    def __init__(self, plan, tape: Tape, units: list[Unit]):
         if plan.shards == 1:  # nothing is gathered, but parameters are copied all the same
             self.gradient_category = "temporary"
         super().__init__(plan, tape, units)
@@ -312,11 +323,12 @@ class FSDP2(Sharded):
             replicated = parameter in unit.replicated and not self.plan.blueprint.tensor_parallel.logits
             if replicated or parameter.gradient_copies > 1:
                 waiting = self.gradients.pop(parameter, None)
-                itemsize = self.plan.itemsize if waiting else parameter.gradient.itemsize
-                size = parameter.numel * itemsize
+                gradient = parameter.gradient
+                itemsize = gradient.itemsize if gradient and not waiting else self.plan.itemsize
                 name = f"gradient of {parameter.name}, redistributed"
-                redistributed = self.hold(self.gradient_category, unit, name, size)
-                parameter.gradient, redistributed, waiting = redistributed, None, None
+                redistributed = self.hold(self.gradient_category, unit, name, parameter.numel * itemsize)
+                parameter.gradient = AbstractTensor(redistributed, parameter.numel, itemsize)
+                del gradient, redistributed, waiting
 
     def all_gather_copy_in(self, unit: Unit) -> Storage | None:
         """Return the buffer that a unit's parameters are gathered into, all ranks' shards one after another."""
@@ -385,8 +397,12 @@ class FSDP2(Sharded):
         for parameter in filter(unit.dim_of, unit.parameters.values()):
             waiting = self.gradients.pop(parameter, None)
             if waiting or parameter.gradient:
-                size = parameter.numel * (self.plan.itemsize if waiting else parameter.gradient.itemsize)
-                parameter.gradient = self.hold(self.gradient_category, unit, f"gradient of {parameter.name}, cut", size)
+                gradient = parameter.gradient
+                itemsize = gradient.itemsize if gradient and not waiting else self.plan.itemsize
+                name = f"gradient of {parameter.name}, cut"
+                cut = self.hold(self.gradient_category, unit, name, parameter.numel * itemsize)
+                parameter.gradient = AbstractTensor(cut, parameter.numel, itemsize)
+                del gradient, cut, waiting
 
     def post_backward(self, unit: Unit):
         """Free the parameters; pack the gradients into one buffer, which is alive until later units need room for theirs."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The collectives of a step: the traffic of DDP, FSDP, ZeRO, a tensor group, and gradient clipping. Imports no torch.
 
 A counter has {(kind, bytes of the unsharded tensor, ranks that take part, mesh dimension): how many}.

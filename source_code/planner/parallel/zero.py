@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """ZeRO as the course runs it: PyTorch's ZeroRedundancyOptimizer, and DeepSpeed's stages 0 to 3. Imports no torch.
 
 The ZeRO paper counts the least that must be stored (``cost.model_state``). What these two store and send differs:

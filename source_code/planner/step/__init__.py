@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """One training step of one rank.
 
 Each module may import those above it:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """One rank's training step as ``Plan`` describes it: its memory in named terms, its collectives. Imports no torch."""
 
 from collections import Counter
@@ -343,7 +344,7 @@ class Plan:
     def steady_step(self) -> SteadyStep:
         """A step from the second on, simulated once."""
         step = self._step(first=False)
-        return SteadyStep(step.run(), step.tape.tensor_sizes, getattr(step.rules, "sent", Counter()))
+        return SteadyStep(step.run(), step.tape.tensor_sizes, getattr(step.rules, "sent", None) or Counter())
 
     def _step(self, first: bool) -> Step:
         return StageStep(self, first) if self.pipeline else Step(self, first)

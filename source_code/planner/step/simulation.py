@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Run one training step on sizes: every micro-batch's forward and backward, then the optimizer. Imports no torch."""
 
 from collections import Counter
@@ -64,11 +65,12 @@ class Step:
         """Run the step, and return the peak of each phase: {phase: (bytes, {(category, name): bytes})}."""
         plan, tape = self.plan, self.tape
         terms = plan.persistent().items()
-        state_itemsize = {"adamw-8bit": 1, "adamw-bf16": 2}.get(plan.optimizer, plan.itemsize)
+        smaller = {"adamw-8bit": 1, "adamw-bf16": 2}
+        state_itemsize = smaller[plan.optimizer] if plan.optimizer in smaller else plan.itemsize
         held = [
-            tape.hold(*term, size, state_itemsize if term[0] == "optimizer state" else plan.parameter_itemsize)
-            for term, size in terms
-            if not (self.first and term[0] == "optimizer state")
+            tape.hold(kind, name, size, state_itemsize if kind == "optimizer state" else plan.parameter_itemsize)
+            for (kind, name), size in terms
+            if not (self.first and kind == "optimizer state")
         ]
         self.held = [tape.constant("losses of the step before", 1, plan.loss_itemsize, plan.micro_batches)]
         if counts := plan.blueprint.spread.counts:  # of the last micro-batch, and of all of them, for the record
@@ -82,9 +84,10 @@ class Step:
             held.append(tape.constant("flag for an overflow", 1, FP32, 2 if plan.optimizer == "adamw-fused" else 1))
         self.rules.before_optimizer()
         if self.first:
-            held += [tape.hold(*term, size) for term, size in terms if term[0] == "optimizer state"]
+            held += [tape.hold(kind, name, size) for (kind, name), size in terms if kind == "optimizer state"]
         if plan.optimizer in muon.WAYS:
-            held += [tape.hold(*term, size, muon.itemsize(plan)) for term, size in muon.temporary(plan).items()]
+            temporary = muon.temporary(plan).items()
+            held += [tape.hold(kind, name, size, muon.itemsize(plan)) for (kind, name), size in temporary]
             return tape.snapshots
         size = 0 if plan.offload else max(optimizer_temporary_bytes(plan, group) for group in plan.optimizer_groups)
         held.append(tape.hold("temporary", "intermediate results", size))
@@ -190,12 +193,12 @@ class Step:
         """
         tape, period = self.tape, self.plan.blueprint.period
         count = len(self.skipped) // period
-        self.skipped_terms = {term: tape.hold(*term, size * count) for term, size in grown.items()}
+        self.skipped_terms = {term: tape.hold(term[0], term[1], size * count) for term, size in grown.items()}
 
         def backward():
             self.skipped_terms.clear()
             gradients = self.live_at_backward[-1] - self.live_at_backward[-1 - period]
-            self.held += [tape.hold(*term, size * count) for term, size in gradients.items()]
+            self.held += [tape.hold(kind, name, size * count) for (kind, name), size in gradients.items()]
 
         tape.call_in_backward(backward)
 
@@ -219,10 +222,11 @@ class Step:
         """Return a module's parameters, {name: AbstractParameter}; those tied to another are the root's."""
         tied = self.plan.blueprint.tied
         of_root = {name: parameter for (_, name), parameter in self.units[0].parameters.items()}
+        nested = unit.nested or unit
         return {
             name: of_root[tied[name]]
             if name in tied
-            else (unit.nested if name in module.spread else unit).parameters[module, name]
+            else (nested if name in module.spread else unit).parameters[module, name]
             for name in module.parameters
         }
 

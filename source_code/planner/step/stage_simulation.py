@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Run one training step of a pipeline stage on sizes: PyTorch's schedules. Imports no torch.
 
 Source: torch/distributed/pipelining of PyTorch 2.11 and 2.15.
@@ -25,7 +26,10 @@ class InFlight:
 
     def __init__(self):
         self.nodes = []
-        self.input = self.output = self.loss = self.end = None
+        self.input: AbstractTensor | None = None
+        self.output: AbstractTensor | None = None
+        self.loss: AbstractTensor | None = None
+        self.end: Node | None = None
 
 
 class StageStep(Step):
@@ -56,7 +60,7 @@ class StageStep(Step):
 
     def one_forward_one_backward(self, count: int):
         """Run 1F1B's schedule. Each pass waits for what the one before has sent; a gradient is alive until the next one."""
-        ahead, waited_for = min(count, self.stage.stages - self.stage.stage), []
+        ahead, waited_for, sent = min(count, self.stage.stages - self.stage.stage), [], None
         for number in range(ahead):
             self.forward(number)
             if number:
@@ -100,9 +104,9 @@ class StageStep(Step):
         flight.end = flight.output.node
         if self.stage.last:
             self.tape.enter_phase("loss")
-            flight.loss = self.plan.blueprint.loss(self.tape, flight.output, self.batch[1], self.plan.itemsize)
-            flight.end = flight.loss.node
-            self.held.append(flight.loss)
+            loss = self.plan.blueprint.loss(self.tape, flight.output, self.batch[1], self.plan.itemsize)
+            flight.loss, flight.end = loss, loss.node
+            self.held.append(loss)
 
     def release_output(self, number: int) -> list[AbstractTensor]:
         """Send a micro-batch's output; the last stage's stays for backward.

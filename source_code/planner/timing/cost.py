@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Predict the time of a step: its collectives within and across nodes, and which of them are hidden. Imports no torch.
 
 A ring of n ranks sends (n−1)/n of a tensor over each of its edges to gather or to reduce-scatter it, and twice that to
@@ -87,7 +88,7 @@ def ring_bytes(collective: dict, plan: Plan, node_size: int, backend: str = "rin
     if collective["kind"] in ("send", "receive"):  # by a stage of a pipeline; a link carries both directions at once
         sent = collective["bytes"] if collective["kind"] == "send" else 0
         return {"rank": sent, "node": sent * (plan.ranks > node_size), "steps": bool(sent)}
-    dimension = _dimension(collective, plan)
+    dimension = _dimension(collective, plan) or ""
     sizes = {"tensor": plan.tp_degree, "context": plan.cp_degree, "shard": plan.shards, "replicate": plan.replicas}
     sizes |= {"expert": plan.ep_degree, "expert_shard": plan.shards // plan.ep_degree}
     n = collective.get("ranks") or sizes.get(dimension, plan.ranks)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Simulate which communication of a step is hidden: DDP's and FSDP's collectives, each on its link's stream.
 
 A stream does one thing at a time, in order. There is one for compute, one for the links within a node, and one for the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Trials of FSDP's knobs on real ranks: what each changes, predicted by arithmetic, and measured (``proofs.knobs``).
 
 bench       the network, its plan, the meters, and the list of trials

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What the trials of knobs share: a network and its plan, a traced step, and the list of trials."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Trials of FSDP1's constructor: what each argument changes, next to its counterpart in FSDP2."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Trials of FSDP1's number formats: the fields of its MixedPrecision."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Trials of how gradients are reduced: when, among whom, by what they are divided, and what is retained."""
 
 import torch

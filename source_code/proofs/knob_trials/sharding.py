@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Trials of fully_shard's arguments: what is a unit, among which ranks it is sharded, and along which dimension."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Trials of what gathers parameters, frees them, and in which order."""
 
 import torch

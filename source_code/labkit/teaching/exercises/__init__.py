@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Check answers to exercises with ``check("05.1", 12.3)``; print help with ``hint("05.1")`` and ``solution("05.1")``.
 
 Each chapter has a file, such as chapter_05.py, with a dict {"05.1": Predict(…), "05.2": Do(…)}. The exercise in the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Exercises of chapter 00: wrap by size, and count the bytes of live tensors."""
 
 import torch

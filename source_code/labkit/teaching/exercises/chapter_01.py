@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Exercises of chapter 01: a training loop for several ranks, DDP's buckets by hand, averaging uneven slices."""
 
 import torch

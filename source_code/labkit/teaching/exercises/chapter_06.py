@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Exercises of chapter 06, CPU offload."""
 
 from functools import partial

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Exercises of chapter 08, precision and activation checkpointing."""
 
 from collections import Counter

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Exercises of chapter 09, FSDP2 taken apart."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Exercises of chapter 10, many nodes."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Exercises of chapter 11, planning, and what its cells need in addition to them."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Exercises of chapter 14, FSDP in JAX. Code that needs JAX runs in a separate process, with its own virtual devices."""
 
 from contextlib import suppress

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Exercises of chapter 16, fault diagnosis: diagnoses, two checks to write, nodes to drain, and a drill."""
 
 from dataclasses import dataclass, field

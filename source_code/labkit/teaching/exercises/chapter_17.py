@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Exercises of chapter 17, your own model, and the steps and the tokenizer that its cells use."""
 
 import contextlib

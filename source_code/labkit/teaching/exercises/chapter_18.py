@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Exercises of chapter 18, optimizers that need whole matrices."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Judge exercise 08.1: weights that FSDP2 gathers in a quarter of the bytes."""
 
 import torch

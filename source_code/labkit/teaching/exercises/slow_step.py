@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The slow step of exercise 12.1, and a counter of what a step costs."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Draw the course's figures from records, in one visual style.
 
 Solid is measured, outlined is predicted, hatched is simulated; the learner's guess is a small diamond.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Figures of chapter 08: effects of precision and recomputation on saved tensors, step cost, and loss."""
 
 import matplotlib.pyplot as plt

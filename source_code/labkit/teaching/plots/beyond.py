@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Figures of chapter 15: the timeline of a pipeline, and its stages' memory."""
 
 import matplotlib.pyplot as plt

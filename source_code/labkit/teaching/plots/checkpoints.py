@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The figure of chapter 07: a run resumed from a checkpoint."""
 
 import matplotlib.pyplot as plt

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Figures of chapter 02: bytes sent per rank."""
 
 import matplotlib.pyplot as plt

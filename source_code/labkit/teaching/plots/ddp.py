@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Figures of chapter 01."""
 
 import matplotlib.pyplot as plt

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Draw digits of MNIST."""
 
 import matplotlib.pyplot as plt

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Figures of chapter 19: experts under FSDP and expert parallelism, and what an uneven routing costs."""
 
 import matplotlib.pyplot as plt

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Figures of chapter 16: memory that reaches its limit, and what the drill named."""
 
 import matplotlib.pyplot as plt

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Figures of chapter 14: the layout of arrays over devices, memory per device."""
 
 import matplotlib.pyplot as plt

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Figures of chapter 10: bytes that leave a node, and steps over links of several speeds."""
 
 import math

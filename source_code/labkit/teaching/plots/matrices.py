@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Figures of chapter 18: Muon in three ways."""
 
 import matplotlib.pyplot as plt

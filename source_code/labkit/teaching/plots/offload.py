@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Figures of chapter 06: one step's memory on device and host, and the memory offload saves by batch size."""
 
 import matplotlib.pyplot as plt

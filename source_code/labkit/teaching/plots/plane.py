@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Figure of chapter 09: each setting of FSDP2 as a point, peak memory over traffic."""
 
 import matplotlib.pyplot as plt

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Figures of chapter 11: predicted, simulated and measured memory side by side; errors of estimators."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Figures of chapter 04: peak and step time by strategy, and memory over the number of ranks."""
 
 import matplotlib.pyplot as plt

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Figures of chapter 20: who computes how much of attention, and what the forms of context parallelism send and hide."""
 
 import matplotlib.pyplot as plt

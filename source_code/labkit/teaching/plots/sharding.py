@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Figures of chapter 03: model state by stage and by number of ranks."""
 
 import matplotlib.pyplot as plt

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Figures of chapter 12: the time of a step by part, and the time cost of each memory saving."""
 
 import statistics

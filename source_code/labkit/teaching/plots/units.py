@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Figures of chapter 05: the effect of the wrapping policy on peak memory and traffic."""
 
 import matplotlib.pyplot as plt

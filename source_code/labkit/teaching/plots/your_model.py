@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Figure of chapter 17: the memory needed to load a model."""
 
 import matplotlib.pyplot as plt
