@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Take the course's exam: twelve tasks drawn by a seed, judged by running and planning. No two learners need the same seed.
 
   python exam.py --seed 7                    write the tasks of seed 7 to exam-7/: exam.md, answers.json, evidence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The exam: every task of 200 seeds is solved with the course's means, wrong answers are named, and reports can be rechecked."""
 
 import csv

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The exam's files: what is handed out, answers that cannot be judged, reports that were edited."""
 
 import json

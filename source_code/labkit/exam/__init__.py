@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The exam of exam.py: twelve tasks drawn by a seed, their statements, and the judging of answers.
 
 verdicts      name what is wrong with an answer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tasks 9 to 12: choose a mesh, a wrapping policy, and formats for a budget. Any answer that fits is right.
 
 Task 9 is small: the judge runs the chosen configuration. The others need GPUs: the judge plans them. A budget is drawn

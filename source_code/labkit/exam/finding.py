@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tasks 5 to 8: find the fault in a run's evidence: the flight records of two hangs, the losses of a run, a memory profile.
 
 What was drawn is put into a real run, and the evidence is what that run leaves. The judge puts the answered fault into the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Evidence: the losses of a small data-parallel training, with a fault in it. All ranks are computed in this process.
 
 A linear classifier of 8 classes trains with SGD on 4 ranks: each rank has a replica and a batch of its own, and all

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The exam's files: a learner's tasks and answers, the judge's report, and its recheck by an instructor.
 
 A folder has exam.md (the tasks), answers.json (to fill in), and task-NN… (evidence). The judge adds exam-<seed>.json, the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Plan the configurations of the exam's tasks, and state them in words."""
 
 from dataclasses import replace

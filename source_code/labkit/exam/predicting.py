@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tasks 1 to 4: predict a configuration's peak memory of a rank, and a step's traffic, within 5 %.
 
 Tasks 1 and 2 are small: the judge runs them, and measures with the course's meters. Tasks 3 and 4 need GPUs: the judge

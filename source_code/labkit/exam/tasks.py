@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Draw the exam's twelve tasks by a seed. The same seed gives the same tasks on every machine, on every day."""
 
 import hashlib

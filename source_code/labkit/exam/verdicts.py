@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Judge an answer of the exam, and name what is wrong with it. A verdict states its mistakes by name and in a sentence."""
 
 import math
