@@ -181,9 +181,11 @@ def versions() -> dict[str, str]:
 
 def bytes_on_each(tree, world: World) -> list[int]:
     """Return the bytes of a tree of arrays on each device."""
-    leaves = import_module("jax").tree.leaves(tree)
-    shards = [shard for leaf in leaves for shard in leaf.addressable_shards]
-    return [sum(shard.data.nbytes for shard in shards if shard.device == device) for device in world.devices]
+    held = dict.fromkeys(world.devices, 0)
+    for leaf in import_module("jax").tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+    return [held[device] for device in world.devices]
 
 
 def measured(training, world: World, ends: list[float], global_batch: int) -> dict:

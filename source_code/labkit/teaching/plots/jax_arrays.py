@@ -40,14 +40,11 @@ def _part(axes, x, y, width, height, colour: str, text: str):
     axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", color=ink, fontsize=12)
 
 
-def memory(rows: list[tuple[str, dict, float | None]], title: str, under: str, guesses: dict[str, float] | None = None):
-    """Draw the memory per device in the compiled program: rows of (name, {category: bytes}, predicted total or None).
-
-    guesses: {name: MiB}.
-    """
+def memory(rows: list[tuple[str, dict, float | None]], title: str, under: str):
+    """Draw the memory per device in a step: rows of (name, {category: bytes}, predicted total or None)."""
     figure, axes = plt.subplots(figsize=(10, 0.6 * len(rows) + 2.3), layout="constrained")
     totals = [sum(terms.values()) / MIB for _, terms, _ in rows]
-    for place, (name, terms, predicted) in enumerate(rows):
+    for place, (_, terms, predicted) in enumerate(rows):
         left = 0.0
         for category, size in terms.items():
             label = category if place == 0 else None
@@ -56,14 +53,12 @@ def memory(rows: list[tuple[str, dict, float | None]], title: str, under: str, g
         if predicted is not None:
             axes.barh(place, predicted / MIB, 0.78, **PREDICTED)
         axes.text(max(left, (predicted or 0) / MIB) + 0.015 * max(totals), place, f"{left:.1f}", va="center")
-        if (guesses or {}).get(name) is not None:
-            axes.plot(guesses[name], place + 0.31, "D", color="black", markersize=7, clip_on=False, zorder=5)
     axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.12 * max(totals))
     axes.set_xlabel("memory per device [MiB]")
-    marks = "solid: by the compiler's plan, outlined: predicted" + ", diamond: kept plus your guess" * bool(guesses)
+    marks = "parameters and optimizer state: measured; temporary: planned by the compiler; outline: predicted"
     headline(figure, title, f"{under}\n{marks}")
     figure.legend(loc="outside lower left", ncols=4, fontsize=11)
     show(figure)
