@@ -1,0 +1,157 @@
+"""What chapter 21 measures: short runs on a few ranks, and PyTorch's interfaces. Each function runs on every rank."""
+
+import contextlib
+import inspect
+from dataclasses import asdict
+
+import torch
+from torch import nn
+
+KEPT = {"strategy": "fsdp2", "reshard_after_forward": "false"}
+# {name: (ranks, options of gpt_fsdp.py)}: runs of the tiny transformer
+RUNS = {
+    "one process": (1, {"strategy": "single"}),
+    "FSDP, 2 ranks": (2, {}),
+    "FSDP, 4 ranks": (4, {}),
+    "DDP": (4, {"strategy": "ddp"}),
+    "kept": (4, KEPT),
+    "bf16": (4, {"precision": "bf16"}),
+    "DDP, bf16": (4, {"strategy": "ddp", "precision": "bf16"}),
+}
+
+
+def train(me, runs: list[dict]) -> list[dict]:
+    """Train each configuration of gpt_fsdp.py for four steps, and return the records."""
+    import gpt_fsdp
+
+    from labkit.measuring import records
+
+    gpt_fsdp.VALIDATION_SEQUENCES, found = me.world_size, []
+    for run in runs:
+        config = gpt_fsdp.Config(batch_size=1, seq_len=64, max_steps=4, **run)
+        about = records.new(config.script, asdict(config), me, [me.node])
+        with contextlib.redirect_stdout(None):
+            found.append(about | gpt_fsdp.train(config, me))
+    return found
+
+
+def ddp_state(me, view: bool) -> float:
+    """Return what DDP has of a model's state in the optimizer's step, over 4P. view: ``gradient_as_bucket_view``."""
+    from labkit.measuring.trace import StepTrace
+
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=view)
+    optimizer = torch.optim.AdamW(ddp.parameters())
+    trace = StepTrace(ddp, optimizer, me.device)
+    for step in range(4):  # the first creates the moments; the tracer needs two to see the buckets
+        with trace if step else contextlib.nullcontext():
+            ddp(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    names = ("parameters", "gradients", "optimizer state", "all-reduce buckets")
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    stepping = [each for each in trace.timeline() if each["phase"] == "optimizer"]
+    return max(sum(each[name] for name in names) for each in stepping) / (4 * parameters)
+
+
+OPTIMIZERS = {
+    "AdamW": torch.optim.AdamW,
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "Muon": torch.optim.Muon,
+}
+
+
+def optimizer_bytes(me, name: str) -> int:
+    """Return the bytes in collectives of one optimizer step on two sharded matrices."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from labkit.measuring.trace import StepTrace
+
+    mesh = init_device_mesh(me.device.type, (me.world_size,))
+    layers = nn.ModuleList([nn.Linear(64, 32, bias=False), nn.Linear(32, 64, bias=False)])
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    for parameter in layers.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = OPTIMIZERS[name](layers.parameters())
+    with StepTrace(layers, optimizer, me.device) as trace:
+        optimizer.step()
+    return sum(size * count for (_, size, _), count in trace.collectives.items())
+
+
+def networks() -> dict[str, nn.Module]:
+    """Return networks for the size-based policy: {name: module}."""
+    from labkit.training.models import Net
+
+    return {
+        "MNIST net": Net(),
+        "with BatchNorm2d(16)": nn.Sequential(nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 32, 3)),
+        "with MultiheadAttention": nn.TransformerEncoderLayer(64, 4, 128),
+    }
+
+
+def wrapped_share(me, least: int) -> dict[str, float]:
+    """Return {network: share of the layers with parameters of their own that FSDP1 makes units}."""
+    from functools import partial
+
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+
+    policy, found = partial(size_based_auto_wrap_policy, min_num_params=least), {}
+    for name, network in networks().items():
+        layers = [each for each in network.modules() if list(each.parameters(recurse=False))]
+        sharded = FullyShardedDataParallel(network, auto_wrap_policy=policy, device_id=torch.device("cpu"))
+        units = [each.module for each in sharded.modules() if isinstance(each, FullyShardedDataParallel)]
+        found[name] = sum(any(layer is unit for unit in units) for layer in layers) / len(layers)
+    return found
+
+
+def _sharded_model(me):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(12, 24), nn.Linear(24, 6))
+    return fully_shard(model, mesh=init_device_mesh("cpu", (me.world_size,)))
+
+
+def save(me, folder: str):
+    """Save a sharded model, one file per rank, and return its weights, whole."""
+    import torch.distributed.checkpoint as dcp
+
+    model = _sharded_model(me)
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    return {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
+
+
+def load_fails(me, folder: str, saved: dict) -> bool:
+    """Return whether this number of ranks cannot load what was saved, or loads something else."""
+    import torch.distributed.checkpoint as dcp
+
+    model = _sharded_model(me)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    state = model.state_dict()
+    try:
+        dcp.load(state, checkpoint_id=folder)
+    except Exception:
+        return True
+    return not all(torch.equal(tensor.full_tensor(), saved[name]) for name, tensor in state.items())
+
+
+def accepts(call, *arguments, **options) -> tuple[bool, str]:
+    """Return whether a call accepts its arguments, and what it raises if not."""
+    try:
+        call(*arguments, **options)
+    except TypeError as error:
+        return False, f"{type(error).__name__}: {error}"
+    except Exception as error:  # it has accepted them, and lacks something else, such as a process group
+        return True, f"{type(error).__name__}: {error}"
+    return True, "nothing"
+
+
+def parameters_of(call) -> list[str]:
+    """Return the names of a call's parameters."""
+    return list(inspect.signature(call).parameters)
