@@ -33,13 +33,14 @@ LAWS = {  # what to remember of each chapter, in a few words; its notebook has t
     "18": "Muon needs whole matrices: let each have an owner",
     "19": "send tokens to experts, not experts to tokens",
     "20": "split the sequence: only attention communicates",
+    "21": "a sentence about FSDP holds under a condition, or not at all",
 }
 ROWS = {
     "one small network": range(4),
     "": range(4, 8),
     "a transformer": range(8, 12),
     " ": range(12, 16),
-    "  ": range(16, 21),
+    "  ": range(16, 22),
 }
 
 

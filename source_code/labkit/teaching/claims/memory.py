@@ -84,7 +84,8 @@ _BOTH = ("ddp", "fsdp2")
 
 
 def one_unit_saves_nothing(tokens, model="llama3-8b", ranks=8, optimizer="adamw"):
-    return _little(state_share(plan(model, tokens, ranks=ranks, precision="fp32", optimizer=optimizer)))
+    little = _little(state_share(plan(model, tokens, ranks=ranks, precision="fp32", optimizer=optimizer)))
+    return little or (little if optimizer == "adamw" else None)  # SGD has no moments to shard
 
 
 def _little(share: float) -> bool | None:
@@ -117,6 +118,14 @@ def fsdp1_over_fsdp2(model, batch, ranks=4, **options):
     return peak(one) / peak(two)
 
 
+def fsdps_need_the_same(model, batch, ranks=4, precision="bf16", recompute="none"):
+    if model == "mnist":
+        return True if batch >= 512 else False if batch <= 16 else None
+    if batch >= 16384 or (batch >= 4096 and recompute == "none"):
+        return True
+    return False if (model, ranks, precision) == ("llama3-8b", 64, "fp32") and batch <= 64 else None
+
+
 def bf16_over_fp32(tokens, weights, model="llama3-8b", ranks=64):
     """Return the peak in bf16 over the peak in fp32. weights: "fp32" for mixed precision, "bf16" for all."""
     half, full = plan(model, tokens, ranks=ranks, weights=weights), plan(model, tokens, ranks=ranks, precision="fp32")
@@ -125,8 +134,9 @@ def bf16_over_fp32(tokens, weights, model="llama3-8b", ranks=64):
 
 def bf16_halves(tokens, weights, model="llama3-8b", ranks=64):
     if weights == "fp32":
-        return False
-    return True if tokens <= 1024 else False if model == "llama3-8b" and tokens >= 4096 else None
+        return False if model != "llama3-70b" else True if tokens >= 8192 and ranks >= 256 else None
+    few, many = (1024, 4096) if model == "llama3-8b" else (256, INFINITY)
+    return True if tokens <= few else False if tokens >= many else None
 
 
 def saved_by_recomputing(layers, recompute="full", model="llama3-8b", tokens=4096, ranks=64):
@@ -177,10 +187,10 @@ CLAIMS = {
         "04",
         "times 1/N of one process's",
         (0.99, 1.01),
-        "you count what a rank keeps between steps (parameters and moments), and N divides the rows of each; not the peak",
+        "you count what a rank keeps between steps (parameters and moments), and N divides the rows of each; not the peak on 8 ranks or more",
         per_rank,
         grid(part=("kept", "peak"), ranks=(2, 8, 64)),
-        lambda part, **_: part == "kept",
+        lambda part, ranks, **_: True if part == "kept" else None if ranks < 8 else False,
         measured=per_rank_measured,
     ),
     "4P": Claim(
@@ -212,7 +222,7 @@ CLAIMS = {
         "04",
         "share of DDP's peak saved",
         (-INFINITY, 0.05),
-        "activations are nearly all of DDP's peak (its state below 5 % of it); else moments and gradients are sharded, too",
+        "activations are nearly all of DDP's peak (its state below 5 % of it); else AdamW's moments and the gradients are sharded",
         saved_by_one_unit,
         grid(tokens=(*TOKENS, 2**20), model=("tiny",), ranks=(4,)),
         one_unit_saves_nothing,
@@ -245,10 +255,11 @@ CLAIMS = {
         "09",
         "times FSDP2's peak",
         (0.95, 1.05),
-        "no unit has most of the parameters, as in a transformer wrapped by block; or activations are the peak",
+        "activations are the peak (some thousand tokens or images); where whole units are, either may need 25 % more",
         fsdp1_over_fsdp2,
-        grid(model=("mnist",), batch=(1, 16, 64, 512)) + grid(model=("llama3-8b",), batch=(64, 4096)),
-        lambda model, batch, **_: True if model != "mnist" else False if batch <= 16 else True if batch >= 64 else None,
+        grid(model=("mnist",), batch=(1, 16, 64, 512))
+        + grid(model=("llama3-8b",), batch=(64, 1024, 4096, 16384), ranks=(64,), precision=("fp32",)),
+        fsdps_need_the_same,
     ),
     "bf16": Claim(
         "bf16 halves memory.",
@@ -256,9 +267,10 @@ CLAIMS = {
         "08",
         "times the peak in fp32",
         (0, 0.53),
-        "weights, gradients, and moments are bf16, too, and the loss's fp32 logits are little; not in mixed precision",
+        "weights and moments are bf16, too, and tokens few; or blocks' activations are nearly all (70B); not with 8B's fp32 logits",
         bf16_over_fp32,
-        grid(tokens=(64, 1024, 4096, 16384), weights=("fp32", "bf16")),
+        grid(tokens=(64, 1024, 4096, 16384), weights=("fp32", "bf16"))
+        + grid(tokens=(16384,), weights=("fp32",), model=("llama3-70b",), ranks=(256,)),
         bf16_halves,
     ),
     "50 to 80 %": Claim(

@@ -2,13 +2,12 @@
 
 import contextlib
 import inspect
-from dataclasses import asdict
 
 import torch
 from torch import nn
 
 KEPT = {"strategy": "fsdp2", "reshard_after_forward": "false"}
-# {name: (ranks, options of gpt_fsdp.py)}: runs of the tiny transformer
+# {name: (ranks, options of gpt_fsdp.py)}: runs of the tiny transformer, which the notebook starts
 RUNS = {
     "one process": (1, {"strategy": "single"}),
     "FSDP, 2 ranks": (2, {}),
@@ -18,21 +17,6 @@ RUNS = {
     "bf16": (4, {"precision": "bf16"}),
     "DDP, bf16": (4, {"strategy": "ddp", "precision": "bf16"}),
 }
-
-
-def train(me, runs: list[dict]) -> list[dict]:
-    """Train each configuration of gpt_fsdp.py for four steps, and return the records."""
-    import gpt_fsdp
-
-    from labkit.measuring import records
-
-    gpt_fsdp.VALIDATION_SEQUENCES, found = me.world_size, []
-    for run in runs:
-        config = gpt_fsdp.Config(batch_size=1, seq_len=64, max_steps=4, **run)
-        about = records.new(config.script, asdict(config), me, [me.node])
-        with contextlib.redirect_stdout(None):
-            found.append(about | gpt_fsdp.train(config, me))
-    return found
 
 
 def ddp_state(me, view: bool) -> float:

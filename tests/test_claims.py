@@ -1,0 +1,159 @@
+"""Claims on trial: verdicts follow from evidence, and each condition holds in sweeps that the notebook does not show."""
+
+from dataclasses import replace
+
+import pytest
+from labkit import UserError
+from labkit.teaching.claims import CONTRADICTED, HOLDS, NEVER, WHEN, Case, Claim, on_trial
+from labkit.teaching.claims.sweeps import grid
+
+from notebooks import PATHS
+
+CLAIMS = on_trial()
+NAN = float("nan")
+MEASURED = {  # as the notebook's trials return it; the last of each is the other side
+    "min_num_params": {"units": {"MNIST net": 1.0, "with BatchNorm2d(16)": 2 / 3, "with MultiheadAttention": 2 / 3}},
+    "optimizer step": {"optimizers": {"AdamW": 0, "SGD": 0, "Muon": 71684}},
+    "N shards": {"loading fails": {"4 saved, 1 load": False, "4 saved, 3 load": False}},
+    "OffloadPolicy": {"OffloadPolicy": {"the call": False}},
+    "checkpointing option": {"activation_checkpointing": {"the call": False}},
+}
+FOUND = dict.fromkeys(CLAIMS, WHEN)
+FOUND |= {"activations": HOLDS, "no_sync": HOLDS, "90 against 80": NEVER}
+FOUND |= dict.fromkeys(["N shards", "OffloadPolicy", "checkpointing option"], NEVER)
+MODELS = ("1b", "llama3-8b", "llama3-70b")
+WIDE = {  # sizes, ranks, and formats that the notebook does not show
+    "1/N": grid(part=("kept", "peak"), ranks=(2, 16, 512), model=("1b", "llama3-70b"), precision=("fp32", "bf16")),
+    "4P": grid(
+        strategy=("ddp", "fsdp1", "fsdp2"), ranks=(2, 64), model=("1b", "llama3-70b"), precision=("fp32", "bf16")
+    ),
+    "activations": grid(
+        ranks=(2, 16, 4096), model=("1b", "llama3-70b"), precision=("fp32", "bf16"), recompute=("none", "full")
+    ),
+    "one unit": grid(tokens=(16, 2048, 2**16, 2**22), model=("tiny", "1b"), ranks=(2, 64), optimizer=("adamw", "sgd")),
+    "more units": grid(
+        tokens=(16, 2048, 2**22),
+        model=("1b", "llama3-8b"),
+        ranks=(2, 64),
+        strategy=("fsdp1", "fsdp2"),
+        precision=("fp32",),
+    )
+    + grid(model=("mnist",), tokens=(1, 8), ranks=(2, 8), strategy=("fsdp1",)),
+    "FSDP1 = FSDP2": grid(model=("mnist",), batch=(1, 4, 128, 1024), ranks=(2, 8))
+    + grid(model=("1b", "llama3-8b"), batch=(16, 4096, 16384), ranks=(2, 64), precision=("fp32", "bf16")),
+    "bf16": grid(tokens=(16, 256, 8192, 65536), weights=("fp32", "bf16"), model=MODELS, ranks=(2, 256)),
+    "50 to 80 %": grid(
+        layers=(2, 6, 10, 24, 40, 60, 126), recompute=("full", "selective"), tokens=(512, 16384), ranks=(8, 256)
+    ),
+    "no_sync": grid(tokens=(16, 32768), ranks=(2, 512), model=("1b", "llama3-8b"), recompute=("none", "full")),
+    "full state dict": grid(
+        model=("tiny", "small", "llama-65b"), what=("weights", "weights and moments"), room=("GPU", "host")
+    ),
+    "130 MB": grid(part=("parameters", "kept", "peak"), tokens=(16, 512, 8192), recompute=("none", "full")),
+    "1.5x": grid(
+        precision=("fp32", "bf16"),
+        reshard=("true", "false"),
+        micro_batches=(1, 2, 3, 4),
+        backend=("ring", "gloo"),
+        model=("1b", "llama3-8b"),
+        ranks=(2, 256),
+    )
+    + grid(precision=("fp32", "bf16"), reshard=("true",), micro_batches=(1, 2), lora=(8,)),
+    "4x against 2x": grid(ranks=(2, 8, 32, 512), backend=("ring", "gloo"), model=MODELS, precision=("fp32", "bf16")),
+    "ZeRO-1": grid(
+        library=("the paper", "PyTorch", "DeepSpeed"), weights=("fp32", "bf16"), model=MODELS, ranks=(2, 16)
+    ),
+    "SHARD_GRAD_OP": grid(
+        what=("parameters between steps", "bytes sent"), micro_batches=(1, 2, 8), model=MODELS, ranks=(2, 64)
+    ),
+    "HYBRID_SHARD": grid(nodes=(2, 3, 4, 32), precision=("fp32", "bf16"), model=MODELS)
+    + grid(nodes=(2, 4, 32), precision=("bf16",), weights=("bf16",), model=MODELS),
+    "30 %": grid(
+        gigabytes=(10, 75, 800),
+        recompute=("full", "selective"),
+        model=("1b", "llama3-8b"),
+        tokens=(2048, 8192),
+        ranks=(64,),
+    )
+    + grid(gigabytes=(800,), lora=(8,)),
+    "offload": grid(tokens=(16, 100, 256, 1700, 6000, 65536), ranks=(2, 8, 64), model=MODELS),
+    "larger batches": grid(
+        strategy=("DDP", "FSDP", "HSDP", "FSDP on gloo", "tensor"), model=("1b", "llama3-8b"), gigabytes=(50, 100)
+    ),
+    "100 GB/s": grid(tokens=(512, 3600, 4900, 9000), model=("llama3-8b", "llama3-70b")),
+    "90 against 80": grid(gigabytes=(10, 40, 60, 120, 160, 300), precision=("fp32", "bf16"), tokens=(4096, 16384)),
+    "DDP when it fits": grid(
+        gigabytes=(5, 25, 100, 800),
+        formats=("fp32/fp32", "bf16/fp32", "bf16/bf16"),
+        reshard=("true", "false"),
+        tokens=(1024, 4096),
+        ranks=(16, 64),
+    ),
+}
+WIDE["twice"] = WIDE["1.5x"]
+SWEPT = [key for key, found in FOUND.items() if found == WHEN and key in WIDE]
+
+
+def evidence_of(key: str) -> list[Case]:
+    return CLAIMS[key].cases(MEASURED.get(key))
+
+
+@pytest.mark.parametrize("key", CLAIMS)
+def test_a_verdict_follows_from_its_evidence(key):
+    """The same cases with other values are judged otherwise, and NaN is no evidence for a sentence."""
+    claim, cases = CLAIMS[key], evidence_of(key)
+    assert claim.verdict(cases) == FOUND[key]
+    lowest, highest = claim.range
+    inside, outside = max(lowest, min(highest, 1e-3)), highest + 1 if highest < float("inf") else lowest - 1
+    for value, expected in ((inside, HOLDS), (outside, NEVER), (NAN, NEVER)):
+        assert claim.verdict([case._replace(value=value) for case in cases]) == expected
+
+
+@pytest.mark.parametrize("key", [key for key, found in FOUND.items() if found == WHEN])
+def test_the_sweep_has_cases_on_both_sides_and_a_careless_condition_is_contradicted(key):
+    claim, cases = CLAIMS[key], evidence_of(key)
+    true, false = claim.boundary(cases)
+    assert claim.holds(true) and not claim.holds(false)
+    for condition in (lambda **_: True, lambda **_: False):
+        assert replace(claim, when=condition).verdict(cases) == CONTRADICTED
+    assert replace(claim, when=None).verdict(cases) == CONTRADICTED
+
+
+@pytest.mark.parametrize("key", WIDE)
+def test_a_condition_holds_in_other_sizes_on_other_ranks_and_in_other_formats(key):
+    claim = replace(CLAIMS[key], settings=WIDE[key])
+    cases = claim.cases()
+    wrong = [(case.setting, case.value) for case in cases if claim.stated(case) not in (None, claim.holds(case))]
+    assert wrong == []
+    if FOUND[key] != WHEN:
+        assert claim.verdict(cases) == FOUND[key]
+    else:
+        careless = replace(claim, when=lambda **_: True)
+        assert careless.verdict(cases) == CONTRADICTED, "without its condition, this sweep would not refute it"
+
+
+def test_a_condition_says_something():
+    """Of most cases: one that says nothing about any could not be contradicted."""
+    for key in SWEPT:
+        said = [CLAIMS[key].when(**setting) is not None for setting in CLAIMS[key].settings]
+        assert sum(said) >= 0.7 * len(said), key
+
+
+def test_every_claim_is_one_line_with_a_kind_of_source_and_a_chapter():
+    chapters = {path.stem[:2] for path in PATHS}
+    for key, claim in CLAIMS.items():
+        assert "\n" not in claim.quote and len(claim.quote) < 90, key
+        assert claim.source in ("documentation", "blog", "course", "paper"), key
+        assert claim.chapter in chapters, key
+        assert claim.settings or key in MEASURED, key
+
+
+def test_without_evidence_nothing_is_judged():
+    with pytest.raises(UserError, match="run the cells above"):
+        CLAIMS["N shards"].verdict(CLAIMS["N shards"].cases())
+
+
+def test_a_condition_may_say_nothing_of_a_case():
+    claim = Claim("q", "blog", "00", "", (0, 1), "", when=lambda x: None if x == 2 else x > 2)
+    assert claim.verdict([Case({"x": 1}, 2), Case({"x": 2}, 1), Case({"x": 3}, 1)]) == WHEN
+    assert claim.verdict([Case({"x": 1}, 1), Case({"x": 2}, 2), Case({"x": 3}, 1)]) == CONTRADICTED
