@@ -16,7 +16,7 @@ THREE = {  # one of each verdict
     "some": Claim("b", "blog", "02", "", (0, 1), "x is small", lambda x: x, ({"x": 1}, {"x": 2}), lambda x: x < 2),
     "none": Claim("c", "blog", "03", "", (0, 1), "why", lambda x: 9, ({"x": 1},)),
 }
-RIGHT = {"all": "holds", "some": "when", "none": "never"}
+RIGHT = {"all": "holds", "some": "when: x is near 1", "none": "never"}
 
 
 def test_the_notebook_asks_for_a_vote_on_every_claim_in_the_order_of_the_ballot():
@@ -30,7 +30,7 @@ def test_the_notebook_asks_for_a_vote_on_every_claim_in_the_order_of_the_ballot(
 
 
 def test_nothing_is_judged_before_all_votes_are_cast(capsys):
-    for vote in (None, "perhaps", ..., True):
+    for vote in (None, "perhaps", ..., True, "when", "when: "):
         assert ballot.judge(THREE, RIGHT | {"some": vote}, {}) is None
         printed = capsys.readouterr().out
         assert "1 of 3 votes are missing, and nothing is judged before: some." in printed
@@ -47,14 +47,14 @@ def test_the_score_and_the_chapters_to_revisit(capsys):
     printed = capsys.readouterr().out
     assert "Your score: 3 of 3." in printed and "Revisit" not in printed
     assert cases["some"] == [Case({"x": 1}, 1), Case({"x": 2}, 2)]
-    assert "all holds: why [right; 1 calculated]" in printed
-    assert "some holds when x is small [right; 2 predicted]" in printed
-    assert "none does not hold: why [right; 1 predicted]" in printed
+    assert "right   “a” holds: why. [1 calculated]" in printed
+    assert "right   “b” holds when x is small. [2 predicted]\n        Your condition: x is near 1\n" in printed
+    assert "right   “c” does not hold: why. [1 predicted]" in printed
     ballot.judge(THREE, {"all": "never", "some": "holds", "none": "skip"}, {})
     printed = capsys.readouterr().out
     assert "Your score: 0 of 2." in printed
     assert re.findall(r"Revisit chapter (\d\d) for (\w+)", printed) == [("01", "all"), ("02", "some")]
-    assert "[skipped; 1 predicted]" in printed
+    assert "skipped “c” does not hold" in printed and "wrong   “a” holds: why" in printed
 
 
 def test_every_panel_draws_its_claim(monkeypatch):

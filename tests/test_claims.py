@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
+import course
 import pytest
 from labkit import UserError
-from labkit.teaching.claims import CONTRADICTED, HOLDS, NEVER, WHEN, Case, Claim, on_trial
+from labkit.teaching.claims import CONTRADICTED, HOLDS, LAWS, NEVER, WHEN, Case, Claim, on_trial
 from labkit.teaching.claims.sweeps import grid
 
-from notebooks import PATHS
+from notebooks import PATHS, read
 
 CLAIMS = on_trial()
 NAN = float("nan")
@@ -146,6 +147,15 @@ def test_every_claim_is_one_line_with_a_kind_of_source_and_a_chapter():
         assert claim.source in ("documentation", "blog", "course", "paper"), key
         assert claim.chapter in chapters, key
         assert claim.settings or key in MEASURED, key
+
+
+def test_a_chapter_says_what_the_verdict_says():
+    """The words of the course's map and of the verdict have one source, and the chapter's claim box has the sentence."""
+    for number, law in LAWS.items():
+        assert course.LAWS[number].startswith(law)
+        assert [key for key, claim in CLAIMS.items() if claim.condition.endswith(law)], number
+    (box,) = (read(path).cells[0].source for path in PATHS if path.stem.startswith("18"))
+    assert CLAIMS["optimizer step"].quote.removeprefix("There is ").rstrip(".") in box
 
 
 def test_without_evidence_nothing_is_judged():

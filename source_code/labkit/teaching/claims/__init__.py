@@ -19,6 +19,12 @@ from labkit import UserError
 
 HOLDS, WHEN, NEVER, CONTRADICTED = "holds", "holds when", "does not hold", "contradicts its condition"
 VOTES = {"holds": HOLDS, "when": WHEN, "never": NEVER}  # what a learner writes: the verdict that it bets on
+# What a chapter's line in the course's map (images/course.py) and a verdict here say in the same words
+LAWS = {
+    "04": "one unit shards what is kept between steps",
+    "08": "after sharding, activations are the peak",
+    "18": "Muon needs whole matrices",
+}
 RECORDS = Path(__file__).resolve().parents[3] / "results" / "reference"
 
 

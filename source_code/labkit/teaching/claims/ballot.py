@@ -17,7 +17,15 @@ def ballot(claims: dict[str, Claim]):
 
 def missing(votes: dict) -> list[str]:
     """Return the keys of claims without a valid vote."""
-    return [key for key, vote in votes.items() if vote not in (*VOTES, SKIPPED)]
+    return [key for key, vote in votes.items() if not valid(vote)]
+
+
+def valid(vote) -> bool:
+    """Return whether it is a vote. One for "when" states the condition: "when: the network is slow"."""
+    if not isinstance(vote, str):
+        return False
+    word, _, condition = vote.partition(":")
+    return bool(condition.strip()) if word == "when" else vote in (*VOTES, SKIPPED)
 
 
 def judge(claims: dict[str, Claim], votes: dict[str, str | None], evidence: dict) -> dict[str, list[Case]] | None:
@@ -25,7 +33,7 @@ def judge(claims: dict[str, Claim], votes: dict[str, str | None], evidence: dict
 
     Args:
         claims: the ballot.
-        votes: {key: "holds", "when", "never", or "skip"}.
+        votes: {key: "holds", "never", "skip", or "when: " and a condition}.
         evidence: what the notebook has measured, see ``Claim.cases``.
 
     Returns:
@@ -35,7 +43,7 @@ def judge(claims: dict[str, Claim], votes: dict[str, str | None], evidence: dict
         print(
             f"{len(open_votes)} of {len(votes)} votes are missing, and nothing is judged before: {_some(open_votes)}."
         )
-        print(f"A vote is one of {', '.join(map(repr, (*VOTES, SKIPPED)))}.")
+        print('A vote is "holds", "never", "skip", or "when: " and your condition.')
         return None
     cases = {key: claim.cases(evidence) for key, claim in claims.items()}
     found = {key: claim.verdict(cases[key]) for key, claim in claims.items()}
@@ -51,20 +59,23 @@ def _some(keys: list[str]) -> str:
 
 def right(vote: str, found: str) -> bool | None:
     """Return whether a vote was right; None if it was skipped."""
-    return None if vote == SKIPPED else VOTES[vote] == found
+    return None if vote == SKIPPED else VOTES[vote.partition(":")[0]] == found
 
 
 def _print_verdict(key: str, claim: Claim, cases: list[Case], found: str, vote: str):
     mark = {True: "right", False: "wrong", None: "skipped"}[right(vote, found)]
     joined = {HOLDS: "holds:", WHEN: "holds when", NEVER: "does not hold:"}.get(found, f"{found}:")
     hows = ", ".join(f"{count} {how}" for how, count in Counter(case.how for case in cases).items())
-    text = f"{key} {joined} {claim.condition} [{mark}; {hows}]"
-    print(textwrap.fill(text, WIDTH, subsequent_indent="    "))
+    text = f"{mark:7} “{claim.quote}” {joined} {claim.condition}. [{hows}]"
+    print(textwrap.fill(text, WIDTH, subsequent_indent=" " * 8))
+    if condition := vote.partition(":")[2].strip():
+        print(textwrap.fill(f"Your condition: {condition}", WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8))
 
 
 def _print_score(claims, found, votes):
     judged = {key: right(vote, found[key]) for key, vote in votes.items() if vote != SKIPPED}
-    print(f"\nYour score: {sum(judged.values())} of {len(judged)}.")
+    print(f"\nYour score: {sum(judged.values())} of {len(judged)}.", end=" ")
+    print("Of each “when”, only you can say whether your condition draws the same line.")
     revisit = {}
     for key, was_right in judged.items():
         if not was_right:

@@ -2,7 +2,7 @@
 
 from planner import gpus, predict
 
-from labkit.teaching.claims import Case, Claim
+from labkit.teaching.claims import LAWS, Case, Claim
 from labkit.teaching.claims.sweeps import (
     GIB,
     activations,
@@ -199,7 +199,8 @@ CLAIMS = {
         "01",
         "times 4P, or 4P/N",
         (0.98, 1.02),
-        "FSDP's state in the optimizer's step does; DDP's only with gradient_as_bucket_view=True, else its buckets are a fifth P",
+        "it is FSDP, in the optimizer's step, or DDP with gradient_as_bucket_view=True; by default, DDP's "
+        "buckets are a fifth P",
         state,
         grid(strategy=("ddp", "fsdp1", "fsdp2"), view=(False,)),
         lambda strategy, view=False, **_: strategy != "ddp" or view,
@@ -211,7 +212,7 @@ CLAIMS = {
         "08",
         "times those of a rank of two",
         (0.999, 1.001),
-        "each rank keeps its own batch's activations, on any number of ranks",
+        "each rank keeps its own batch's, on any number of ranks; with enough tokens, " + LAWS["08"],
         activations_over_two_ranks,
         grid(ranks=(2, 8, 64, 1024)),
         measured=activations_measured,
@@ -222,7 +223,7 @@ CLAIMS = {
         "04",
         "share of DDP's peak saved",
         (-INFINITY, 0.05),
-        "activations are nearly all of DDP's peak (its state below 5 % of it); else AdamW's moments and the gradients are sharded",
+        "activations are nearly all of DDP's peak (its state below 5 % of it); else " + LAWS["04"],
         saved_by_one_unit,
         grid(tokens=(*TOKENS, 2**20), model=("tiny",), ranks=(4,)),
         one_unit_saves_nothing,
@@ -233,7 +234,8 @@ CLAIMS = {
         "05",
         "times the peak in one unit",
         (0, 0.98),
-        "the model's state is a good part of the peak (above 15 %), and no unit has most of the parameters",
+        "the model's state is a good part of the peak (above 15 %), and no unit has most of the parameters; "
+        "in time, more units cost more collectives",
         units_over_one,
         grid(tokens=(*TOKENS, 2**18), model=("llama3-8b",), ranks=(8,))
         + grid(tokens=(1, 16), model=("mnist",), ranks=(4,), strategy=("fsdp1",)),
@@ -245,7 +247,7 @@ CLAIMS = {
         "05",
         "share of layers with parameters that are units",
         (1, 1),
-        "each layer has 100 parameters, and none is inside nn.MultiheadAttention",
+        "each layer has 100 parameters or more, and none is inside nn.MultiheadAttention",
         when=lambda network: network == "MNIST net",
         measured=units_measured,
     ),
@@ -255,7 +257,8 @@ CLAIMS = {
         "09",
         "times FSDP2's peak",
         (0.95, 1.05),
-        "activations are the peak (some thousand tokens or images); where whole units are, either may need 25 % more",
+        "activations are the peak (from some thousand tokens, or some hundred images, on); else either may "
+        "need up to 40 % more",
         fsdp1_over_fsdp2,
         grid(model=("mnist",), batch=(1, 16, 64, 512))
         + grid(model=("llama3-8b",), batch=(64, 1024, 4096, 16384), ranks=(64,), precision=("fp32",)),
@@ -267,7 +270,8 @@ CLAIMS = {
         "08",
         "times the peak in fp32",
         (0, 0.53),
-        "weights and moments are bf16, too, and tokens few; or blocks' activations are nearly all (70B); not with 8B's fp32 logits",
+        "weights and moments are bf16, too, and tokens are few, or a 70B model's activations are nearly all; "
+        "the loss's fp32 logits keep Llama 3 8B above half",
         bf16_over_fp32,
         grid(tokens=(64, 1024, 4096, 16384), weights=("fp32", "bf16"))
         + grid(tokens=(16384,), weights=("fp32",), model=("llama3-70b",), ranks=(256,)),
@@ -279,7 +283,8 @@ CLAIMS = {
         "08",
         "share of activations saved",
         (0.5, 0.8),
-        "blocks of Llama 3 8B are recomputed in full, and there are about 9 to 40 of them: the logits stay; selective saves less",
+        "blocks of Llama 3 8B are recomputed in full, and there are 9 to 40 of them; the logits stay, and "
+        "selective recomputation saves less",
         saved_by_recomputing,
         grid(layers=(4, 8, 16, 32, 48, 80), recompute=("full", "selective")),
         recomputing_saves,
@@ -300,7 +305,8 @@ CLAIMS = {
         "07",
         "times the memory there is",
         (0, 1),
-        "4 bytes per parameter (12 with moments) fit: to 21 billion parameters on an H100, with moments to 183 billion in 2 TiB",
+        "4 bytes per parameter fit, or 12 with moments: 21 billion parameters on an H100 (7 with moments), "
+        "and 550 (183) in a host's 2 TiB",
         state_dict_over_room,
         grid(
             model=("1b", "llama3-8b", "llama3-70b", "llama3-405b"),
@@ -316,7 +322,8 @@ CLAIMS = {
         "11",
         "times 130 MB",
         (0, 1.02),
-        "you count the shards of the fp32 parameters alone; moments are twice that, and the peak is 80 to 100 times that",
+        "you count the shards of the fp32 parameters alone; the moments are twice that, and a step of 2,048 "
+        "tokens peaks at 100 times that",
         over_130_mb,
         grid(part=("parameters", "kept", "peak")),
         lambda part, **_: part == "parameters",

@@ -104,7 +104,8 @@ CLAIMS = {
         "08",
         "longer step, as a share",
         (0.25, 0.35),
-        "all is trained, blocks are recomputed in full, and communication is hidden: on a slow network, it hides in the wait",
+        "all is trained, blocks are recomputed in full, and communication is hidden; on a slow network, "
+        "recomputing hides in the wait",
         more_for_recomputing,
         grid(gigabytes=GIGABYTES, recompute=("full",)) + grid(gigabytes=(400,), recompute=("selective",)),
         recomputing_costs,
@@ -115,7 +116,8 @@ CLAIMS = {
         "06",
         "times the step, at least",
         (2, 3),
-        "all ranks of H100s together have some 10,000 to 20,000 tokens in a step; with more, the optimizer's time is spread",
+        "all ranks (H100s) together have some 10,000 to 20,000 tokens in a step; the optimizer's time on the "
+        "host is the same for any number",
         slower_by_offload,
         grid(tokens=(256, 512, 1024, 1536, 2048, 4096, 16384), ranks=(8,)),
         offload_costs,
@@ -127,7 +129,8 @@ CLAIMS = {
         "12",
         "times the exposed seconds, with 16 times the tokens",
         (0, 0.5),
-        "the backend overlaps, and the traffic does not grow with the batch: DDP and FSDP, not tensor parallelism, not FSDP on gloo",
+        "the backend overlaps, and the traffic does not grow with the batch: so DDP and FSDP, but not tensor "
+        "parallelism, and not FSDP on gloo",
         still_exposed,
         grid(strategy=("DDP", "FSDP", "HSDP", "FSDP on gloo", "tensor")),
         lambda strategy, **_: strategy in ("DDP", "FSDP", "HSDP"),
@@ -138,7 +141,8 @@ CLAIMS = {
         "12",
         "GB/s per GPU that hide all but a tenth of a step",
         (67, 150),
-        "an H100 at a third of its peak has some 3,500 to 5,000 tokens per micro-batch; what it needs falls with the tokens",
+        "an H100 at a third of its peak has some 3,500 to 5,000 tokens per micro-batch; fewer need more, and "
+        "more need less",
         needed,
         grid(tokens=(1024, 2048, 4096, 8192, 16384, 32768)),
         needs_100,
@@ -159,7 +163,8 @@ CLAIMS = {
         "12",
         "times DDP's step: DDP is faster by 2 % or more",
         (1.02, float("inf")),
-        "DDP reduces in the format in which FSDP gathers, FSDP frees after forward, and 50 GB/s per node or less are too slow to hide it",
+        "DDP reduces in the format in which FSDP gathers, FSDP frees after forward, and the network is slow: "
+        "50 GB/s per node or less, and not hidden",
         fsdp_over_ddp,
         grid(gigabytes=(12.5, 50, 400), formats=("fp32/fp32", "bf16/fp32", "bf16/bf16"), reshard=("true",))
         + grid(gigabytes=(50,), formats=("fp32/fp32",), reshard=("false",)),

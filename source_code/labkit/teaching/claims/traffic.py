@@ -1,6 +1,6 @@
 """Claims about traffic: what a rank sends in a step, by the law of rings."""
 
-from labkit.teaching.claims import Case, Claim
+from labkit.teaching.claims import LAWS, Case, Claim
 from labkit.teaching.claims.sweeps import grid, leaving, parameter_bytes, plan, sent, sent_by
 
 MANY_RANKS, FEW_RANKS = 32, 8  # (N − 1)/N is within a tenth of 1, or is not
@@ -47,7 +47,7 @@ def over_ddp_measured(evidence) -> list[Case]:
         for backend in ("ring", "gloo"):
             ratio = _sent(evidence, name, backend) / _sent(evidence, ddp, backend)
             setting = {"precision": precision, "reshard": reshard, "micro_batches": 1, "backend": backend}
-            found.append(Case(setting, ratio, "measured"))
+            found.append(Case(setting, ratio, "counted"))
     return found if runs else []
 
 
@@ -81,7 +81,7 @@ def zero1_over_ddp(library, weights="fp32", model="llama3-8b", ranks=64):
 def shard_grad_op(what, micro_batches=1, model="llama3-8b", ranks=8):
     """Return FSDP's value with parameters kept after forward, over that of the paper's ZeRO-2, in fp32."""
     fields = {"precision": "fp32", "ranks": ranks, "micro_batches": micro_batches}
-    kept = plan(model, reshard="false", **fields)
+    kept = plan(model, strategy="fsdp1", reshard="false", **fields)
     if what == "parameters between steps":
         return sum(size for (name, _), size in kept.persistent().items() if name == "parameters") / parameter_bytes(
             kept
@@ -116,7 +116,8 @@ CLAIMS = {
         "02",
         "times DDP's bytes",
         (1.35, 1.65),
-        "all is trained, gradients travel in fp32 on rings, and a step gathers 8 bytes per parameter: twice in fp32, 4 times in bf16",
+        "all parameters are trained, gradients travel in fp32, and a step gathers 8 bytes of each parameter "
+        "(twice in fp32, or 4 times in bf16) on rings, or 4 under gloo",
         over_ddp,
         grid(precision=("fp32", "bf16"), reshard=("true", "false"), micro_batches=(1, 2, 4)),
         _is_ratio(1.5),
@@ -128,7 +129,8 @@ CLAIMS = {
         "02",
         "times DDP's bytes",
         (1.8, 2.2),
-        "a reduce-scatter costs an all-reduce, as under gloo, and 8 bytes are gathered; with rings, 12 bytes",
+        "all parameters are trained, and a step gathers 12 bytes of each on rings, or 8 under gloo, where a "
+        "reduce-scatter costs an all-reduce",
         over_ddp,
         grid(precision=("fp32", "bf16"), reshard=("true",), micro_batches=(1, 2, 3), backend=("ring", "gloo")),
         _is_ratio(2),
@@ -140,7 +142,7 @@ CLAIMS = {
         "02",
         "off 4 or 2 by",
         (0, 0.1),
-        "under gloo, in fp32, on 32 ranks or more; on N ranks a ring sends (N − 1)/N of 3 against 2",
+        "the backend is gloo, the format fp32, and there are 32 ranks or more; rings send 3 against 2, times (N − 1)/N",
         off_four_and_two,
         grid(ranks=(2, 4, 8, 64, 256), backend=("ring", "gloo")),
         four_and_two,
@@ -151,7 +153,8 @@ CLAIMS = {
         "13",
         "times DDP's bytes, in the same format",
         (0, 1.05),
-        "gradients are reduce-scattered, as in the paper; PyTorch's and the course's DeepSpeed all-reduce them first: 1.5",
+        "gradients are reduce-scattered, as in the paper; PyTorch's optimizer, and DeepSpeed as the course "
+        "sets it, all-reduce them (1.5 times)",
         zero1_over_ddp,
         grid(library=("the paper", "PyTorch", "DeepSpeed"), weights=("fp32", "bf16")),
         lambda library, **_: library == "the paper",
@@ -168,12 +171,12 @@ CLAIMS = {
         same_as_zero2,
     ),
     "optimizer step": Claim(
-        "There is no communication in the optimizer step.",
+        "There is no communication in the optimizer's step.",
         "documentation",
         "18",
         "bytes in collectives",
         (0, 0),
-        "the optimizer updates each element by its own gradient, as AdamW and SGD do; Muon needs whole matrices",
+        "the optimizer updates each element by its own gradient, as AdamW and SGD do; " + LAWS["18"],
         when=lambda optimizer: optimizer in ELEMENTWISE,
         measured=in_the_optimizer,
     ),
@@ -183,7 +186,8 @@ CLAIMS = {
         "10",
         "times the bytes that leave a node under FSDP",
         (0, 1),
-        "by bytes that leave a node: in one format throughout, or, in bf16 with fp32 gradients, on 2 or 3 nodes",
+        "you count the bytes that leave a node, and one format travels; with bf16 gathers and fp32 "
+        "gradients, only on 2 or 3 nodes",
         hybrid_over_full,
         grid(nodes=(2, 3, 4, 8, 16, 64), precision=("fp32", "bf16")),
         hybrid_sends_less,

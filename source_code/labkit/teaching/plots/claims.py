@@ -14,13 +14,13 @@ PANELS = {
     "one unit": ("tokens", "tokens per rank", "model", (0, 0.5)),
     "more units": ("tokens", "tokens per rank (images)", "model", (0, 1.2)),
     "FSDP1 = FSDP2": ("batch", "tokens or images per rank", "model", (0.8, 1.5)),
-    "bf16": ("tokens", "tokens per rank", "weights", (0.4, 0.8)),
+    "bf16": ("tokens", "tokens per rank", ("weights", "model"), (0.4, 0.8)),
     "50 to 80 %": ("layers", "blocks", "recompute", (0, 1)),
     "1.5x": ("micro_batches", "micro-batches per step", ("precision", "reshard"), (0, 4.5)),
     "twice": ("micro_batches", "micro-batches per step", ("precision", "backend"), (0, 4.5)),
     "4x against 2x": ("ranks", "ranks", "backend", (0, 0.7)),
     "SHARD_GRAD_OP": ("micro_batches", "micro-batches per step", "what", (0, 2)),
-    "ZeRO-1": ("weights", "format", "library", (0.8, 1.7)),
+    "ZeRO-1": ("library", "", "weights", (0.8, 1.7)),
     "HYBRID_SHARD": ("nodes", "nodes of 8 ranks", "precision", (0.4, 1.5)),
     "30 %": ("gigabytes", "GB/s that leave a node", "recompute", (-0.05, 0.45)),
     "offload": ("tokens", "tokens per rank, 8 ranks", None, (0, 10)),
@@ -52,7 +52,9 @@ def boundaries(claims: dict[str, Claim], cases: dict[str, list[Case]] | None, ke
     for axes in list(panels.flat)[len(keys) :]:
         axes.set_visible(False)
     first = panels[0][0].get_title("left")
-    headline(figure, f"{title}\n{under}", first)
+    headline(figure, title, first)
+    figure.axes[0].title.set_fontsize(12)
+    figure.supxlabel(under, fontsize=11, x=0.01, ha="left")
     show(figure)
 
 
@@ -60,8 +62,9 @@ def draw(axes, key: str, claim: Claim, cases: list[Case]):
     """Draw one claim's cases: measured ones are solid, the others outlined."""
     along, label, apart, limits = PANELS[key]
     lowest, highest = (min(max(each, limits[0]), limits[1]) for each in claim.range)
-    middle = (limits[1] - limits[0]) / 200  # so that a range of one value can be seen
-    axes.axhspan(lowest - middle, highest + middle, color="#CCCCCC", zorder=0)
+    thin = (limits[1] - limits[0]) / 150 * (highest == lowest)  # so that a range of one value can be seen
+    axes.axhspan(lowest - thin, highest + thin, color="#CCCCCC", zorder=0)
+    numbers = all(isinstance(case.setting[along], (int, float)) for case in cases)
     for colour, (name, line) in zip(COLOURS, _lines(cases, apart), strict=False):
         for how, style in (("solid", {"color": colour}), ("outlined", {"mfc": "white", "mec": colour, "mew": 1.5})):
             found = [case for case in line if (case.how in ("measured", "counted")) == (how == "solid")]
@@ -69,14 +72,16 @@ def draw(axes, key: str, claim: Claim, cases: list[Case]):
             if points:
                 axes.plot(*zip(*points, strict=True), "o", label=name if how == "outlined" else None, **style)
         points = [(case.setting[along], case.value) for case in line if case.how not in ("measured", "counted")]
-        axes.plot(*zip(*points, strict=True), color=colour, linewidth=1)
-    if all(isinstance(case.setting[along], (int, float)) for case in cases):
+        if points and numbers:
+            axes.plot(*zip(*points, strict=True), color=colour, linewidth=1)
+    if numbers:
         axes.set_xscale("log")
         places = sorted({case.setting[along] for case in cases})
         axes.set_xticks(places, [f"{place:,}" for place in places], fontsize=11, rotation=45, ha="right")
         axes.minorticks_off()
     else:
-        axes.tick_params(axis="x", labelrotation=20)
+        axes.margins(x=0.15)
+        plt.setp(axes.get_xticklabels(), rotation=20, ha="right")
     if key in LOGARITHMIC:
         axes.set_yscale("log")
     axes.set(ylim=limits, xlabel=label, ylabel="\n".join(_wrapped(claim.unit)))
@@ -88,7 +93,7 @@ def draw(axes, key: str, claim: Claim, cases: list[Case]):
 def _wrapped(text: str) -> list[str]:
     from textwrap import wrap
 
-    return wrap(text, 34)
+    return wrap(text, 32)
 
 
 def _lines(cases: list[Case], apart) -> list[tuple[str, list[Case]]]:
@@ -104,4 +109,4 @@ def _lines(cases: list[Case], apart) -> list[tuple[str, list[Case]]]:
 def _word(name: str, value) -> str:
     if name == "reshard":
         return "freed" if value == "true" else "kept"
-    return str(value)
+    return f"weights {value}" if name == "weights" else str(value)
