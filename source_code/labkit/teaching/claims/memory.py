@@ -200,7 +200,7 @@ CLAIMS = {
         "times 4P, or 4P/N",
         (0.98, 1.02),
         "it is FSDP, in the optimizer's step, or DDP with gradient_as_bucket_view=True; by default, DDP's "
-        "buckets are a fifth P",
+        "buckets add one more P (and for all, AdamW's foreach temporaries add one for a moment)",
         state,
         grid(strategy=("ddp", "fsdp1", "fsdp2"), view=(False,)),
         lambda strategy, view=False, **_: strategy != "ddp" or view,
@@ -210,7 +210,7 @@ CLAIMS = {
         "FSDP does not shard activations.",
         "documentation",
         "08",
-        "times those of a rank of two",
+        "times those with fewer ranks",
         (0.999, 1.001),
         "each rank keeps its own batch's, on any number of ranks; with enough tokens, " + LAWS["08"],
         activations_over_two_ranks,
@@ -225,7 +225,7 @@ CLAIMS = {
         (-INFINITY, 0.05),
         "activations are nearly all of DDP's peak (its state below 5 % of it); else " + LAWS["04"],
         saved_by_one_unit,
-        grid(tokens=(*TOKENS, 2**20), model=("tiny",), ranks=(4,)),
+        grid(tokens=TOKENS, model=("tiny",), ranks=(4,)) + grid(tokens=TOKENS, model=("llama3-8b",), ranks=(8,)),
         one_unit_saves_nothing,
     ),
     "more units": Claim(

@@ -116,8 +116,8 @@ CLAIMS = {
         "06",
         "times the step, at least",
         (2, 3),
-        "all ranks (H100s) together have some 10,000 to 20,000 tokens in a step; the optimizer's time on the "
-        "host is the same for any number",
+        "all ranks (H100s) together have some 10,000 to 20,000 tokens in a step, and the host reaches its "
+        "published bandwidth; a slower host needs more tokens",
         slower_by_offload,
         grid(tokens=(256, 512, 1024, 1536, 2048, 4096, 16384), ranks=(8,)),
         offload_costs,

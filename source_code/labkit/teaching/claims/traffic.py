@@ -5,8 +5,7 @@ from labkit.teaching.claims.sweeps import grid, leaving, parameter_bytes, plan, 
 
 MANY_RANKS, FEW_RANKS = 32, 8  # (N − 1)/N is within a tenth of 1, or is not
 ITEMSIZE = {"fp32": 4, "bf16": 2}  # bytes of a gathered element
-# Adam's moments and each other state that an optimizer keeps for an element by that element's gradient alone
-ELEMENTWISE = ("AdamW", "SGD", "Adafactor without factoring")
+ELEMENTWISE = ("AdamW", "SGD")  # optimizers that update an element by its own gradient
 
 
 def over_ddp(precision, reshard, micro_batches, backend="ring", model="llama3-8b", ranks=64, lora=None):
@@ -165,7 +164,8 @@ CLAIMS = {
         "13",
         "times ZeRO-2's",
         (0.9, 1.1),
-        "you count the bytes sent in a step of one micro-batch; between steps, parameters stay sharded, which ZeRO-2's do not",
+        "you count the bytes sent in a step of one micro-batch, in fp32; between steps, parameters stay sharded, "
+        "and ZeRO-2's do not",
         shard_grad_op,
         grid(what=("parameters between steps", "bytes sent"), micro_batches=(1, 4)),
         same_as_zero2,
@@ -184,7 +184,7 @@ CLAIMS = {
         "HYBRID_SHARD is best across nodes.",
         "blog",
         "10",
-        "times the bytes that leave a node under FSDP",
+        "times the bytes that leave a node under FSDP, freed or kept",
         (0, 1),
         "you count the bytes that leave a node, and one format travels; with bf16 gathers and fp32 "
         "gradients, only on 2 or 3 nodes",
