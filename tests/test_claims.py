@@ -1,12 +1,15 @@
 """Claims on trial: verdicts follow from evidence, and each condition holds in sweeps that the notebook does not show."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import course
 import pytest
 from labkit import UserError
-from labkit.teaching.claims import CONTRADICTED, HOLDS, LAWS, NEVER, WHEN, Case, Claim, on_trial
+from labkit.measuring.trace import CATEGORIES
+from labkit.running.lab_options import LABS
+from labkit.teaching.claims import CONTRADICTED, HOLDS, LAWS, NEVER, WHEN, Case, Claim, on_trial, trials
 from labkit.teaching.claims.sweeps import grid
+from planner import predict
 
 from notebooks import PATHS, read
 
@@ -131,6 +134,60 @@ def test_a_condition_holds_in_other_sizes_on_other_ranks_and_in_other_formats(ke
     else:
         careless = replace(claim, when=lambda **_: True)
         assert careless.verdict(cases) == CONTRADICTED, "without its condition, this sweep would not refute it"
+
+
+def record_of(ranks: int, options: dict) -> tuple[dict, object]:
+    """What a run of the notebook would record if it were as planned, and its plan."""
+    config = asdict(LABS["gpt_fsdp.py"](batch_size=1, seq_len=64, max_steps=4, **options))
+    plan = predict.plan_of({"script": "gpt_fsdp.py", "config": config, "ranks": ranks, "device": "cpu"})
+    phases = {phase: predict.by_category(terms) for phase, (_, terms) in plan.timeline().items()}
+    start = dict.fromkeys(CATEGORIES, 0) | predict.by_category(plan.persistent())
+    timeline = [[phase, *(terms.get(name, 0) for name in CATEGORIES)] for phase, terms in phases.items()]
+    memory = {"start": start, "peak_by_rank": [predict.total(plan.peak()[1])] * ranks, "timeline": timeline}
+    return {"memory": memory, "traffic": plan.traffic()}, plan
+
+
+@pytest.fixture(scope="module")
+def evidence() -> dict:
+    """What the notebook gathers."""
+    found = {name: record_of(*run) for name, run in trials.RUNS.items()}
+    gathered = {"runs": {name: record for name, (record, _) in found.items()}, "categories": CATEGORIES}
+    gathered |= {"plans": {name: plan for name, (_, plan) in found.items()}, "state": {False: 1.25, True: 1.0}}
+    for more in MEASURED.values():
+        gathered |= more
+    return gathered
+
+
+def test_runs_and_sweeps_agree_on_every_verdict(evidence):
+    assert {key: claim.verdict(claim.cases(evidence)) for key, claim in CLAIMS.items()} == FOUND
+
+
+SWAPPED = {  # a run that does not do what its name says: the claims whose evidence it spoils
+    ("FSDP, 4 ranks", "FSDP, kept"): {"1.5x": CONTRADICTED, "twice": CONTRADICTED},
+    ("FSDP, 4 ranks", "one process"): {"1/N": CONTRADICTED},
+    ("one process", "FSDP, 4 ranks"): {"1/N": CONTRADICTED},
+}
+
+
+@pytest.mark.parametrize("swap", SWAPPED)
+def test_a_run_that_does_something_else_changes_the_verdict(swap, evidence):
+    name, other = swap
+    spoiled = evidence | {"runs": evidence["runs"] | {name: evidence["runs"][other]}}
+    for key, expected in SWAPPED[swap].items():
+        assert CLAIMS[key].verdict(CLAIMS[key].cases(spoiled)) == expected
+
+
+def test_trials_that_end_otherwise_change_the_verdict(evidence):
+    others = {
+        "4P": {"state": {False: 1.0, True: 1.0}},
+        "min_num_params": {"units": {"MNIST net": 0.5}},
+        "optimizer step": {"optimizers": {"AdamW": 1, "SGD": 0, "Muon": 1}},
+        "N shards": {"loading fails": {"4 saved, 1 load": True}},
+        "OffloadPolicy": {"OffloadPolicy": {"the call": True}},
+        "checkpointing option": {"activation_checkpointing": {"the call": True}},
+    }
+    for key, other in others.items():
+        assert CLAIMS[key].verdict(CLAIMS[key].cases(evidence | other)) != FOUND[key], key
 
 
 def test_a_condition_says_something():

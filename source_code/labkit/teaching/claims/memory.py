@@ -194,7 +194,7 @@ CLAIMS = {
         measured=per_rank_measured,
     ),
     "4P": Claim(
-        "In fp32 with Adam, DDP needs 4P, FSDP 4P/N.",
+        "Parameters, gradients, and Adam's moments take 4P under DDP, 4P/N under FSDP.",
         "course",
         "01",
         "times 4P, or 4P/N",

@@ -13,8 +13,8 @@ RUNS = {
     "FSDP, 2 ranks": (2, {}),
     "FSDP, 4 ranks": (4, {}),
     "DDP": (4, {"strategy": "ddp"}),
-    "kept": (4, KEPT),
-    "bf16": (4, {"precision": "bf16"}),
+    "FSDP, kept": (4, KEPT),
+    "FSDP, bf16": (4, {"precision": "bf16"}),
     "DDP, bf16": (4, {"strategy": "ddp", "precision": "bf16"}),
 }
 
