@@ -118,7 +118,9 @@ def fsdp1_over_fsdp2(model, batch, ranks=4, **options):
     return peak(one) / peak(two)
 
 
-def fsdps_need_the_same(model, batch, ranks=4, precision="bf16", recompute="none"):
+def fsdps_need_the_same(model, batch, ranks=4, precision="bf16", recompute="none", lora=None):
+    if lora:
+        return False
     if model == "mnist":
         return True if batch >= 512 else False if batch <= 16 else None
     if batch >= 16384 or (batch >= 4096 and recompute == "none"):
@@ -151,11 +153,21 @@ def recomputing_saves(layers, recompute="full", model="llama3-8b", tokens=4096, 
     return recompute == "full" and 9 <= layers <= 40
 
 
-def whole_gradients(tokens, ranks=8, model="llama3-8b", recompute="none", precision="bf16"):
-    """Return what accumulating without reduction adds to the peak, over the bytes of all gradients."""
-    fields = {"ranks": ranks, "recompute": recompute, "precision": precision, "micro_batches": 4}
+def whole_gradients(
+    tokens, ranks=8, units="blocks", strategy="fsdp2", model="llama3-8b", recompute="none", precision="bf16"
+):
+    """Return what accumulating without reduction adds to the peak, over 1 − 1/N of the bytes of all gradients."""
+    fields = {"ranks": ranks, "recompute": recompute, "precision": precision, "micro_batches": 4, "strategy": strategy}
     every, last = (plan(model, tokens, sync=sync, **fields) for sync in ("every", "last"))
-    return (peak(last) - peak(every)) / parameter_bytes(last)
+    if units == "one unit":
+        every, last = in_one_unit(every), in_one_unit(last)
+    return (peak(last) - peak(every)) / parameter_bytes(last) / (1 - 1 / ranks)
+
+
+def needs_whole_gradients(tokens, units="blocks", strategy="fsdp2", precision="bf16", **_):
+    if strategy == "fsdp1":
+        return False if precision == "bf16" else None
+    return units == "blocks" or (True if tokens >= 4096 else False if tokens <= 64 else None)
 
 
 def state_dict_over_room(model, what, room):
@@ -169,11 +181,10 @@ def state_dict_fits(model, what, room):
     return billions * (12 if what == "weights and moments" else 4) < (85 if room == "GPU" else 2200)
 
 
-def over_130_mb(part, tokens=2048, recompute="full"):
-    """Return what a rank of 2,048 has of LLaMA 65B, over 130 MB."""
-    found = plan("llama-65b", tokens, ranks=2048, recompute=recompute)
-    sizes = {"parameters": predict.by_category(found.persistent())["parameters"], "kept": kept(found)}
-    return (sizes | {"peak": peak(found)})[part] / 130e6
+def over_130_mb(part, weights="fp32", tokens=2048, recompute="full"):
+    """Return what a rank of 2,048 keeps of LLaMA 65B, or its peak, over 130 MB."""
+    found = plan("llama-65b", tokens, ranks=2048, recompute=recompute, weights=weights)
+    return (kept(found) if part == "kept" else peak(found)) / 130e6
 
 
 def units_measured(evidence) -> list[Case]:
@@ -257,11 +268,12 @@ CLAIMS = {
         "09",
         "times FSDP2's peak",
         (0.95, 1.05),
-        "activations are the peak (from some thousand tokens, or some hundred images, on); else either may "
-        "need up to 40 % more",
+        "all parameters are trained, and activations are the peak (from some thousand tokens, or some hundred images, on); else "
+        "either may need up to 40 % more",
         fsdp1_over_fsdp2,
         grid(model=("mnist",), batch=(1, 16, 64, 512))
-        + grid(model=("llama3-8b",), batch=(64, 1024, 4096, 16384), ranks=(64,), precision=("fp32",)),
+        + grid(model=("llama3-8b",), batch=(64, 1024, 4096, 16384), ranks=(64,), precision=("fp32",))
+        + grid(model=("llama3-8b",), batch=(16384,), ranks=(64,), lora=(8,)),
         fsdps_need_the_same,
     ),
     "bf16": Claim(
@@ -293,11 +305,14 @@ CLAIMS = {
         "Under FSDP, accumulating without reduction costs memory for whole gradients.",
         "documentation",
         "09",
-        "times the bytes of all gradients, on top of the peak",
-        (0.4, 1.05),
-        "a rank then keeps whole gradients in place of its shards, 1 − 1/N of them more",
+        "times (1 − 1/N) of all gradients, on top of the peak",
+        (0.75, 1.5),
+        "it is FSDP2, with a unit per block or thousands of tokens; in one unit with few tokens, whole gradients are at the "
+        "peak anyway, and FSDP1 accumulates them in bf16",
         whole_gradients,
-        grid(tokens=(64, 4096, 65536), ranks=(2, 8, 64)),
+        grid(tokens=(64, 4096, 65536), units=("blocks", "one unit"), ranks=(8,))
+        + grid(tokens=(64, 4096), strategy=("fsdp1",), ranks=(64,)),
+        needs_whole_gradients,
     ),
     "full state dict": Claim(
         "A full state dict fits on rank 0.",
@@ -321,11 +336,10 @@ CLAIMS = {
         "blog",
         "11",
         "times 130 MB",
-        (0, 1.02),
-        "you count the shards of the fp32 parameters alone; the moments are twice that, and a step of 2,048 "
-        "tokens peaks at 100 times that",
+        (0, 1.1),
+        "130 MB are the shards of the fp32 parameters alone; with moments it is 390 MB (193 if all is bf16), and a step of "
+        "2,048 tokens, recomputed in full, peaks at 11 to 13 GB",
         over_130_mb,
-        grid(part=("parameters", "kept", "peak")),
-        lambda part, **_: part == "parameters",
+        grid(part=("kept", "peak"), weights=("fp32", "bf16")),
     ),
 }

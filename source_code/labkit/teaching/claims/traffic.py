@@ -135,7 +135,7 @@ CLAIMS = {
         measured=over_ddp_measured,
     ),
     "4x against 2x": Claim(
-        "FSDP sends 4 times the model's size per step, DDP 2 times.",
+        "FSDP sends 4 times the model's size (in fp32) per step, DDP 2 times.",
         "course",
         "02",
         "off 4 or 2 by",
@@ -175,7 +175,8 @@ CLAIMS = {
         "18",
         "bytes in collectives",
         (0, 0),
-        "the optimizer updates each element by its own gradient, as AdamW and SGD do; " + LAWS["18"],
+        "the optimizer updates each element by its own gradient, on the rank that keeps it: AdamW and SGD under FSDP; "
+        "ZeRO-1's optimizer broadcasts what it has updated, and " + LAWS["18"],
         when=lambda optimizer: optimizer in ELEMENTWISE,
         measured=in_the_optimizer,
     ),

@@ -5,6 +5,7 @@ import inspect
 
 import torch
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 KEPT = {"strategy": "fsdp2", "reshard_after_forward": "false"}
 # {name: (ranks, options of gpt_fsdp.py)}: runs of the tiny transformer, which the notebook starts
@@ -42,11 +43,12 @@ OPTIMIZERS = {
     "AdamW": torch.optim.AdamW,
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "Muon": torch.optim.Muon,
+    "ZeRO-1 with AdamW": lambda parameters: ZeroRedundancyOptimizer(parameters, torch.optim.AdamW),
 }
 
 
 def optimizer_bytes(me, name: str) -> int:
-    """Return the bytes in collectives of one optimizer step on two sharded matrices."""
+    """Return the bytes in collectives of one optimizer step on two matrices, which FSDP2 shards, except for ZeRO-1."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -54,7 +56,7 @@ def optimizer_bytes(me, name: str) -> int:
 
     mesh = init_device_mesh(me.device.type, (me.world_size,))
     layers = nn.ModuleList([nn.Linear(64, 32, bias=False), nn.Linear(32, 64, bias=False)])
-    for layer in layers:
+    for layer in layers if not name.startswith("ZeRO") else ():
         fully_shard(layer, mesh=mesh)
     for parameter in layers.parameters():
         parameter.grad = torch.ones_like(parameter)

@@ -13,7 +13,7 @@ PANELS = {
     "1/N": ("ranks", "ranks", "part", (0.5, 40)),
     "one unit": ("tokens", "tokens per rank", "model", (0, 0.5)),
     "more units": ("tokens", "tokens per rank (images)", "model", (0, 1.2)),
-    "FSDP1 = FSDP2": ("batch", "tokens or images per rank", "model", (0.8, 1.5)),
+    "FSDP1 = FSDP2": ("batch", "tokens or images per rank", ("model", "lora"), (0.8, 1.5)),
     "bf16": ("tokens", "tokens per rank", ("weights", "model"), (0.4, 0.8)),
     "50 to 80 %": ("layers", "blocks", "recompute", (0, 1)),
     "1.5x": ("micro_batches", "micro-batches per step", ("precision", "reshard"), (0, 4.5)),
@@ -109,4 +109,4 @@ def _lines(cases: list[Case], apart) -> list[tuple[str, list[Case]]]:
 def _word(name: str, value) -> str:
     if name == "reshard":
         return "freed" if value == "true" else "kept"
-    return f"weights {value}" if name == "weights" else str(value)
+    return {"weights": f"weights {value}", "lora": "LoRA"}.get(name, str(value))
