@@ -12,15 +12,22 @@ def tried(name: str):
     return cases
 
 
+def loading(evidence) -> list[Case]:
+    """Return a case for each way to save on 4 ranks, and each number of ranks that have tried to load it."""
+    failed = evidence["loading fails"].items()
+    return [Case({"way": way, "ranks": ranks}, float(fails), "measured") for (way, ranks), fails in failed]
+
+
 CLAIMS = {
     "N shards": Claim(
         "N shards need N ranks to load.",
         "blog",
         "07",
-        "1: only the same number of ranks can load",
+        "1: another number of ranks cannot load",
         (1, 1),
-        "torch.distributed.checkpoint splits what it reads for the ranks that there are",
-        measured=tried("loading fails"),
+        "each rank has saved its own shard with torch.save; torch.distributed.checkpoint reads its shards for any ranks",
+        when=lambda way, **_: way == "torch.save",
+        measured=loading,
     ),
     "OffloadPolicy": Claim(
         'OffloadPolicy(offload_type="cpu") offloads to the CPU.',

@@ -103,16 +103,18 @@ def _sharded_model(me):
 
 
 def save(me, folder: str):
-    """Save a sharded model, one file per rank, and return its weights, whole."""
+    """Save a sharded model in two ways, with one file per rank each, and return its weights, whole."""
     import torch.distributed.checkpoint as dcp
 
     model = _sharded_model(me)
-    dcp.save(model.state_dict(), checkpoint_id=folder)
+    dcp.save(model.state_dict(), checkpoint_id=f"{folder}/DCP")
+    shards = {name: tensor.to_local() for name, tensor in model.state_dict().items()}
+    torch.save(shards, f"{folder}/shard-{me.rank}")
     return {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
 
 
-def load_fails(me, folder: str, saved: dict) -> bool:
-    """Return whether this number of ranks cannot load what was saved, or loads something else."""
+def load_fails(me, folder: str, way: str, saved: dict) -> bool:
+    """Return whether this number of ranks cannot load what was saved, or loads something else. way: "DCP", "torch.save"."""
     import torch.distributed.checkpoint as dcp
 
     model = _sharded_model(me)
@@ -121,8 +123,12 @@ def load_fails(me, folder: str, saved: dict) -> bool:
             parameter.zero_()
     state = model.state_dict()
     try:
-        dcp.load(state, checkpoint_id=folder)
-    except Exception:
+        if way == "DCP":
+            dcp.load(state, checkpoint_id=f"{folder}/DCP")
+        else:
+            for name, shard in torch.load(f"{folder}/shard-{me.rank}").items():
+                state[name].to_local().copy_(shard)
+    except (RuntimeError, dcp.api.CheckpointException):
         return True
     return not all(torch.equal(tensor.full_tensor(), saved[name]) for name, tensor in state.items())
 
