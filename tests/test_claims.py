@@ -7,7 +7,7 @@ import pytest
 from labkit import UserError
 from labkit.measuring.trace import CATEGORIES
 from labkit.running.lab_options import LABS
-from labkit.teaching.claims import CONTRADICTED, HOLDS, LAWS, NEVER, WHEN, Case, Claim, on_trial, trials
+from labkit.teaching.claims import CONTRADICTED, HOLDS, LAWS, NEVER, UNKNOWN, WHEN, Case, Claim, on_trial, trials
 from labkit.teaching.claims.sweeps import grid
 from planner import predict
 
@@ -16,7 +16,9 @@ from notebooks import PATHS, read
 CLAIMS = on_trial()
 NAN = float("nan")
 MEASURED = {  # as the notebook's trials return it; the last of each is the other side
-    "min_num_params": {"units": {"MNIST net": 1.0, "with BatchNorm2d(16)": 2 / 3, "with MultiheadAttention": 2 / 3}},
+    "min_num_params": {
+        "units": {"MNIST net": (1.0, 320, False), "BatchNorm": (2 / 3, 32, False), "attention": (2 / 3, 128, True)}
+    },
     "optimizer step": {"optimizers": {"AdamW": 0, "SGD": 0, "Muon": 71684, "ZeRO-1 with AdamW": 16384}},
     "N shards": {"loading fails": {("DCP", 1): False, ("DCP", 3): False, ("torch.save", 1): True}},
     "OffloadPolicy": {"OffloadPolicy": {"the call": False}},
@@ -27,7 +29,9 @@ FOUND |= {"activations": HOLDS, "130 MB": NEVER, "90 against 80": NEVER}
 FOUND |= dict.fromkeys(["OffloadPolicy", "checkpointing option"], NEVER)
 MODELS = ("1b", "llama3-8b", "llama3-70b")
 WIDE = {  # sizes, ranks, and formats that the notebook does not show
-    "1/N": grid(part=("kept", "peak"), ranks=(2, 16, 512), model=("1b", "llama3-70b"), precision=("fp32", "bf16")),
+    "1/N": grid(
+        part=("kept", "peak"), ranks=(2, 16, 512, 2048), model=("1b", "llama3-70b"), precision=("fp32", "bf16")
+    ),
     "4P": grid(
         strategy=("ddp", "fsdp1", "fsdp2"), ranks=(2, 64), model=("1b", "llama3-70b"), precision=("fp32", "bf16")
     ),
@@ -51,6 +55,7 @@ WIDE = {  # sizes, ranks, and formats that the notebook does not show
         layers=(2, 6, 10, 24, 40, 60, 126), recompute=("full", "selective"), tokens=(512, 16384), ranks=(8, 256)
     ),
     "no_sync": grid(tokens=(16, 32768), ranks=(2, 512), model=("1b", "llama3-8b"), recompute=("none", "full"))
+    + grid(tokens=(16,), ranks=(2,), model=("tiny", "1b"), precision=("fp32",))
     + grid(tokens=(16, 32768), units=("one unit",), ranks=(2, 64))
     + grid(tokens=(16, 32768), strategy=("fsdp1",), ranks=(2, 64)),
     "full state dict": grid(
@@ -85,9 +90,9 @@ WIDE = {  # sizes, ranks, and formats that the notebook does not show
     + grid(gigabytes=(800,), lora=(8,)),
     "offload": grid(tokens=(16, 100, 256, 1700, 6000, 65536), ranks=(2, 8, 64), model=MODELS),
     "larger batches": grid(
-        strategy=("DDP", "FSDP", "HSDP", "FSDP on gloo", "tensor"), model=("1b", "llama3-8b"), gigabytes=(50, 100)
+        strategy=("DDP", "FSDP", "HSDP", "FSDP on gloo", "tensor"), model=("llama3-8b",), gigabytes=(12.5, 50, 100, 400)
     ),
-    "100 GB/s": grid(tokens=(512, 3600, 4900, 9000), model=("llama3-8b", "llama3-70b")),
+    "100 GB/s": grid(tokens=(512, 3600, 4900, 9000), model=("1b", "llama3-8b", "llama3-70b")),
     "90 against 80": grid(gigabytes=(10, 40, 60, 120, 160, 300), precision=("fp32", "bf16"), tokens=(4096, 16384)),
     "DDP when it fits": grid(
         gigabytes=(5, 25, 100, 800),
@@ -107,13 +112,14 @@ def evidence_of(key: str) -> list[Case]:
 
 @pytest.mark.parametrize("key", CLAIMS)
 def test_a_verdict_follows_from_its_evidence(key):
-    """The same cases with other values are judged otherwise, and NaN is no evidence for a sentence."""
+    """The same cases with other values are judged otherwise, and one NaN leaves no verdict."""
     claim, cases = CLAIMS[key], evidence_of(key)
     assert claim.verdict(cases) == FOUND[key]
     lowest, highest = claim.range
     inside, outside = max(lowest, min(highest, 1e-3)), highest + 1 if highest < float("inf") else lowest - 1
-    for value, expected in ((inside, HOLDS), (outside, NEVER), (NAN, NEVER)):
+    for value, expected in ((inside, HOLDS), (outside, NEVER), (NAN, UNKNOWN)):
         assert claim.verdict([case._replace(value=value) for case in cases]) == expected
+    assert claim.verdict([*cases[:-1], cases[-1]._replace(value=NAN)]) == UNKNOWN
 
 
 @pytest.mark.parametrize("key", [key for key, found in FOUND.items() if found == WHEN])
@@ -183,7 +189,7 @@ def test_a_run_that_does_something_else_changes_the_verdict(swap, evidence):
 def test_trials_that_end_otherwise_change_the_verdict(evidence):
     others = {
         "4P": {"state": {False: 1.0, True: 1.0}},
-        "min_num_params": {"units": {"MNIST net": 0.5}},
+        "min_num_params": {"units": {"MNIST net": (0.5, 320, False)}},
         "optimizer step": {"optimizers": {"AdamW": 1, "SGD": 0, "Muon": 1}},
         "N shards": {"loading fails": {("DCP", 1): True, ("torch.save", 1): True}},
         "OffloadPolicy": {"OffloadPolicy": {"the call": True}},

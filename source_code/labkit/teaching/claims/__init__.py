@@ -6,18 +6,20 @@ condition that the values contradict is reported (``CONTRADICTED``), never print
 
   claims = on_trial()                                  {key: Claim}
   cases = claims["1/N"].cases()                        the planned sweep; more cases come from runs
-  claims["1/N"].verdict(cases)                         HOLDS, WHEN, NEVER or CONTRADICTED
+  claims["1/N"].verdict(cases)                         HOLDS, WHEN, NEVER, CONTRADICTED, or UNKNOWN
 """
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isnan
 from pathlib import Path
 from typing import NamedTuple
 
 from labkit import UserError
 
 HOLDS, WHEN, NEVER, CONTRADICTED = "holds", "holds when", "does not hold", "contradicts its condition"
+UNKNOWN = "no verdict"  # a value is NaN, which proves nothing
 VOTES = {"holds": HOLDS, "when": WHEN, "never": NEVER}  # what a learner writes: the verdict that it bets on
 # What a chapter's line in the course's map (images/course.py) and a verdict here say in the same words
 LAWS = {
@@ -33,7 +35,7 @@ class Case(NamedTuple):
 
     Attributes:
         setting: what was varied, {name: value}.
-        value: the number that the claim is about; NaN lies in no range.
+        value: the number that the claim is about.
         how: "measured" in this execution, "predicted" by the planner, "calculated", "recorded", or "published".
     """
 
@@ -98,6 +100,8 @@ class Claim:
         """
         if not cases:
             raise UserError(f"no evidence about {self.quote!r}: run the cells above")
+        if any(isnan(case.value) for case in cases):
+            return UNKNOWN
         found = [self.holds(case) for case in cases]
         if all(found):
             return HOLDS

@@ -28,6 +28,13 @@ def per_rank(part, ranks, model="llama3-8b", tokens=4096, precision="fp32"):
     return measure(many) * ranks / measure(one)
 
 
+def falls_to_one_nth(part, ranks, model="llama3-8b", **_):
+    if part == "peak":
+        return None if ranks < 8 else False
+    shapes = [shape for module in plan(model).blueprint.modules for shape in module.parameters.values()]
+    return True if all(shape[0] % ranks == 0 for shape in shapes) else None
+
+
 def per_rank_measured(evidence) -> list[Case]:
     runs, one = evidence["runs"], evidence["runs"]["one process"]
     found = []
@@ -164,10 +171,14 @@ def whole_gradients(
     return (peak(last) - peak(every)) / parameter_bytes(last) / (1 - 1 / ranks)
 
 
-def needs_whole_gradients(tokens, units="blocks", strategy="fsdp2", precision="bf16", **_):
+def needs_whole_gradients(tokens, units="blocks", strategy="fsdp2", precision="bf16", model="llama3-8b", **_):
     if strategy == "fsdp1":
         return False if precision == "bf16" else None
-    return units == "blocks" or (True if tokens >= 4096 else False if tokens <= 64 else None)
+    if tokens >= 4096:
+        return True
+    if units == "one unit":
+        return False if tokens <= 64 and model == "llama3-8b" else None
+    return None if model in ("tiny", "small", "1b") else True
 
 
 def state_dict_over_room(model, what, room):
@@ -188,7 +199,11 @@ def over_130_mb(part, weights="fp32", tokens=2048, recompute="full"):
 
 
 def units_measured(evidence) -> list[Case]:
-    return [Case({"network": network}, share, "measured") for network, share in evidence["units"].items()]
+    """Return a case for each network of ``trials.wrapped_share``."""
+    return [
+        Case({"network": name, "smallest": smallest, "inside_attention": inside}, share, "measured")
+        for name, (share, smallest, inside) in evidence["units"].items()
+    ]
 
 
 CLAIMS = {
@@ -201,7 +216,7 @@ CLAIMS = {
         "you count what a rank keeps between steps (parameters and moments), and N divides the rows of each; not the peak on 8 ranks or more",
         per_rank,
         grid(part=("kept", "peak"), ranks=(2, 8, 64)),
-        lambda part, ranks, **_: True if part == "kept" else None if ranks < 8 else False,
+        falls_to_one_nth,
         measured=per_rank_measured,
     ),
     "4P": Claim(
@@ -211,7 +226,7 @@ CLAIMS = {
         "times 4P, or 4P/N",
         (0.98, 1.02),
         "it is FSDP, in the optimizer's step, or DDP with gradient_as_bucket_view=True; by default, DDP's "
-        "buckets add one more P (and for all, AdamW's foreach temporaries add one for a moment)",
+        "buckets add one more P (AdamW's foreach temporaries add a P, or P/N, for a moment)",
         state,
         grid(strategy=("ddp", "fsdp1", "fsdp2"), view=(False,)),
         lambda strategy, view=False, **_: strategy != "ddp" or view,
@@ -259,7 +274,7 @@ CLAIMS = {
         "share of layers with parameters that are units",
         (1, 1),
         "each layer has 100 parameters or more, and none is inside nn.MultiheadAttention",
-        when=lambda network: network == "MNIST net",
+        when=lambda smallest, inside_attention, **_: smallest >= 100 and not inside_attention,
         measured=units_measured,
     ),
     "FSDP1 = FSDP2": Claim(
@@ -269,7 +284,7 @@ CLAIMS = {
         "times FSDP2's peak",
         (0.95, 1.05),
         "all parameters are trained, and activations are the peak (from some thousand tokens, or some hundred images, on); else "
-        "either may need up to 40 % more",
+        "FSDP1 may need 40 % more (one large layer, one image), or 10 % less",
         fsdp1_over_fsdp2,
         grid(model=("mnist",), batch=(1, 16, 64, 512))
         + grid(model=("llama3-8b",), batch=(64, 1024, 4096, 16384), ranks=(64,), precision=("fp32",))
@@ -307,7 +322,7 @@ CLAIMS = {
         "09",
         "times (1 − 1/N) of all gradients, on top of the peak",
         (0.75, 1.5),
-        "it is FSDP2, with a unit per block or thousands of tokens; in one unit with few tokens, whole gradients are at the "
+        "it is FSDP2, with a unit per block of a large model, or thousands of tokens; in one unit with few tokens, whole gradients are at the "
         "peak anyway, and FSDP1 accumulates them in bf16",
         whole_gradients,
         grid(tokens=(64, 4096, 65536), units=("blocks", "one unit"), ranks=(8,))

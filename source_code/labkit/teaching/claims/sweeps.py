@@ -68,8 +68,10 @@ def parameter_bytes(found: Plan) -> int:
 
 def activations(found: Plan) -> int:
     """Return the most bytes of activations in any phase of a step."""
-    phases = (predict.by_category(terms) for _, terms in found.timeline().values())
-    return max(terms.get("activations", 0) for terms in phases)
+    phases = (terms for _, terms in found.timeline().values())
+    # The planner counts a unit's shards, cast before the gather, among them; these are sharded.
+    names = [{term: size for term, size in terms.items() if "shard, cast" not in term[1]} for terms in phases]
+    return max(predict.by_category(terms).get("activations", 0) for terms in names)
 
 
 def state_share(found: Plan) -> float:

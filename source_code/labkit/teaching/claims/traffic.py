@@ -175,7 +175,7 @@ CLAIMS = {
         "18",
         "bytes in collectives",
         (0, 0),
-        "the optimizer updates each element by its own gradient, on the rank that keeps it: AdamW and SGD under FSDP; "
+        "the optimizer updates each element by its own gradient, on the rank that keeps it, without a gradient scaler: AdamW and SGD under FSDP; "
         "ZeRO-1's optimizer broadcasts what it has updated, and " + LAWS["18"],
         when=lambda optimizer: optimizer in ELEMENTWISE,
         measured=in_the_optimizer,

@@ -77,8 +77,9 @@ def networks() -> dict[str, nn.Module]:
     }
 
 
-def wrapped_share(me, least: int) -> dict[str, float]:
-    """Return {network: share of the layers with parameters of their own that FSDP1 makes units}."""
+def wrapped_share(me, least: int) -> dict[str, tuple]:
+    """Return what FSDP1 makes units: {network: (share of the layers that have parameters of their own, the parameters of
+    the smallest of these layers, whether one is inside nn.MultiheadAttention)}."""
     from functools import partial
 
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -87,9 +88,12 @@ def wrapped_share(me, least: int) -> dict[str, float]:
     policy, found = partial(size_based_auto_wrap_policy, min_num_params=least), {}
     for name, network in networks().items():
         layers = [each for each in network.modules() if list(each.parameters(recurse=False))]
+        smallest = min(sum(each.numel() for each in layer.parameters(recurse=False)) for layer in layers)
+        inside = any(isinstance(each, nn.MultiheadAttention) for each in network.modules())
         sharded = FullyShardedDataParallel(network, auto_wrap_policy=policy, device_id=torch.device("cpu"))
         units = [each.module for each in sharded.modules() if isinstance(each, FullyShardedDataParallel)]
-        found[name] = sum(any(layer is unit for unit in units) for layer in layers) / len(layers)
+        share = sum(any(layer is unit for unit in units) for layer in layers) / len(layers)
+        found[name] = share, smallest, inside
     return found
 
 

@@ -2,7 +2,7 @@
 
 import math
 
-from labkit.teaching.claims import CONTRADICTED, HOLDS, NEVER, WHEN, timing, traffic
+from labkit.teaching.claims import CONTRADICTED, HOLDS, NEVER, UNKNOWN, WHEN, timing, traffic
 from labkit.teaching.exercises import Do, unanswered
 
 NAN = float("nan")
@@ -14,7 +14,8 @@ TRIALS = [
     ([1.0, 2.0], 0.9, 1.5, [True, True], CONTRADICTED, "the condition promises a case that is not in the range"),
     ([1.0, 2.0], 0.9, 1.5, [False, False], CONTRADICTED, "the condition excludes a case that is in the range"),
     ([1.0, 2.0, 1.4], 0.9, 1.5, [True, False, None], WHEN, "None says nothing, so nothing contradicts it"),
-    ([1.0, NAN], 0.9, 1.5, [True, True], CONTRADICTED, "NaN is in no range"),
+    ([1.0, NAN], 0.9, 1.5, [True, False], UNKNOWN, "NaN proves nothing"),
+    ([NAN, NAN], 0.9, 1.5, [False, False], UNKNOWN, "NaN proves nothing"),
     ([1.0, 1.5], 1.0, 1.5, [True, True], HOLDS, "the ends of the range belong to it"),
 ]
 
@@ -77,11 +78,14 @@ EXERCISES = {
         level=2,
         minutes=10,
         judge=judge_judge,
-        hint="First: in which cases is the value in the range? Write lowest <= value <= highest: NaN fails both comparisons.\n"
+        hint="First: in which cases is the value in the range? Write lowest <= value <= highest. NaN fails both comparisons,\n"
+        "so look for it before that: it is the only number that differs from itself.\n"
         "All, none, or some. Only of some do you need the condition: it must agree in each case of which it says something.",
         solution="""
 def judge(values, lowest, highest, stated):
-    found = [lowest <= value <= highest for value in values]  # False for NaN
+    if any(value != value for value in values):  # only NaN differs from itself
+        return "no verdict"
+    found = [lowest <= value <= highest for value in values]
     if all(found):
         return "holds"
     if not any(found):

@@ -61,6 +61,10 @@ def boundaries(claims: dict[str, Claim], cases: dict[str, list[Case]] | None, ke
 def draw(axes, key: str, claim: Claim, cases: list[Case]):
     """Draw one claim's cases: measured ones are solid, the others outlined."""
     along, label, apart, limits = PANELS[key]
+    names = (apart,) if isinstance(apart, str) else apart or ()
+    # A line is of rings, and of parameters that are freed, unless it says otherwise
+    for name, other in (("backend", "gloo"), ("reshard", "false")):
+        cases = [case for case in cases if name in names or case.setting.get(name) != other]
     lowest, highest = (min(max(each, limits[0]), limits[1]) for each in claim.range)
     thin = (limits[1] - limits[0]) / 150 * (highest == lowest)  # so that a range of one value can be seen
     axes.axhspan(lowest - thin, highest + thin, color="#CCCCCC", zorder=0)
