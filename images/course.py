@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from textwrap import wrap
 
 from drawing import COLOURS, IMAGES, PAPER, Drawing
+from labkit.teaching import claims
 
 LINE = COLOURS["parameters"]
 LAWS = {  # what to remember of each chapter, in a few words; its notebook has the conditions
@@ -17,11 +18,11 @@ LAWS = {  # what to remember of each chapter, in a few words; its notebook has t
     "01": "DDP divides the work, not the memory",
     "02": "an all-reduce is a reduce-scatter, then an all-gather",
     "03": "ZeRO is three changes to DDP",
-    "04": "one unit shards what is kept between steps",
+    "04": claims.LAWS["04"],
     "05": "only the units in use are whole",
     "06": "offload takes off the peak what you can calculate",
     "07": "saved by 4 ranks, continued on 2 or 3",
-    "08": "after sharding, activations are the peak",
+    "08": claims.LAWS["08"],
     "09": "a parameter is a DTensor; you set when it is whole",
     "10": "count the bytes that leave a node",
     "11": "predicted, simulated and measured agree",
@@ -31,16 +32,17 @@ LAWS = {  # what to remember of each chapter, in a few words; its notebook has t
     "15": "one sequence's activations need more than FSDP",
     "16": "what ranks leave behind names most faults",
     "17": "your model peaks where its config.json says",
-    "18": "Muon needs whole matrices: let each have an owner",
+    "18": f"{claims.LAWS['18']}: let each have an owner",
     "19": "send tokens to experts, not experts to tokens",
     "20": "split the sequence: only attention communicates",
+    "21": "a sentence about FSDP holds under a condition, or not at all",
 }
 ROWS = {
     "one small network": range(4),
     "": range(4, 8),
     "a transformer": range(8, 12),
     " ": range(12, 16),
-    "  ": range(16, 21),
+    "  ": range(16, 22),
 }
 
 
