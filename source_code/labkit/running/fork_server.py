@@ -61,7 +61,7 @@ READ_AT_IMPORT = (
     "HF_",
     "TRANSFORMERS_",
 )
-READ_AGAIN = "TORCH_DISTRIBUTED_DEBUG"  # also read at import, but torch can read it again
+READ_LATER = ("TORCH_DISTRIBUTED_DEBUG", "TORCH_DIST_NAN_CHECK")  # not only at import
 GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 PREFIX = "fsdp-labs-"  # of all addresses
 END_SECONDS = 20  # how long a program may take to end after SIGTERM
@@ -69,7 +69,9 @@ NUMBER = struct.Struct("!q")
 
 
 def _read_at_import(environ) -> dict:
-    return {name: value for name, value in environ.items() if name.startswith(READ_AT_IMPORT) and name != READ_AGAIN}
+    return {
+        name: value for name, value in environ.items() if name.startswith(READ_AT_IMPORT) and name not in READ_LATER
+    }
 
 
 IMPORTED_WITH = _read_at_import(os.environ)
