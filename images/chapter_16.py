@@ -29,14 +29,14 @@ def left_behind():
         d.line(734, y + 19, 776, y + 19, arrow=True)
         d.box(786, y, 92, 38, PAPER, INK, f"flight_{rank}", 14)
         d.box(888, y, 92, 38, PAPER, INK, f"where_{rank}", 14)
-    d.text(786, 80, "its collectives\nand their lines", 14, colour=SOFT)
+    d.text(786, 80, "its calls and\ntheir lines", 14, colour=SOFT)
     d.text(888, 80, "its stack:\nwhere it is", 14, colour=SOFT)
     d.text(20, 350, "diagnose_hang.py", 16, bold=True)
     d.text(
-        186, 350, "compares number 1 of all ranks, then number 2, and so on. Where they part, it names the ranks,", 15
+        200, 350, "compares number 1 of all ranks, then number 2, and so on. Where they part, it names the ranks,", 15
     )
     d.text(
-        186,
+        200,
         374,
         "and the line of the program that each is at. A process that was killed has left nothing but its name.",
         15,

@@ -195,7 +195,7 @@ def _of_silent_ranks(silent: list, lost: set, places: dict, one_failed: bool) ->
                 f"rank {rank} is there ({place.process}), and has not been quiet for long: look again later"
             )
     if ended:
-        findings.append("these were ended from outside, and left no flight record that counts:")
+        findings.append("these were ended from outside, and left no complete flight record:")
     return findings + [_row(_ranks(some), "", line) for line, some in ended.items()]
 
 
@@ -403,7 +403,7 @@ def _first_divergence(number: int, oldest: int, calls: dict) -> list[str]:
         if any(len(paths & all_paths[rank]) > 1 for rank in at):
             depth = next(i for i, lines in enumerate(zip_longest(*paths)) if len(set(lines)) > 1)
             hint = (
-                f"they were apart before: number {earlier} fits, by accident it seems, but comes from different lines"
+                f"they diverged earlier: at number {earlier} the calls happen to match, but come from different lines"
             )
             return [hint, *_called(at, depth)]
     return []

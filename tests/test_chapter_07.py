@@ -2,7 +2,10 @@
 """Chapter 07: its verdicts can fail, and its exercises judge as they should."""
 
 import ast
+import os
 import pickle
+import signal
+import textwrap
 
 import pytest
 import torch
@@ -10,7 +13,9 @@ import torch.distributed.checkpoint as dcp
 from forked import by_value
 from labkit.running import launch
 from labkit.teaching.exercises import check
+from minimal import checkpoint
 from proofs import recipe
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from notebooks import run_broken
@@ -58,11 +63,24 @@ BREAKS = {
         [
             "the first rank ends after step",
             "the last rank ends after step",
-            "the next day begins with step",
+            "the next day begins, at the earliest, with step",
+            "the next day begins, at the latest, with step",
             "fp64, on 2 ranks: losses apart by",
             "fp32, on 2 ranks: losses apart by",
             "fp32, on 4 ranks as before: losses apart by",
         ],
+    ),
+    "on fewer ranks nothing is loaded": (
+        NOT_RUN
+        | {
+            "notes, losses = [], {}": 'notes, losses, where = [], {}, where if me.world_size == 4 else where / "empty"',
+            '("fp64", "fp32")': '("fp64",)',  # to be quick
+            "fp32, 2 ranks": "fp64, 2 ranks",
+            "fp32, 4 ranks": "fp64, 4 ranks",
+            'each["fp32"]': 'each["fp64"]',
+        },
+        ("ex-0-answer", "cell-35c", "cell-35k", "cell-35e", "cell-35g", "cell-35t", "cell-35h", "cell-35i"),
+        ["the next day begins, at the earliest, with step"],
     ),
     "rank 0 decides alone whether all are finite": (
         NOT_RUN | {"dist.all_reduce(flag, dist.ReduceOp.MIN)": "dist.broadcast(flag, 0)"},
@@ -92,6 +110,49 @@ def test_the_recipe_has_at_most_30_lines():
     lines = [line.strip() for number, line in enumerate(text.splitlines(), 1) if number not in left_out]
     assert len([line for line in lines if line and not line.startswith("#")]) <= 30
     assert max(map(len, text.splitlines())) <= 120
+
+
+def test_the_loop_around_the_recipe_saves_ends_and_goes_on(world_of_one, tmp_path, monkeypatch):
+    """The loop of its docstring, warned in step 2."""
+    loop = textwrap.dedent(checkpoint.__doc__.partition("\n\n")[2].partition("\n\n")[0])
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler, loader = torch.optim.lr_scheduler.StepLR(optimizer, 5), Batches()
+    names = {name: getattr(checkpoint, name) for name in ("os", "torch", "dist", "save", "load")} | {"signal": signal}
+    names |= {"folder": tmp_path, "model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
+    seen = []
+
+    def train_step(batch):
+        seen.append(batch)
+        if batch == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    monkeypatch.setattr(os, "_exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        with pytest.raises(SystemExit, match="75"):
+            exec(loop, names | {"train_step": train_step, "device": "cpu"})
+        exec(loop, names | {"train_step": seen.append, "device": "cpu"})
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert seen == [1, 2, 3, 4]
+
+
+class Batches:
+    """Yield 1 to 4 once, from where its state is."""
+
+    read = 0
+
+    def __iter__(self):
+        while self.read < 4:
+            self.read += 1
+            yield self.read
+
+    def state_dict(self):
+        return {"read": self.read}
+
+    def load_state_dict(self, state):
+        self.read = state["read"]
 
 
 @pytest.mark.long

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from forked import by_value
 from labkit.measuring import memory_budget, trace
+from labkit.running.symptoms import folded, own_collective
 from labkit.teaching.exercises import check
 from labkit.teaching.exercises.chapter_16 import CAUSES, EXERCISES, Diagnose, table, units
-from labkit.teaching.symptoms import folded, own_collective
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -55,11 +55,9 @@ def test_units_are_what_is_gathered_together_not_who_owns_a_parameter(world_of_o
     assert units(blocks) == {"0": names[:2], "1": names[2:4], "": names[4:]}
 
 
-def test_the_table_has_a_learners_row_above_ours_and_none_that_is_not_written():
-    empty = table({1: ("…", "…", "…"), 2: ()})
-    assert empty == table({}) and len(empty.splitlines()) == 2 + 17
-    lines = table({3: ("memory", "a snapshot", "…")}).splitlines()
-    assert lines[4] == "| **memory** | **a snapshot** | **…** |" and lines[5].startswith("| out of memory")
+def test_the_table_has_a_numbered_row_per_fault():
+    lines = table().splitlines()
+    assert len(lines) == 2 + 17 and lines[4].startswith("| 3 | out of memory")
 
 
 def test_what_a_rank_was_about_to_call_is_its_own_not_the_others():
@@ -144,7 +142,8 @@ def asks_nobody(units, me):
 def test_a_check_of_units_is_told_its_first_difference(function, said, capsys):
     by_value(gathered)
     check("16.18", function)
-    assert said in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert said in out and out.count("\n") == 1  # and nothing from the ranks
 
 
 PRINTED = """starting 4 ranks, as torchrun
@@ -189,7 +188,7 @@ def failed(lines):
     return [line.split(":")[0].removeprefix("FAIL  ") for line in lines if line.startswith("FAIL")]
 
 
-SET_UP = ("cell-01", "cell-02", "cell-04", "cell-09")
+SET_UP = ("cell-01", "cell-02", "cell-04")
 
 
 @pytest.mark.long
@@ -198,10 +197,11 @@ def test_reports_of_another_fault_and_cures_that_cure_nothing_are_noticed():
         "meet(1)\nreport = who(1)": "meet(4)\nreport = who(4)",
         "meet(2)\nreport_2 = who(2)": "report_2 = report",
         "meet(17)\nreport_17 = who(17)": "report_17 = report",
-        "first = who(11)\nsecond = who(12)": "first = second = report; calls = {rank: '' for rank in range(4)}",
+        "first, second = (diagnose_hang.report(folder(fault)) for fault in (11, 12))": "first = second = report; "
+        "calls = {rank: '' for rank in range(4)}",
         "*faults.on_all_ranks(me), units(faults.wrapped_alike(me))": "7.0, 8, me.rank",
     }
-    only = (*SET_UP, "cell-13", "cell-23", "mesh-run", "cell-119", "cell-122")
+    only = (*SET_UP, "cell-13", "cell-23", "mesh-run", "cell-122")
     lines = run_broken("16", breaks, until="12, mended", only=only)
     assert len(failed(lines)) == len(lines) == 9, lines
 
@@ -215,15 +215,13 @@ def test_faults_that_are_not_mended_are_noticed():
         "(torch.enable_grad, torch.no_grad)": "(torch.enable_grad, torch.enable_grad)",
         "set_epoch=True": "set_epoch=False",
         "from_empty(me, faults.initial_weights)": "from_empty(me, lambda *_: None)",
-        "from_empty, lambda *_: None)": "from_empty, faults.initial_weights)",
+        "from_empty(me, lambda *_: None)[0]": "from_empty(me, faults.initial_weights)[0]",
         "found_7 = meet(7)": "found_7 = {'losses': [2.1]}",
         "figures.memory(": "(lambda *_: None)(",
         "where": "''",
         "found_4 = meet(4)": "found_4 = {'losses': [2.1, *7 * [2.0]]}",
     }
-    lines = run_broken(
-        "16", breaks, until="with no_grad", only=(*SET_UP, "cell-42", "cell-65", "cell-75", "cell-81", "cell-82")
-    )
+    lines = run_broken("16", breaks, until="with no_grad", only=(*SET_UP, "cell-42", "cell-65", "cell-81", "cell-82"))
     assert len(failed(lines)) == len(lines) == 10, lines
 
 
@@ -251,7 +249,7 @@ def test_hardware_that_does_not_fail_is_noticed(breaks, at):
         ({"n02", "n04"}, ": right"),
         ({"n02", "n03", "n04"}, "n03 has Xid 63, a bad memory row is marked for replacement at the next reset; Xid 94"),
         ({"n04"}, "n02 has Xid 48, uncorrectable (double-bit) memory error"),
-        (["n02", "n04", "n05"], "n05 has Xid 45"),
+        (["n02", "n04", "n05"], "n05 has Xid 43"),
         ("n02", "the answer is a set of nodes"),
         ({"n99"}, "the answer is a set of nodes"),
     ],

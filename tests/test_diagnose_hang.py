@@ -480,8 +480,8 @@ def test_calls_that_fitted_by_accident_long_before_are_shown(barrier, deep, tmp_
     of_ranks = [[call(number, of) for number, of in enumerate(some, 1)] for some in (mine, others, others)]
     of_ranks[0][-1]["state"] = "started"
     said = dumped(tmp_path, of_ranks)
-    assert said.count("they were apart before") == 1
-    hint = said.partition("they were apart before: number 2 fits, by accident it seems")[2].splitlines()
+    assert said.count("they diverged earlier") == 1
+    hint = said.partition("they diverged earlier: at number 2 the calls happen to match")[2].splitlines()
     assert hint[1:3] == ["  rank 0 called all_reduce of [] Float", f"      train.py:{alone} in train"], said
     assert ("      train.py:41 in main" in hint) == deep, said
 

@@ -14,6 +14,7 @@ import pytest
 from commands import call
 from labkit.measuring.differences import largest_difference  # noqa: F401  the cells compare with it
 from labkit.running import launch
+from provenance import PURE_PARTS
 
 from notebooks import PATHS
 
@@ -176,6 +177,15 @@ def test_what_this_execution_has_not_measured_is_no_verdict(cell):
 def test_a_verdict_that_a_diverged_run_would_pass_stops_the_cell(cell):
     with pytest.raises(doubts.PassesNaN):
         judged(cell)
+
+
+def test_what_is_computed_again_for_each_trial_starts_no_run():
+    """Calls of these modules are repeated some hundred times; judges of exercises are not among what is judged."""
+    paths = [path for part in PURE_PARTS for path in (launch.SOURCE / part.replace(".", "/")).glob("**/*.py")]
+    paths += [launch.SOURCE / (part.replace(".", "/") + ".py") for part in PURE_PARTS]
+    texts = [path.read_text() for path in paths if path.exists() and "exercises" not in path.parts]
+    assert len(texts) > 10
+    assert not [text for text in texts if "running import launch" in text or "notebook_ranks" in text]
 
 
 def test_doubts_can_be_counted_instead(tmp_path, monkeypatch):

@@ -106,6 +106,13 @@ def test_what_is_read_at_import_starts_a_new_python(program, name):
     assert process.wait(60) == 0 and read()[0] == "False\n"
 
 
+@pytest.mark.parametrize("level", ["OFF", "DETAIL"])
+def test_the_level_of_distributed_checks_is_read_again(program, level):
+    code = "import sys; forked = 'torch' in sys.modules; import torch.distributed as dist; print(forked, dist.get_debug_level())"
+    process, read = program(code, TORCH_DISTRIBUTED_DEBUG=level)
+    assert process.wait(60) == 0 and read()[0] == f"True DebugLevel.{level}\n"
+
+
 def test_python_by_a_roundabout_path_is_the_same_python(program):
     """As in ``cd source_code && ../.venv/bin/python ladder.py``."""
     folder, name = os.path.split(sys.executable)

@@ -1,10 +1,23 @@
 """Save and resume a training so that no kill can cost more than the steps since the last save. To copy, and to change.
 
-  done = load(folder, model, optimizer, scheduler, loader)           0 on the first day
-  save(folder, step, model, optimizer, scheduler, loader)            every N steps, and when the job is about to end
+  notes = []
+  signal.signal(signal.SIGUSR1, lambda *_: notes.append(1))  # Slurm's warning
+  done = load(folder, model, optimizer, scheduler, loader)  # 0 on the first day
+  for step, batch in enumerate(loader, done + 1):
+      train_step(batch)
+      scheduler.step()
+      warned = torch.tensor(len(notes), device=device)
+      dist.all_reduce(warned, dist.ReduceOp.MAX)  # so that every rank ends after the same step
+      if step % 1000 == 0 or warned:
+          save(folder, step, model, optimizer, scheduler, loader)
+      if warned:
+          dist.barrier()  # srun --kill-on-bad-exit kills the others when the first rank ends
+          os._exit(75)  # a code for "try again", without a clean-up that may wait for other ranks
 
-Every rank calls both at the same steps. One run per folder. ``others``: whatever has state_dict and load_state_dict.
-The number of ranks may change if the loader counts global batches; random numbers continue if it does not.
+Every rank calls ``load`` and ``save`` at the same steps. One run per folder. After the scheduler and the loader come
+any others that have state_dict and load_state_dict. The number of ranks may change if the loader counts global batches,
+which it divides; random numbers continue if it does not change. To go back to an older checkpoint, move the newer ones
+away first: ``load`` takes the newest.
 """
 
 import os

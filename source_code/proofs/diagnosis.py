@@ -62,6 +62,17 @@ FAULTS = {  # {kind: the layouts it is drawn on}
     "one pause": LAYOUTS,
 }
 CONTROLS = ("healthy", "one pause")
+KINDS = {  # {kind whose report named kind and rank in all draws of the record: what happens on the rank}
+    "killed": "its process gets SIGKILL",
+    "stopped": "its process gets SIGSTOP",
+    "exception": "it raises an error of the program",
+    "broken GPU": "it raises an error of CUDA that no program causes",
+    "stuck outside": "it waits for something that is no collective",
+    "fewer batches": "it leaves the training loop before the others",
+    "lone collective": "it calls a collective that the others do not call",
+    "straggler": "it is slow in each step",
+    "bad sample": "a NaN enters in its batch",
+}
 NOTHING = "nothing"  # what is named for a control
 
 SENTENCES = [  # (kind, how a line of the report begins), in the order in which they are tried on each line
@@ -95,10 +106,10 @@ class Draw:
     step: int
 
 
-def draws(number: int, seed: int) -> list[Draw]:
-    """Draw faults, each kind equally often as far as possible, in random order."""
+def draws(number: int, seed: int, kinds=FAULTS) -> list[Draw]:
+    """Draw faults of some kinds, each equally often as far as possible, in random order."""
     rng = random.Random(seed)
-    kinds = [kind for _ in range(-(-number // len(FAULTS))) for kind in rng.sample([*FAULTS], len(FAULTS))]
+    kinds = [kind for _ in range(-(-number // len(kinds))) for kind in rng.sample([*kinds], len(kinds))]
     return [
         Draw(kind, rng.choice(FAULTS[kind]), rng.randrange(WORLD), rng.randrange(1, STEPS // 2))
         for kind in kinds[:number]

@@ -40,7 +40,7 @@ SECONDS = 120
 
 
 class GlobalBatches:
-    """Shuffle in each epoch, and give each rank its part of every global batch: the position depends on no rank."""
+    """Shuffle in each epoch, and give each rank its part of every global batch, on any number of ranks that divides it."""
 
     epoch = 0
 

@@ -62,11 +62,20 @@ READ_AT_IMPORT = (
     "HF_",
     "TRANSFORMERS_",
 )
+READ_LATER = ("TORCH_DISTRIBUTED_DEBUG", "TORCH_DIST_NAN_CHECK")  # not only at import
 GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 PREFIX = "fsdp-labs-"  # of all addresses
-IMPORTED_WITH = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_IMPORT)}
 END_SECONDS = 20  # how long a program may take to end after SIGTERM
 NUMBER = struct.Struct("!q")
+
+
+def _read_at_import(environ) -> dict:
+    return {
+        name: value for name, value in environ.items() if name.startswith(READ_AT_IMPORT) and name not in READ_LATER
+    }
+
+
+IMPORTED_WITH = _read_at_import(os.environ)
 
 
 def possible(environ=os.environ) -> bool:
@@ -231,11 +240,11 @@ def exec_program(words: list[str], cwd: str, env: dict):
     """Execute the program: in this process if its environment allows the same imports, else in a new Python."""
     os.chdir(cwd)
     python, unbuffered, *rest = words
-    same_imports = {name: value for name, value in env.items() if name.startswith(READ_AT_IMPORT)} == IMPORTED_WITH
-    if os.path.normpath(python) != sys.executable or unbuffered != "-u" or not same_imports:
+    if os.path.normpath(python) != sys.executable or unbuffered != "-u" or _read_at_import(env) != IMPORTED_WITH:
         os.execve(python, words, env)
     os.environ.clear()
     os.environ.update(env)
+    importlib.import_module("torch.distributed").set_debug_level_from_env()
     atexit.register(gc.unfreeze)  # objects still frozen at exit count as leaked
     for module in [name for name in sys.modules if name.partition(".")[0] in ("labkit", "planner")]:
         del sys.modules[module]

@@ -3,34 +3,38 @@
 
   dmesg -T | python -m labkit.running.gpu_errors          the kernel log of a node: what each Xid means, what to do
 
-NVIDIA's driver writes an Xid line into the kernel log of the node when a GPU reports an error. Codes, meanings, and
-actions below summarize NVIDIA's catalog for Ampere and newer GPUs
-(https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html) and its GPU debug guidelines
-(https://docs.nvidia.com/deploy/gpu-debug-guidelines/index.html); messages are those of CUDA 13's runtime library.
-No GPU has failed here: the tests use lines in the documented form.
+NVIDIA's driver writes an Xid line into the kernel log of the node when a GPU reports an error. The codes were compared with
+NVIDIA's catalog for Ampere and newer GPUs (https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html) in November
+2026; an action summarizes its "immediate action", here in capitals, and its "trigger conditions". 63 and 64 are explained in
+https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/user-visible-statistics.html. Messages are those of CUDA 13's runtime
+library. No GPU has failed here: the tests use lines in the documented form.
 """
 
 import re
 import sys
 from typing import NamedTuple
 
-RESTART, RESET, REBOOT = "restart the job", "drain the node and reset the GPU", "drain the node and reboot it"
-SCRIPT = "debug the script first"
-ACTIONS = (SCRIPT, RESTART, RESET, REBOOT)  # from the mildest
+SCRIPT, RESTART = "debug the script first", "restart the job"
+LATER = "restart the job; reset the GPU when convenient"
+RESET, REBOOT = "drain the node and reset the GPU", "drain the node and reboot it"
+ACTIONS = (SCRIPT, RESTART, LATER, RESET, REBOOT)  # from the mildest
 
 XIDS = {  # {code: (meaning, action)}
-    13: ("exception in a kernel, for instance an index out of bounds", SCRIPT),
-    31: ("a kernel accessed an illegal address", SCRIPT),
-    43: ("a program's channel was stopped after an error of its own; the GPU is healthy", SCRIPT),
-    45: ("a program was ended; look for an earlier Xid", RESTART),
-    48: ("uncorrectable (double-bit) memory error", RESET),
-    63: ("a bad memory row is marked for replacement at the next reset", RESTART),
-    64: ("a bad memory row could not be marked for replacement", RESET),
-    74: ("NVLink error", RESET),
-    79: ("the GPU has fallen off the bus", REBOOT),
-    94: ("uncorrectable memory error, contained: only the program that met it is affected", RESTART),
-    95: ("uncorrectable memory error, not contained: other programs may be affected", RESET),
-    119: ("the GPU's own processor (GSP) does not answer", RESET),
+    13: ("exception in a kernel, typically an index out of bounds", SCRIPT),  # RESTART_APP, then check the application
+    31: ("a kernel accessed an illegal address", SCRIPT),  # RESTART_APP, then check the application
+    43: ("a program met a fault of its own and was stopped; the GPU is healthy", SCRIPT),  # IGNORE
+    45: (
+        "a program was ended; follow the other Xid, if there is one",
+        RESTART,
+    ),  # alone: RESTART_FM (the fabric manager)
+    48: ("uncorrectable (double-bit) memory error", RESET),  # alone: RESET_GPU; with 63 or 64: DRAIN_AND_RESET
+    63: ("a bad memory row is marked for replacement at the next reset", LATER),  # IGNORE
+    64: ("a bad memory row could not be marked for replacement", RESET),  # RESET_GPU
+    74: ("NVLink error, here or at the other end of the link", RESET),  # "a GPU reset or node reboot is needed"
+    79: ("the GPU has fallen off the bus", REBOOT),  # RESTART_BM (bare metal)
+    94: ("uncorrectable memory error, contained: only the program that met it is affected", LATER),  # RESTART_APP
+    95: ("uncorrectable memory error, not contained: several programs are affected", RESET),  # RESET_GPU
+    119: ("the GPU's own processor (GSP) did not answer in time", RESET),  # RESET_GPU
 }
 HARDWARE = re.compile(  # CUDA errors that a script does not cause
     "uncorrectable ECC error encountered|uncorrectable NVLink error|hardware stack error"

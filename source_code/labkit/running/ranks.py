@@ -166,7 +166,7 @@ def start_here(count: int, device: str, main, config):
     job, start = uuid.uuid4().hex, random.randrange(12000, 30000)
     ranks = torch.multiprocessing.start_processes(
         _as_local_rank,
-        (count, range(start, start + 8), job, os.getpid(), main, config),
+        (count, range(start, start + 8), job, os.getpid(), fork, main, config),
         count,
         join=False,
         start_method="fork" if fork else "spawn",
@@ -191,9 +191,10 @@ def start_here(count: int, device: str, main, config):
         sys.exit(128 + warned[0] if warned else 1)
 
 
-def _as_local_rank(rank: int, count: int, ports, job: str, launcher: int, main, config):
+def _as_local_rank(rank: int, count: int, ports, job: str, launcher: int, forked: bool, main, config):
     """Run one of the ranks that ``start_here`` has started. launcher: process id of the parent."""
-    atexit._clear()  # the exit handlers of the launcher, inherited by the fork
+    if forked:
+        atexit._clear()  # the exit handlers of the launcher, inherited
     if os.getppid() != launcher:  # it ended before PyTorch could make this process end with it
         _end(1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every rank: end without a traceback from each

@@ -228,7 +228,7 @@ EXERCISES = {
     "07.0": Do(
         title="a recipe that survives a kill",
         level=3,
-        minutes=20,
+        minutes=15,
         judge=judge_recipe,
         hint="Save to a folder with another name, such as step-00000004.partial; when dcp.save has returned, rank 0 renames it.\n"
         "load takes the newest name that is complete, starts from the same dict, and puts the parts back. A state_dict that is\n"
@@ -251,17 +251,21 @@ class Recipe:
             + 2 * STEP
             + WRITING
             + SAVE,
-            "the warning may also come as the evaluation begins": 2 * STEP + WRITING + SAVE,
+            "the warning may also come as the evaluation begins": max(2 * STEP, WRITING) + SAVE,
+            "the write goes on during the two steps, and the warning may also come as the evaluation begins": 2 * STEP
+            + WRITING
+            + SAVE,
             "after the evaluation the state must still be saved": EVALUATION + 2 * STEP,
             "the vote is counted a step later: two steps": EVALUATION + STEP + SAVE,
+            "the first of the two steps is the one that ends with the vote": EVALUATION + 3 * STEP + SAVE,
         },
         hint="Put the warning at two moments: just after a save was started in the background, and as an evaluation begins. What "
         "must the run finish in each case before its state is on the disk? The longer one counts.",
         solution="""
 # As the evaluation begins: 90 s until the next vote, two steps until it is counted, and the save. A save in the
-# background has ended by then. Just after one was started: two steps, the rest of its 50 s, and the save: 114 s.
+# background has ended by then. Just after one was started: its 50 s, in which the two steps also run, and the save: 110 s.
 evaluation, step, writing, save = 90, 2, 50, 60  # seconds
-answer = max(evaluation + 2 * step + save, 2 * step + writing + save)
+answer = max(evaluation + 2 * step, 2 * step, writing) + save
 """,
     ),
     "07.2": Do(

@@ -44,7 +44,7 @@ CAUSES = {  # {name: (the cause, its symptoms)}
     ),
     "learning rate": (
         "the learning rate is too low or too high",
-        "the first loss makes sense; those after it creep or explode, never the same to the last digit",
+        "the first loss makes sense; those after it creep or explode, and are the same to the last digit only at a rate of 0",
     ),
     "lone collective": (
         "some ranks call a collective that the others do not call",
@@ -151,18 +151,10 @@ OURS = {  # {fault: (symptom, first tool, usual cause)}
 }
 
 
-def table(notes: dict[int, tuple]) -> str:
-    """Return a Markdown table of symptom, first tool and usual cause per fault, with the learner's row above ours.
-
-    notes: {fault: (symptom, first tool, usual cause)}; a row of "…" is not filled in yet.
-    """
-    lines = ["| you see | look first at | most often it is |", "|---|---|---|"]
-    for fault, ours in OURS.items():
-        own = notes.get(fault, ())
-        if set(own) - {"…", ""}:
-            lines.append(f"| {' | '.join(f'**{word}**' for word in own)} |")
-        lines.append(f"| {' | '.join(ours)} |")
-    return "\n".join(lines)
+def table() -> str:
+    """Return a Markdown table of each fault's number, symptom, first tool, and usual cause."""
+    lines = ["| fault | you see | look first at | most often it is |", "|---|---|---|---|"]
+    return "\n".join(lines + [f"| {fault} | {' | '.join(ours)} |" for fault, ours in OURS.items()])
 
 
 @dataclass(frozen=True)
@@ -280,7 +272,8 @@ KERNEL_LOGS = {  # lines in the form of NVIDIA's driver, written by hand
     "n03": "NVRM: Xid (PCI:0000:18:00): 63, pid='N/A', Row Remapper: New row marked for remapping\n"
     "NVRM: Xid (PCI:0000:18:00): 94, pid=2977, name=python, Contained ECC error",
     "n04": "NVRM: Xid (PCI:0000:af:00): 79, pid='N/A', GPU has fallen off the bus.",
-    "n05": "NVRM: Xid (PCI:0000:5e:00): 45, pid=5012, name=python, Ch 00000010",
+    "n05": "NVRM: Xid (PCI:0000:5e:00): 43, pid=5012, name=python, Ch 00000010\n"
+    "NVRM: Xid (PCI:0000:5e:00): 45, pid=5012, name=python, Ch 00000011",
 }
 
 
@@ -383,6 +376,9 @@ EXERCISES = {
         level=1,
         minutes=3,
         cause="old parameters",
+        also={
+            "learning rate": "a rate of 0 prints the same; here it is 0.01, and `len(optimizer.state)` stays 0 after a step"
+        },
         hint="To the last digit: were the parameters changed at all? After a step of AdamW, `len(optimizer.state)` is 8; here 0.",
         solution='diagnosis = "old parameters"  # fully_shard replaced the parameters after the optimizer had been made',
     ),
@@ -495,8 +491,8 @@ def origin(losses, me):
         title="which nodes must be drained?",
         level=2,
         minutes=4,
-        hint="Three of the five nodes keep their job, or get it back at once. gpu_errors.XIDS has what each code means.",
-        solution='drain = {"n02", "n04"}  # 94 is contained, with 63 it asks for a reset later; 31 is the script; 45 is a consequence',
+        hint="Three of the five nodes keep their job, or get it back at once. What does each Xid say about the GPU itself?",
+        solution='drain = {"n02", "n04"}  # 94 is contained, with 63 it asks for a reset later; 31 and 43 are the script; 45 is a consequence',
     ),
     "16.17": Diagnose(
         title="a hang on a mesh",
@@ -512,8 +508,10 @@ def origin(losses, me):
         title="the drill",
         level=3,
         minutes=6,
-        hint="Read the first line of each report; then look for the rank that waits for nobody. Kinds: drill.FAULTS.",
+        hint="The first line of a report names the rank, and its words the kind. Where calls come from different lines, one rank made "
+        "a call that the others did not make, whatever else differs.",
         solution="from proofs import diagnosis\n"
-        "answers = [((each.kind, each.rank), (each.kind, each.rank)) for each in diagnosis.draws(2, seed=16)]  # your seed",
+        "drawn = diagnosis.draws(2, seed=16, kinds=diagnosis.KINDS)  # your seed\n"
+        "answers = [((each.kind, each.rank), (each.kind, each.rank)) for each in drawn]",
     ),
 }

@@ -41,11 +41,22 @@ def drilled(rows: list[dict], under: str, title: str):
     both = {row["kind"]: _share(rows, row["kind"], "kind_right", "rank_right") for row in rows}
     kinds = sorted(both, key=lambda kind: (both[kind], _share(rows, kind, "kind_right"), kind))
     figure, axes = plt.subplots(figsize=(11, 6), layout="constrained")
-    axes.barh(kinds, [_share(rows, kind, "kind_right") for kind in kinds], color="#56B4E9", label="the kind")
-    axes.barh(kinds, [both[kind] for kind in kinds], height=0.4, color="#0072B2", label="the kind, and the rank alone")
+    axes.barh(
+        kinds,
+        [_share(rows, kind, "kind_right") for kind in kinds],
+        color="#56B4E9",
+        label="draws in which the kind was named",
+    )
+    axes.barh(
+        kinds,
+        [both[kind] for kind in kinds],
+        height=0.4,
+        color="#0072B2",
+        label="of these, the one right rank too (percentage)",
+    )
     for place, kind in enumerate(kinds):
         axes.text(101, place, f"{both[kind]:.0f} %", va="center")
-    axes.set(xlim=(0, 108), xlabel="draws in which it was named [%]")
+    axes.set(xlim=(0, 108), xlabel="draws [%]")
     figure.legend(loc="outside lower center", ncols=2)
     headline(figure, title, under)
     show(figure)
