@@ -45,14 +45,16 @@ def test_figures_wait_for_the_votes(capsys):
 def test_the_score_and_the_chapters_to_revisit(capsys):
     cases = ballot.judge(THREE, RIGHT, {})
     printed = capsys.readouterr().out
-    assert "Your score: 3 of 3." in printed and "Revisit" not in printed
+    assert "Your score: the right word for 3 of 3; “when” throughout has 1." in printed and "Revisit" not in printed
     assert cases["some"] == [Case({"x": 1}, 1), Case({"x": 2}, 2)]
-    assert "right   “a” holds: why. [1 calculated]" in printed
-    assert "right   “b” holds when x is small. [2 predicted]\n        Your condition: x is near 1\n" in printed
-    assert "right   “c” does not hold: why. [1 predicted]" in printed
+    assert "right   “a” holds: why. [: 0 to 1; 1 calculated]" in printed
+    assert (
+        "right   “b” holds when x is small. [: 0 to 1; 2 predicted]\n        Your condition: x is near 1\n" in printed
+    )
+    assert "right   “c” does not hold: why. [: 0 to 1; 1 predicted]" in printed
     ballot.judge(THREE, {"all": "never", "some": "holds", "none": "skip"}, {})
     printed = capsys.readouterr().out
-    assert "Your score: 0 of 2." in printed
+    assert "the right word for 0 of 2; “when” throughout has 1." in printed
     assert re.findall(r"Revisit chapter (\d\d) for (\w+)", printed) == [("01", "all"), ("02", "some")]
     assert "skipped “c” does not hold" in printed and "wrong   “a” holds: why" in printed
 
@@ -135,4 +137,4 @@ def test_votes_that_are_all_the_same_are_scored_by_the_verdicts(vote, capsys):
     ballot.judge(planned, dict.fromkeys(planned, vote), {})
     expected = {"holds": HOLDS, "never": NEVER}[vote]
     right = sum(claim.verdict(claim.cases()) == expected for claim in planned.values())
-    assert f"Your score: {right} of {len(planned)}." in capsys.readouterr().out
+    assert f"the right word for {right} of {len(planned)};" in capsys.readouterr().out

@@ -66,16 +66,24 @@ def _print_verdict(key: str, claim: Claim, cases: list[Case], found: str, vote: 
     mark = {True: "right", False: "wrong", None: "skipped"}[right(vote, found)]
     joined = {HOLDS: "holds:", WHEN: "holds when", NEVER: "does not hold:"}.get(found, f"{found}:")
     hows = ", ".join(f"{count} {how}" for how, count in Counter(case.how for case in cases).items())
-    text = f"{mark:7} “{claim.quote}” {joined} {claim.condition}. [{hows}]"
+    text = f"{mark:7} “{claim.quote}” {joined} {claim.condition}. [{claim.unit}: {_range(claim)}; {hows}]"
     print(textwrap.fill(text, WIDTH, subsequent_indent=" " * 8))
     if condition := vote.partition(":")[2].strip():
         print(textwrap.fill(f"Your condition: {condition}", WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8))
 
 
+def _range(claim: Claim) -> str:
+    lowest, highest = claim.range
+    if lowest == highest:
+        return f"{lowest:g}"
+    return f"{lowest:g} or more" if highest == float("inf") else f"{max(0, lowest):g} to {highest:g}"
+
+
 def _print_score(claims, found, votes):
     judged = {key: right(vote, found[key]) for key, vote in votes.items() if vote != SKIPPED}
-    print(f"\nYour score: {sum(judged.values())} of {len(judged)}.", end=" ")
-    print("Of each “when”, only you can say whether your condition draws the same line.")
+    always = sum(found[key] == WHEN for key in judged)
+    print(f"\nYour score: the right word for {sum(judged.values())} of {len(judged)}; “when” throughout has {always}.")
+    print("So now count the “when”s whose condition draws the line that the verdict draws: that is what you knew.")
     revisit = {}
     for key, was_right in judged.items():
         if not was_right:
