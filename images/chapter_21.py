@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Draw chapter 21's diagram, how a sentence is judged: python images/chapter_21.py"""
 
 from drawing import COLOURS, INK, PAPER, SOFT, Drawing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Chapter 21: its exercises judge fairly, nothing is judged before all votes are cast, and the score is right."""
 
 import re

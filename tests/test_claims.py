@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Claims on trial: verdicts follow from evidence, and each condition holds in sweeps that the notebook does not show."""
 
 from dataclasses import asdict, replace

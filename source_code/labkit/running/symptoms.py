@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Run a fault for a notebook, and shorten its output: the program's own lines, and the error."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Sentences about FSDP on trial: what each claims, its evidence, and the verdict that follows from the evidence.
 
 A claim is about a number: it holds in a case whose value lies in the claim's range. A condition says in which cases that

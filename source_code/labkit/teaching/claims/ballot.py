@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The ballot of chapter 21: print the claims, refuse to judge before all votes are cast, judge, and keep the score."""
 
 import textwrap

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Claims about PyTorch's interfaces, each tried on the PyTorch that is installed."""
 
 from labkit.teaching.claims import Case, Claim

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Claims about memory: what a rank keeps, what its peak is, and what the usual savers save."""
 
 from planner import gpus, predict

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Plans for the sweeps of claims: transformers on GPUs, their memory, traffic, and time. Imports no torch."""
 
 from dataclasses import replace

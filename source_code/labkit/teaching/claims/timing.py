@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Claims about time. Nothing here ran on a GPU: steps are predicted for H100s (planner/timing), or calculated from peaks."""
 
 from functools import cache

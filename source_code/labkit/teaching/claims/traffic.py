@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Claims about traffic: what a rank sends in a step, by the law of rings."""
 
 from labkit.teaching.claims import LAWS, Case, Claim

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What chapter 21 measures: short runs on a few ranks, and PyTorch's interfaces. Each function runs on every rank."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Figures of chapter 21: for each claim, its value over what was varied, and the range in which it is true."""
 
 import math
