@@ -14,7 +14,7 @@ from labkit.running import launch, options
 from planner import gpus, predict
 from planner.cli import commands, search
 from planner.timing import cost
-from proofs import gpu as gpu_proof
+from proofs import gpu_rows as gpu_proof
 
 EXAMPLES = re.findall(r"^  python plan\.py (.*?)(?:   .*)?$", plan.__doc__, re.MULTILINE)
 GIB = 2**30

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Claims about traffic: what a rank sends in a step, by the law of rings."""
 
+from labkit.measuring.differences import largest_difference
 from labkit.teaching.claims import LAWS, Case, Claim
 from labkit.teaching.claims.sweeps import grid, leaving, parameter_bytes, plan, sent, sent_by
 
@@ -58,7 +59,7 @@ def off_four_and_two(ranks, backend, model="llama3-8b", precision="fp32"):
     """Return how far FSDP is off 4 times, or DDP off 2 times the model's size in fp32, whichever is more."""
     fsdp, ddp = (plan(model, strategy=s, ranks=ranks, precision=precision) for s in ("fsdp2", "ddp"))
     size = parameter_bytes(fsdp)
-    return max(abs(sent(fsdp, backend) / size / 4 - 1), abs(sent(ddp, backend) / size / 2 - 1))
+    return largest_difference([sent(fsdp, backend) / size / 4, sent(ddp, backend) / size / 2], [1.0, 1.0])
 
 
 def four_and_two(ranks, backend, precision="fp32", **_):
