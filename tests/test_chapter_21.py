@@ -123,12 +123,12 @@ def test_a_number_of_micro_batches_is_told_its_mistake(name, capsys):
 
 @pytest.mark.long
 def test_runs_that_the_planner_is_wrong_about_are_noticed():
-    """They train on shorter sequences than their records say: that changes the peak, and no collective."""
+    """They train on shorter sequences than their records say. One process peaks in the optimizer's step, whatever its tokens."""
     broken = {"gpt_fsdp.train(config, me)": "gpt_fsdp.train(replace(config, seq_len=32), me)"}
     broken |= {"if count == ranks]": "if count == ranks < 4]", "for ranks in (1, 2, 4)": "for ranks in (1, 2)"}
     broken |= {"plots.memory(": "(lambda *_: None)("}
     lines = run_broken("21", broken, only=("c21-01", "c21-02", "c21-15b", "c21-16", "c21-17"))
-    assert [line[:4] for line in lines] == ["FAIL", "PASS", "FAIL", "PASS"]
+    assert [line[:4] for line in lines] == ["PASS", "PASS", "FAIL", "PASS"]
 
 
 @pytest.mark.parametrize("vote", ["holds", "never"])
