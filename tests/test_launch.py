@@ -9,12 +9,14 @@ import shlex
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 from commands import assert_about, call, command, refused, run_job, script, ways
 from forked import forked
 from labkit.measuring import records
@@ -611,3 +613,15 @@ def test_a_command_is_shown_and_recorded_as_one_types_it(tmp_path, capsys):
     typed = shlex.split("\n".join([first.removeprefix("$ python "), *others]).replace("\\\n", " "))
     assert typed[-4:] == ["--checkpoint", str(folder), "--record", str(folder / "run.json")]
     assert shlex.split(record["command"]) == typed
+
+
+def test_rank_0_goes_on_when_the_others_have_found_it(monkeypatch):
+    """It would otherwise refuse an option, and end, while they connect: they would say so, in C++."""
+    monkeypatch.setattr(ranks, "_store", dist.HashStore())
+    went_on = threading.Event()
+    thread = threading.Thread(target=lambda: (ranks._meet(0, 3), went_on.set()), daemon=True)
+    thread.start()
+    ranks._meet(1, 3)
+    assert not went_on.wait(0.1)
+    ranks._meet(2, 3)
+    assert went_on.wait(10)

@@ -290,7 +290,18 @@ def rendezvous(rank: int, world_size: int, host: str, ports, job: str):
     _store = _open(world_size, ports) if rank == 0 else _find(host, ports, job)
     if rank == 0:
         _store.set("job", job)
+    if host == LOOPBACK:
+        _meet(rank, world_size)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR=host, MASTER_PORT=str(_store.port))
+
+
+def _meet(rank: int, world_size: int):
+    """Let rank 0 go on when the others have found its store: if it refused the options before, they would lose it and say so."""
+    if rank:
+        _store.add("found", 1)
+    deadline = time.monotonic() + RENDEZVOUS_SECONDS
+    while rank == 0 and _store.add("found", 0) < world_size - 1 and time.monotonic() < deadline:
+        time.sleep(0.005)
 
 
 def _open(world_size, ports):
