@@ -98,9 +98,7 @@ def record_hang(task: finding.Hang, folder: Path):
     wanted = (diagnosis.NOTHING, []) if task.kind == finding.CONTROL else (task.kind, [task.rank])
     for _ in range(TRIES):
         with diagnosis.recorded(diagnosis.Draw(task.kind, task.layout, task.rank, task.step)) as flight:
-            shutil.copytree(
-                flight, folder
-            )  # what the run writes at its end would replace what it has written in the hang
+            shutil.copytree(flight, folder)  # now: what a run writes at its end replaces what it wrote in the hang
         if diagnosis.named(diagnosis.diagnose_hang.report(folder)) == wanted:
             return
         shutil.rmtree(folder)

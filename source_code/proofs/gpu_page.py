@@ -36,7 +36,7 @@ def lines() -> list[str]:
     for name, part in PARTS.items():
         for changes, steps in groupby(part(AnyMachine), key=lambda step: step.changes):
             path, _, said = changes.partition(": ")
-            label = f"[`{path.rpartition('/')[2]}`](../{path}): {said}"
+            label = f"[`{path.rpartition('/')[2]}`](../{path}): “{said}”"
             found.append(f"| `{name}` | {', '.join(step.name for step in steps)} | {label} |")
     return found
 

@@ -38,23 +38,22 @@ WAYS = {  # of gpt_fsdp.py, each tried for a few steps
     "FSDP2, recomputed, compiled, bf16": {"compile": True, "recompute": "selective", "precision": "bf16"},
 }
 
-# What the numbers of a step would change: a file, and what is said there.
-RAN = "docs/what_ran_where.md: the rows that say *not yet run on a GPU*"
-KERNELS = "docs/what_ran_where.md: a GPU's kernels are compared with PyTorch's own code, *not yet with a GPU*"
-ONE_RANK = "docs/what_ran_where.md: one rank of a larger world, *not yet run on a GPU*"
-RESERVE = (
-    "source_code/planner/gpus.py: RESERVE, the factor of what the allocator reserves, until now of torchtitan's runs"
-)
-CONTEXT = "source_code/planner/gpus.py: CONTEXT, NCCL and COMMUNICATOR, until now from reports of others"
-EFFICIENCY = "source_code/planner/timing/cost.py: EFFICIENCY, the share of a GPU's published peak, until now fitted to torchtitan's runs"
-ZERO = "docs/what_ran_where.md: ZeRO by PyTorch and by DeepSpeed, *not yet run on a GPU*"
-OTHERS = "docs/what_ran_where.md: the families of transformers, *not yet run on a GPU*"
-JAX = "docs/what_ran_where.md: what XLA makes for GPUs is *unseen*"
-SPARSE = "docs/what_ran_where.md: mixtures of experts, expert and context parallelism, *not yet run on a GPU*"
-HANGS = "docs/what_ran_where.md: NCCL's dumps are read from files made by hand, *not yet from a GPU*"
-PINNED = "notebooks/06_cpu_offload.ipynb: what pinned memory takes is published, not measured"
-SPEED = "notebooks/12_speed.ipynb: what overlap and compilation gain was measured on CPUs"
-LOADERS = "docs/measuring.md: ratios of loaders and of FSDP on one rank are of CPUs"
+# What the numbers of a step would change: a file, and words that stand there.
+RAN = "docs/what_ran_where.md: NCCL, bf16 on GPUs, pinned CPU offload, the CUDA allocator's figures"
+KERNELS = "docs/what_ran_where.md: with a GPU it has not been compared yet"
+ONE_RANK = "docs/what_ran_where.md: one rank of a larger world, with real tensors"
+RESERVE = "source_code/planner/gpus.py: RESERVE ="
+CONTEXT = "source_code/planner/gpus.py: CONTEXT, NCCL ="
+EFFICIENCY = "source_code/planner/timing/cost.py: EFFICIENCY ="
+ZERO = "docs/what_ran_where.md: ZeRO by PyTorch and by DeepSpeed 0.19.8, tensor and pipeline parallelism"
+OTHERS = "docs/what_ran_where.md: families of transformers"
+JAX = "docs/what_ran_where.md: what XLA makes for GPUs is **unseen**"
+SPARSE = "docs/what_ran_where.md: mixtures of experts, expert and context parallelism"
+HANGS = "docs/what_ran_where.md: NCCL's dumps, and those of pipelines: read as documented, from files made by hand"
+PINNED = "notebooks/06_cpu_offload.ipynb: by default PyTorch rounds each up to a power of two"
+FLOAT8 = "source_code/labkit/training/quantized_gather.py: NCCL all-gathers float8; gloo does not"
+SPEED = "notebooks/12_speed.ipynb: No GPU has run this chapter yet"
+LOADERS = "source_code/proofs/README.md: what a data loader costs, what FSDP costs on one rank"
 
 
 def smoke(config):
@@ -174,7 +173,7 @@ def planner(config):
 
 def memory(config):
     """What is on a GPU, or pinned in the CPU's memory, and no tracer sees."""
-    for check, changes in {"context": CONTEXT, "groups": CONTEXT, "pinned": PINNED, "float8-gather": SPEED}.items():
+    for check, changes in {"context": CONTEXT, "groups": CONTEXT, "pinned": PINNED, "float8-gather": FLOAT8}.items():
         words = (
             "python",
             "-m",

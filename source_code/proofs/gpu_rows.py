@@ -44,7 +44,7 @@ class Step:
         name: unique in the GPU hour; of the records, too.
         runs: of (script, options); what an option's ``Path`` names is written beside the record.
         judge: (record of each run) → rows, made by ``row``.
-        changes: which sentence or limit its numbers would change: a file of the project, and what is said there.
+        changes: which sentence or limit its numbers would change: "FILE: words that stand there".
         settings: environment variables.
     """
 

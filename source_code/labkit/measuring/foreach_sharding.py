@@ -5,11 +5,11 @@
 
 Foreach optimizers pass all parameters to an operator. For each of them DTensor expands the possible shardings, and reads
 the placements of all of them again: quadratic in the number of parameters, of which a transformer's equal blocks have many
-but few kinds. With the 1,136 of Llama 3's 405B that took half of a simulation's time. The sharding of a foreach operator's
+but few kinds. With the 1,136 of Llama 3's 405B that took more than half of a simulation's time under cProfile. The sharding of a foreach operator's
 element depends on nothing but its own inputs (torch/distributed/tensor/_op_schema.py, ``TupleStrategy``).
 
 Private PyTorch used here, and only here: two functions of DTensor's sharding propagation, the schema that they take, and the
-strategies that they return. The second function exists from PyTorch 2.13 on.
+strategies that they return. PyTorch 2.11 lacks the second function; 2.15 has both.
 """
 
 import contextlib

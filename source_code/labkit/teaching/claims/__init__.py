@@ -50,7 +50,7 @@ class Claim:
     """A sentence, and what decides about it.
 
     Attributes:
-        quote: the sentence as it goes around, in one line.
+        quote: the sentence as people repeat it, in one line.
         source: the kind of source that repeats it: "documentation", "blog", "course", or "paper".
         chapter: number of the chapter that explains it.
         unit: what a case's value is.
