@@ -12,7 +12,7 @@ import hf_fsdp
 import pytest
 import torch
 from forked import by_value
-from labkit.measuring import meters
+from labkit.measuring import foreach_sharding, meters
 from labkit.running import launch, notebook_ranks
 from labkit.training import lr_schedule, weight_decay
 from planner.models import shapes
@@ -152,64 +152,69 @@ def test_biases_are_not_decayed_and_frozen_parameters_are_in_no_group():
     assert len(weight_decay.parameter_groups(model, gpt_fsdp.Config(decay_1d=False))) == 1  # no empty group
 
 
-STEPS, SEQUENCES = 6, 8
+STEPS, SEQUENCES = 4, 8
 TRAINED = {"lr": 2e-2, "lr_schedule": "cosine", "warmup_steps": 2, "min_lr": 2e-3, "weight_decay": 0.5}
 SPARED = TRAINED | {"decay_1d": False}
 FP64 = {"precision": "fp64"}
 DEEPSPEED = SPARED | {"engine": "deepspeed"}
 CASES = {
-    "ddp": SPARED | FP64 | {"strategy": "ddp"},
-    "fsdp1, norms decayed": TRAINED | FP64 | {"strategy": "fsdp1"},
-    "fsdp2": SPARED | FP64,
-    "fsdp2, norms decayed": TRAINED | FP64,
-    "fsdp2, adamw-for-loop": SPARED | FP64 | {"optimizer": "adamw-for-loop"},
-    "fsdp2 and tensor": SPARED | FP64 | {"mesh": "shard=2,tensor=2"},
-    "hsdp": SPARED | FP64 | {"mesh": "2x2"},
-    **{f"zero {stage}": SPARED | FP64 | {"stage": stage} for stage in "0123"},
-    **{f"deepspeed {stage}": DEEPSPEED | {"stage": stage} for stage in "0123"},
+    1: {
+        "spared": SPARED | FP64,
+        "decayed": TRAINED | FP64,
+        "constant": {name: value for name, value in (SPARED | FP64).items() if name not in ("lr_schedule", "min_lr")},
+    },
+    2: {
+        "ddp": SPARED | FP64 | {"strategy": "ddp"},
+        "fsdp1, norms decayed": TRAINED | FP64 | {"strategy": "fsdp1"},
+        "fsdp2": SPARED | FP64,
+        "fsdp2, adamw-for-loop": SPARED | FP64 | {"optimizer": "adamw-for-loop"},
+        **{f"zero {stage}": SPARED | FP64 | {"stage": stage} for stage in "0123"},
+        **{f"deepspeed {stage}": DEEPSPEED | {"stage": stage} for stage in "0123"},
+    },
+    4: {
+        "fsdp2 and tensor": SPARED | FP64 | {"mesh": "shard=2,tensor=2"},
+        "hsdp": SPARED | FP64 | {"mesh": "2x2"},
+    },
 }
-ALONE = {"spared": SPARED | FP64, "decayed": TRAINED | FP64, "constant": SPARED | FP64 | {"lr_schedule": "constant"}}
 
 
 def train_all(me):
     """{case: the losses of its steps, then the validation loss}."""
     quick()
+    gpt_fsdp.VALIDATION_SEQUENCES = SEQUENCES
     losses = {}
-    for name, case in (CASES if me.world_size > 1 else ALONE).items():
-        lab = gpt_zero if "stage" in case else gpt_fsdp
-        parts = me.world_size // (2 if "tensor" in case.get("mesh", "") else 1)
-        case = {"max_steps": STEPS, "seq_len": 16, "batch_size": SEQUENCES // parts} | case
-        if me.world_size == 1:
-            case["strategy"] = "single"
-        if case["lr_schedule"] == "constant":
-            del case["min_lr"]
-        result = gpt_fsdp.train(lab.Config(**case), me, lab.prepare)
-        losses[name] = [*result["losses"], result["validation_loss"]]
+    with foreach_sharding.once_for_alike():
+        for name, case in CASES[me.world_size].items():
+            lab = gpt_zero if "stage" in case else gpt_fsdp
+            parts = me.world_size // (2 if "tensor" in case.get("mesh", "") else 1)
+            case = {"max_steps": STEPS, "seq_len": 16, "batch_size": SEQUENCES // parts} | case
+            if me.world_size == 1:
+                case["strategy"] = "single"
+            result = gpt_fsdp.train(lab.Config(**case), me, lab.prepare)
+            losses[name] = [*result["losses"], result["validation_loss"]]
     return losses
 
 
 @pytest.fixture(scope="module")
 def losses():
-    alone, shared = (
-        notebook_ranks.on_ranks(by_value(train_all), ranks=n, cluster=HERE, timeout=400)[0] for n in (1, 4)
-    )
-    return alone | shared
+    return {n: notebook_ranks.on_ranks(by_value(train_all), ranks=n, cluster=HERE, timeout=400)[0] for n in CASES}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", CASES)
-def test_losses_are_those_of_one_process(name, losses):
+@pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks in (2, 4) for name in CASES[ranks]])
+def test_losses_are_those_of_one_process(ranks, name, losses):
     """With a decay and a schedule that show: without either, the losses are others."""
-    reference = losses["decayed" if CASES[name].get("decay_1d", True) else "spared"]
+    case = CASES[ranks][name]
+    reference = losses[1]["decayed" if case.get("decay_1d", True) else "spared"]
     assert len(reference) == STEPS + 1
-    assert losses[name] == pytest.approx(reference, rel=1e-9 if "precision" in CASES[name] else 1e-5)
+    assert losses[ranks][name] == pytest.approx(reference, rel=1e-9 if "precision" in case else 1e-5)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("other", ["decayed", "constant"])
 def test_options_change_the_losses(other, losses):
     """Else the test above would show nothing."""
-    assert losses[other] != pytest.approx(losses["spared"], rel=1e-4)
+    assert losses[1][other] != pytest.approx(losses[1]["spared"], rel=1e-4)
 
 
 # ---- the labs (what does not go together is in bad_input.py)

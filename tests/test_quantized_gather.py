@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 HERE = launch.Cluster(launcher="local")
 KINDS = {"fp32": None, "int8": Int8Gathered, "float8": Float8Gathered}
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
-STEPS, TRACED = 30, (2, 3)
+STEPS, TRACED = 12, (2, 3)
 
 
 def train(me, kind, precision):
