@@ -7,7 +7,6 @@ Starting ranks takes as long as several runs: one launch for each number of rank
 import dataclasses
 import itertools
 import json
-import shutil
 import tempfile
 from collections import Counter
 
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from commands import refused
 from forked import by_value
-from labkit.measuring import meters
+from labkit.measuring import foreach_sharding, meters
 from labkit.measuring.differences import largest_difference
 from labkit.running import launch, notebook_ranks, options
 from labkit.training import attention_kernels as kernels
@@ -34,7 +33,8 @@ from proofs import long_sequences
 from proofs import memory as memory_proof
 
 STEPS, SAVED_AT, SEQUENCES, LENGTH = 4, 2, 4, 16
-SMALL = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2}
+BLOCKS = {"num_hidden_layers": 2}  # half of the smallest model's: each is like the others
+SMALL = BLOCKS | {"hidden_size": 32, "intermediate_size": 96}
 FP64 = {"precision": "fp64"}
 RING, GATHER, ULYSSES = ({"context_attention": form} for form in FORMS)
 TRAINED = {
@@ -93,20 +93,22 @@ def largest_errors(me):
 
 def everything(me, folder):
     """What is looked at: see the tests."""
-    found = {"measured": memory_proof.measure(me, [MEASURED])[0]} if me.world_size == 4 else {}
+    found, tiny = {}, shapes.GPT_SHAPES["tiny"]
+    if me.world_size == 4:
+        shapes.GPT_SHAPES["tiny"] = dataclasses.replace(tiny, **BLOCKS)
+        found["measured"] = memory_proof.measure(me, [MEASURED])[0]
     meters.TRACED_STEPS = range(0)
-    shapes.GPT_SHAPES["tiny"] = dataclasses.replace(shapes.GPT_SHAPES["tiny"], **SMALL)
-    checkpoint = FP64 | {"checkpoint": f"{folder}/{me.world_size}"}
+    gpt_fsdp.VALIDATION_SEQUENCES = SEQUENCES
+    shapes.GPT_SHAPES["tiny"] = dataclasses.replace(tiny, **SMALL)
+    checkpoint = FP64 | {"checkpoint": folder}
     if me.world_size > 1:
         found["errors"] = largest_errors(me)
-    if me.world_size == 4:
-        train(me, **checkpoint | {"mesh": "context=4"} | {"max_steps": SAVED_AT})
-        if me.rank == 0:
-            shutil.copytree(f"{folder}/4", f"{folder}/2")
-        dist.barrier()
-    if me.world_size == 2:
-        found["resumed"] = train(me, **checkpoint, resume=True)
-    return found | {"losses": {name: train(me, **given) for name, given in TRAINED[me.world_size].items()}}
+    with foreach_sharding.once_for_alike():  # the matrix (test_parity.py) is without it
+        if me.world_size == 4:
+            train(me, **checkpoint | {"mesh": "context=4"} | {"max_steps": SAVED_AT})
+        if me.world_size == 2:
+            found["resumed"] = train(me, **checkpoint, resume=True)
+        return found | {"losses": {name: train(me, **given) for name, given in TRAINED[me.world_size].items()}}
 
 
 @pytest.fixture(scope="module")
@@ -142,12 +144,20 @@ def test_checkpoint_resumes_without_context(found):
     assert found[2][0]["resumed"] == pytest.approx(reference[SAVED_AT:], rel=1e-9)
 
 
+@pytest.fixture
+def blocks(monkeypatch):
+    """The model whose memory and traffic were looked at is what --preset tiny names."""
+    tiny = dataclasses.replace(shapes.GPT_SHAPES["tiny"], **BLOCKS)
+    monkeypatch.setitem(shapes.GPT_SHAPES, "tiny", tiny)
+    return tiny.num_hidden_layers
+
+
 def by_dimension(traffic):
     return {(entry["kind"], entry["bytes"], entry["dimension"]): entry["count"] for entry in traffic}
 
 
 @pytest.mark.long
-def test_memory_is_the_planners_and_traffic_in_each_dimension(found):
+def test_memory_is_the_planners_and_traffic_in_each_dimension(found, blocks):
     measured = found[4][0]["measured"]
     row = memory_proof.compare(MEASURED, measured)
     assert row["persistent equal"] and abs(row["difference"]) < 0.0001
@@ -155,14 +165,16 @@ def test_memory_is_the_planners_and_traffic_in_each_dimension(found):
 
 
 @pytest.mark.long
-def test_traffic_by_hand(found):
+def test_traffic_by_hand(found, blocks):
     """FSDP shards among all four ranks; keys and values of 3 x 8 tokens, 2 heads of 32, travel around the ring."""
     sent = by_dimension(found[4][0]["measured"]["traffic"])
     keys_and_values = 4 * 2 * (3 * 8) * (2 * 32)
-    # Three times in forward and in backward, and their gradients, in fp32 as they are, four times: in each of 4 blocks
-    assert sent["send", keys_and_values, "context"] == sent["receive", keys_and_values, "context"] == 4 * (3 + 3 + 4)
+    # Three times in forward and in backward, and their gradients, in fp32 as they are, four times: in each block
+    assert (
+        sent["send", keys_and_values, "context"] == sent["receive", keys_and_values, "context"] == blocks * (3 + 3 + 4)
+    )
     a_block = 4 * (2 * 128 + 2 * 128 * 128 + 2 * 64 * 128 + 3 * 384 * 128)
-    assert sent["reduce-scatter", a_block, "shard"] == 4
+    assert sent["reduce-scatter", a_block, "shard"] == blocks
 
 
 # Without ranks
