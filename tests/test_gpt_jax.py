@@ -7,6 +7,7 @@ JAX computes in a process of its own: it makes its devices once, and its threads
 import contextlib
 import dataclasses
 import importlib.metadata
+import math
 import os
 import shutil
 import signal
@@ -22,6 +23,7 @@ from commands import assert_about, refused, script
 from labkit import UserError, succeeds
 from labkit.measuring import meters
 from labkit.measuring.differences import largest_difference
+from labkit.measuring.replaced import replaced
 from labkit.running import launch, notebook_ranks, preemption
 from labkit.running.lab import Lab
 from labkit.training import hf_files, jax_world
@@ -33,36 +35,37 @@ HERE = launch.Cluster(launcher="local")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the process cannot import this file
 
 SMALL = {"seq_len": 16, "device": "cpu"}
-DEVICES, STEPS, MORE, SEQUENCES = 8, 20, 9, 8
+DEVICES, STEPS, MORE, SEQUENCES = 8, 10, 9, 8
 QUICK_TO_COMPILE = "--xla_backend_optimization_level=0"  # which is most of what these short runs take
-TENSOR, BF16 = "fsdp-weights 4 x tensor 2", "fsdp-explicit, HSDP, bf16"
-SHORT = {"max_steps": 10}
+TENSOR, BF16 = "fsdp-weights 2 x tensor 2", "fsdp-explicit, HSDP, bf16"
+HSDP, REPLICAS = "fsdp-shard-map, HSDP, accumulated", "replicate=2,fsdp=2"
+SHORT = {"max_steps": 5, "devices": 4, "batch_size": 2}  # eight devices show no more, and compute for twice as long
 CASES = {
-    "replicated": {"strategy": "replicated", "max_steps": STEPS + MORE},
+    "replicated": {"strategy": "replicated", "max_steps": STEPS + MORE, "devices": 2, "batch_size": 4},
     "fsdp-explicit": {},
     "fsdp-activations": SHORT | {"strategy": "fsdp-activations"},
     "fsdp-weights, kept": SHORT | {"strategy": "fsdp-weights", "reshard_after_forward": "false"},
     "fsdp-shard-map, recomputed, all cut": SHORT | {"strategy": "fsdp-shard-map", "recompute": "full", "min_size": 0},
-    "fsdp-shard-map, accumulated": SHORT | {"strategy": "fsdp-shard-map", "accumulate": 2, "devices": 4},
-    "fsdp-shard-map, HSDP": SHORT | {"strategy": "fsdp-shard-map", "mesh": "replicate=2,fsdp=4"},
-    BF16: SHORT | {"precision": "bf16", "mesh": "replicate=2,fsdp=4"},
-    TENSOR: SHORT | {"strategy": "fsdp-weights", "mesh": "fsdp=4,tensor=2", "batch_size": 2},
+    HSDP: SHORT | {"strategy": "fsdp-shard-map", "accumulate": 2, "batch_size": 1, "mesh": REPLICAS},
+    BF16: SHORT | {"precision": "bf16", "mesh": REPLICAS},
+    TENSOR: SHORT | {"strategy": "fsdp-weights", "mesh": "fsdp=2,tensor=2", "batch_size": 4},
 }
+VALIDATED = ("replicated", "fsdp-explicit", HSDP)  # the others are not, as this too has to be compiled
 CUT = [name for name in CASES if name not in ("replicated", TENSOR)]
 IN_FP32 = [name for name in CASES if name != BF16]
 
 
 def config_of(case: dict) -> gpt_jax.Config:
-    return gpt_jax.Config(**{"batch_size": 1, "devices": DEVICES} | SMALL | case)
+    return gpt_jax.Config(**{"batch_size": 1, "devices": DEVICES, "max_steps": STEPS} | SMALL | case)
 
 
-def watched(case: dict) -> dict:
+def watched(case: dict, validated: bool) -> dict:
     """The record's part of a run, and of each array when it is over (name, elements, elements on each device)."""
     seen, prepare = [], gpt_jax.prepare
-    gpt_jax.prepare = lambda *given: seen.append(prepare(*given)) or seen[0]
+    changes = {"prepare": lambda *given: seen.append(prepare(*given)) or seen[0]}
     config = config_of(case)
-    result = gpt_jax.train(config, jax_world.load(config.devices, "cpu", config.precision))
-    gpt_jax.prepare = prepare
+    with replaced(gpt_jax, **changes | ({} if validated else {"evaluate": lambda *_: math.nan})):
+        result = gpt_jax.train(config, jax_world.load(config.devices, "cpu", config.precision))
     leaves, _ = gpt_jax.jax.tree_util.tree_flatten_with_path((seen[0].params, seen[0].state))
     result["arrays"] = [
         (gpt_jax.jax.tree_util.keystr(path), leaf.size, [shard.data.size for shard in leaf.addressable_shards])
@@ -75,12 +78,14 @@ def compute(me, folder) -> dict:
     """{"alone", "bf16", "runs", "refused"}: all that is computed, in one process, as JAX takes seconds to start."""
     os.environ["XLA_FLAGS"] = QUICK_TO_COMPILE
     meters.TRACED_STEPS = range(0)
-    alone = gpt_fsdp.train(gpt_fsdp.Config(strategy="single", batch_size=SEQUENCES, **SMALL), me)
+    alone = gpt_fsdp.train(gpt_fsdp.Config(strategy="single", batch_size=SEQUENCES, max_steps=STEPS, **SMALL), me)
     jax_world.load(DEVICES, "cpu")
     saved = {"checkpoint": f"{folder}/ckpt"}
-    bf16 = {"strategy": "fsdp2", "precision": "bf16", "batch_size": SEQUENCES, "max_steps": 10}
+    bf16 = {"strategy": "fsdp2", "precision": "bf16", "batch_size": SEQUENCES, "max_steps": SHORT["max_steps"]}
     bf16 = gpt_fsdp.train(gpt_fsdp.Config(**bf16, **SMALL), me)
-    runs = {name: watched(case | (saved if name == "fsdp-explicit" else {})) for name, case in CASES.items()}
+    runs = {}
+    for name, case in CASES.items():
+        runs[name] = watched(case | (saved if name == "fsdp-explicit" else {}), name in VALIDATED)
     found = {"alone": alone, "bf16": bf16, "runs": runs, "refused": refuse_all(folder)}
     return found | {"weights": from_file(folder), "asked": asked(folder)}
 
@@ -102,11 +107,11 @@ def from_file(folder) -> tuple[bool, bool]:
 
 def asked(folder) -> list[str]:
     """The checkpoints of a run that receives a signal in its first step."""
-    config = config_of({"checkpoint": f"{folder}/asked", "strategy": "replicated"})
+    config = config_of({"checkpoint": f"{folder}/asked", "strategy": "replicated", "devices": 1})
     preemption.install_handlers(config)
     os.kill(os.getpid(), signal.SIGUSR1)
     with contextlib.suppress(preemption.Preempted):
-        gpt_jax.train(config, jax_world.load(DEVICES, "cpu"))
+        gpt_jax.train(config, jax_world.load(1, "cpu"))
     return [path.name for path in Path(config.checkpoint).iterdir() if ".owner-" not in path.name]
 
 
@@ -117,7 +122,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def computed(folder):
-    return notebook_ranks.on_ranks(compute, str(folder), ranks=1, cluster=HERE, timeout=300)[0]
+    return notebook_ranks.on_ranks(compute, str(folder), ranks=1, cluster=HERE, timeout=900)[0]
 
 
 @pytest.fixture(scope="module")
@@ -132,10 +137,10 @@ def alone(computed):
 
 @pytest.mark.parametrize("name", IN_FP32)
 def test_losses_are_those_of_pytorch_and_of_the_replicated_run(name, runs, alone):
-    """The tolerance catches a forgotten weight decay; optax's own is a hundredth of PyTorch's."""
+    """A forgotten weight decay shows in float64 (test_parity.py); optax's own is a hundredth of PyTorch's."""
     losses = runs[name]["losses"][:STEPS]
     steps = len(losses)
-    assert steps >= 10 and losses[-1] < 0.8 * losses[0]
+    assert steps == min(STEPS, config_of(CASES[name]).max_steps) and losses[-1] < 0.9 * losses[0]
     assert losses == pytest.approx(runs["replicated"]["losses"][:steps], rel=1e-5)
     assert losses == pytest.approx(alone["losses"][:steps], rel=1e-5)
     if name != "replicated" and steps == STEPS:  # as many as PyTorch's
@@ -167,8 +172,8 @@ def test_each_device_holds_exactly_its_part(name, runs):
 
 def test_on_the_grid_each_device_holds_its_part(runs):
     cut = [size // part for _, size, (part, *_) in runs[TENSOR]["arrays"] if size >= 2**14]
-    assert set(cut) == {4, 8}  # the embedding, of which a row is looked up, has no dimension along tensor
-    assert cut.count(4) == 3
+    assert set(cut) == {2, 4}  # the embedding, of which a row is looked up, has no dimension along tensor
+    assert cut.count(2) == 3
 
 
 @pytest.mark.parametrize("name", ["replicated", *CUT])
@@ -236,6 +241,8 @@ def test_a_signal_saves_the_step_and_ends_the_run(computed, monkeypatch):
 # What a user gets wrong (and bad_input.py)
 
 OTHER_SHAPES = "one of other shapes"
+SAVED = f"step-{STEPS:06}"
+RESUMED = {"resume": True, "max_steps": 30, "devices": 1, "batch_size": SEQUENCES}  # compiled fast
 REFUSED = {
     "a mesh for others": ({"mesh": "replicate=4,fsdp=4"}, ("--mesh replicate=4,fsdp=4", "16", "8")),
     "heads": ({"mesh": "fsdp=2,tensor=4", "strategy": "fsdp-weights"}, ("2 heads",)),
@@ -247,13 +254,13 @@ REFUSED = {
     ),
     "a big batch": ({"batch_size": 10**9}, ("1 x 1,000,000,000", "8 devices", "GiB")),
     "many micro-batches": (  # only the compiled step shows what it needs
-        {"accumulate": 10**9},
-        ("1,000,000,000 x 1", "8 devices", "GiB"),
+        {"accumulate": 10**9, "devices": 2},
+        ("1,000,000,000 x 1", "2 devices", "GiB"),
     ),
     "more devices": ({"devices": 9}, ("--devices 9", "8 devices")),
     "no such weights": ({"weights": "none.safetensors"}, ("--weights none.safetensors", "export.py")),
     "another model's weights": (
-        {"weights": "other.safetensors"},
+        {"weights": "other.safetensors", "devices": 1},
         ("--weights", "--preset", "blocks.0.feed_forward.up.weight", "(8, 8)", "(384, 128)"),
     ),
     "no GPU": ({"device": "cuda"}, ("--device cuda", "JAX")),
@@ -262,13 +269,10 @@ REFUSED = {
         ("--preset tiny", "small"),
     ),
     "another batch": ({"devices": 4, "resume": True}, ("global batch of 8", "4")),
-    "a used folder": ({}, ("step-000020", "--resume")),
-    "nothing left": ({"resume": True}, ("step 20 of 20",)),
-    "a damaged one": (
-        {"resume": True, "max_steps": 30, "checkpoint": "damaged"},
-        ("step-000020", "damaged", "state/d", "0 bytes", "--fallback"),
-    ),
-    OTHER_SHAPES: ({"resume": True, "max_steps": 30}, ("step-000020", "another model")),
+    "a used folder": ({}, (SAVED, "--resume")),
+    "nothing left": ({"resume": True}, (f"step {STEPS} of {STEPS}",)),
+    "a damaged one": (RESUMED | {"checkpoint": "damaged"}, (SAVED, "damaged", "state/d", "0 bytes", "--fallback")),
+    OTHER_SHAPES: (RESUMED, (SAVED, "another model")),
 }
 
 
@@ -306,7 +310,7 @@ def test_one_sentence_and_nothing_written(name, computed, folder):
     assert len(said.splitlines()) == 1
     assert_about(said, *REFUSED[name][1])
     assert not (folder / "refused.json").exists()
-    assert [path.name for path in (folder / "ckpt").iterdir() if ".owner-" not in path.name] == ["step-000020"]
+    assert [path.name for path in (folder / "ckpt").iterdir() if ".owner-" not in path.name] == [SAVED]
 
 
 @pytest.mark.parametrize(

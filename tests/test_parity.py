@@ -11,25 +11,24 @@ from labkit.measuring.records import RESULTS
 from proofs import parity
 
 pytestmark = pytest.mark.long
-STEPS = 10  # the command takes more; a forgotten weight decay is seen in these
+# The command takes more. A forgotten weight decay is seen in these in float64, and of DeepSpeed, which knows only fp32, in
+# test_optimizer_options.py.
+STEPS = 4
 # In float64 where a library knows it: what is not the same training differs there most clearly. The record has fp32 too.
-FP64 = {"precisions": ("fp64",)}
-# Of JAX what is cut, as it compiles for long: test_gpt_jax.py has all of it in fp32 and on more devices, the record too.
-OF_JAX = FP64 | {"ranks": (4,)}
-# Each other on one number of ranks: on the other, test_gpt_equality.py has FSDP and DDP, test_gpt_zero.py has ZeRO, with
-# more combined. The record has both.
-RANKS = {"gpt_fsdp": (2,), "gpt_zero": (4,)}
+FP64 = ("fp64",)
+# Each on one number of ranks: on the other, test_gpt_equality.py has FSDP and DDP, test_gpt_zero.py has ZeRO, with more
+# combined. Four stages have two between the ends. The record has both.
+RANKS = {"gpt_fsdp": (2,), "gpt_zero": (4,), "gpt_pipeline": (4,), parity.JAX: (4,)}
+# JAX compiles for long: test_gpt_jax.py has all of it in fp32 and on more devices, the record too.
+LEFT_OUT = ("JAX, replicated", "JAX, fsdp")
 
 
 def cut(way):
-    if way.lab == parity.JAX:
-        return dataclasses.replace(way, **OF_JAX)
-    if len(way.ranks) > 1 and way.lab in RANKS:
-        way = dataclasses.replace(way, ranks=RANKS[way.lab])
-    return dataclasses.replace(way, **FP64) if "fp64" in way.precisions else way
+    ranks = RANKS[way.lab] if len(way.ranks) > 1 else way.ranks
+    return dataclasses.replace(way, ranks=ranks, precisions=FP64 if "fp64" in way.precisions else way.precisions)
 
 
-WAYS = [cut(way) for way in parity.VARIANTS if way.name != "JAX, replicated"]
+WAYS = [cut(way) for way in parity.VARIANTS if way.name not in LEFT_OUT]
 RUNS = [(w.name, count, precision) for w in WAYS for count in w.ranks for precision in w.precisions]
 
 
@@ -49,7 +48,7 @@ def test_its_losses_are_those_of_one_process(run, rows):
 def test_the_training_learns(rows):
     """A loss that stands still would be equal however wrong the gradients are."""
     losses = rows["one process", 1, "fp64"]["losses"]
-    assert losses[-1] < 0.8 * losses[0]
+    assert losses[-1] < 0.95 * losses[0]
 
 
 def test_the_committed_record_is_of_one_training():

@@ -95,7 +95,8 @@ def losses_of(me, variants: list[tuple[Variant, str]], steps: int) -> list[list[
     import gpt_fsdp
 
     os.environ.pop(progress.VARIABLE, None)  # a progress bar for dozens of short runs would mean nothing
-    meters.TRACED_STEPS = range(0)  # tracing is slow, and only the losses are needed here
+    meters.TRACED_STEPS = range(0)  # tracing is slow, and only the losses of the steps are needed here
+    gpt_fsdp.VALIDATION_SEQUENCES = 1
     all_losses = []
     for variant, precision in variants:
         # Dozens of runs would each print their losses.
