@@ -5,17 +5,15 @@ Starting ranks takes as long as several runs: one launch for each number of rank
 """
 
 import dataclasses
-import shutil
 import tempfile
 from unittest import mock
 
 import gpt_fsdp
 import pytest
 import torch
-import torch.distributed as dist
 from commands import refused
 from forked import by_value
-from labkit.measuring import meters
+from labkit.measuring import foreach_sharding, meters
 from labkit.running import launch, notebook_ranks, options
 from labkit.training import models
 from planner import predict
@@ -24,9 +22,9 @@ from planner.timing import cost
 from proofs import memory as memory_proof
 
 pytestmark = pytest.mark.long
-STEPS, SAVED_AT, SEQUENCES, LENGTH = 6, 3, 8, 16
-# A quarter of the smallest model's width, half of its blocks: of losses, what is tested does not depend on these.
-SMALL = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2}
+STEPS, SAVED_AT, SEQUENCES, LENGTH = 4, 2, 8, 16
+BLOCKS = {"num_hidden_layers": 2}  # half of the smallest model's: each is like the others
+SMALL = BLOCKS | {"hidden_size": 32, "intermediate_size": 96}  # a quarter of its width: losses do not depend on it
 FP64 = {"precision": "fp64"}
 CLIPPED = FP64 | {"clip": 0.4, "tied": True}  # below most of the norms that occur
 GRID, TENSOR, REPLICAS = ({"mesh": mesh} for mesh in ("shard=2,tensor=2", "tensor=2", "replicate=2,tensor=2"))
@@ -65,20 +63,20 @@ def whole_and_local(me):
 
 def everything(me, folder):
     """What is looked at: see the tests."""
-    found = {"measured": memory_proof.measure(me, [MEASURED])[0]} if me.world_size == 4 else {}
-    started = whole_and_local(me) if me.world_size == 4 else None
-    meters.TRACED_STEPS = range(0)
-    shapes.GPT_SHAPES["tiny"] = dataclasses.replace(shapes.GPT_SHAPES["tiny"], **SMALL)
-    checkpoint = FP64 | {"checkpoint": f"{folder}/{me.world_size}"}
+    found, tiny = {}, shapes.GPT_SHAPES["tiny"]
     if me.world_size == 4:
-        found["started"] = started
-        train(me, **checkpoint | GRID | {"max_steps": SAVED_AT})
-        if me.rank == 0:
-            shutil.copytree(f"{folder}/4", f"{folder}/2")
-        dist.barrier()
-    if me.world_size > 1:
-        found["resumed"] = train(me, **checkpoint, resume=True)
-    return found | {"losses": {name: train(me, **given) for name, given in TRAINED[me.world_size].items()}}
+        shapes.GPT_SHAPES["tiny"] = dataclasses.replace(tiny, **BLOCKS)
+        found = {"measured": memory_proof.measure(me, [MEASURED])[0], "started": whole_and_local(me)}
+    meters.TRACED_STEPS = range(0)
+    gpt_fsdp.VALIDATION_SEQUENCES = SEQUENCES
+    shapes.GPT_SHAPES["tiny"] = dataclasses.replace(tiny, **SMALL)
+    checkpoint = FP64 | {"checkpoint": folder}
+    with foreach_sharding.once_for_alike():  # the matrix (test_parity.py) is without it
+        if me.world_size == 4:
+            train(me, **checkpoint | GRID | {"max_steps": SAVED_AT})
+        if me.world_size == 2:
+            found["resumed"] = train(me, **checkpoint, resume=True)
+        return found | {"losses": {name: train(me, **given) for name, given in TRAINED[me.world_size].items()}}
 
 
 @pytest.fixture(scope="module")
@@ -100,13 +98,21 @@ def test_losses_are_those_of_one_process(ranks, name, found):
     assert found[ranks][0]["losses"][name] == pytest.approx(reference, rel=1e-9)
 
 
+@pytest.fixture
+def blocks(monkeypatch):
+    """The model whose memory and traffic were looked at is what --preset tiny names."""
+    tiny = dataclasses.replace(shapes.GPT_SHAPES["tiny"], **BLOCKS)
+    monkeypatch.setitem(shapes.GPT_SHAPES, "tiny", tiny)
+    return tiny.num_hidden_layers
+
+
 # Along (shard, tensor): columns of a weight (out, in) are its rows, dimension 0, which FSDP then cuts once more.
 COLUMNS = "(_StridedShard(dim=0, sf=2), Shard(dim=0))"
 ROWS = "(Shard(dim=0), Shard(dim=1))"
 NORM = "(Shard(dim=0), Replicate())"
 
 
-def test_every_parameter_lies_where_the_plan_says(found):
+def test_every_parameter_lies_where_the_plan_says(found, blocks):
     whole = models.GPT(shapes.GPT_SHAPES["tiny"])
     with mock.patch.object(models, "DRAWN_AT_ONCE", SMALL_BLOCKS):
         gpt_fsdp.init_weights(whole, gpt_fsdp.Config().seed)
@@ -129,7 +135,7 @@ def by_dimension(traffic):
     return {(entry["kind"], entry["bytes"], entry["dimension"]): entry["count"] for entry in traffic}
 
 
-def test_memory_is_the_planners_and_traffic_in_each_dimension(found):
+def test_memory_is_the_planners_and_traffic_in_each_dimension(found, blocks):
     measured = found[4][0]["measured"]
     row = memory_proof.compare(MEASURED, measured)
     assert row["persistent equal"]
@@ -137,25 +143,26 @@ def test_memory_is_the_planners_and_traffic_in_each_dimension(found):
     assert by_dimension(measured["traffic"]) == by_dimension(memory_proof.planned(MEASURED).traffic())
 
 
-def test_traffic_by_hand(found):
+def test_traffic_by_hand(found, blocks):
     """FSDP's collectives carry parts of parameters, and tensor parallelism's whole activations."""
     sent = by_dimension(found[4][0]["measured"]["traffic"])
     activation = 4 * 3 * 20 * 128
     # Two a block, and one for the embedding or the head; backward turns each into the other
-    assert sent["all-gather", activation, "tensor"] == sent["reduce-scatter", activation, "tensor"] == 2 * (2 * 4 + 1)
+    assert (
+        sent["all-gather", activation, "tensor"] == sent["reduce-scatter", activation, "tensor"] == 2 * (2 * blocks + 1)
+    )
     half_a_block = 4 * (2 * 128 + (2 * 128 * 128 + 2 * 64 * 128 + 3 * 384 * 128) // 2)  # and both norms whole
-    assert sent["all-gather", half_a_block, "shard"] == 2 * 4
-    assert sent["reduce-scatter", half_a_block, "shard"] == 4
-    assert sent["all-reduce", 4 * 128, "tensor"] == 2 * 4 + 1  # the norms' gradients
+    assert sent["all-gather", half_a_block, "shard"] == 2 * blocks
+    assert sent["reduce-scatter", half_a_block, "shard"] == blocks
+    assert sent["all-reduce", 4 * 128, "tensor"] == 2 * blocks + 1  # the norms' gradients
     # Of the loss: no rank ever has the logits of the whole vocabulary
     assert sent["all-reduce", 4 * 3 * 20, "tensor"] == 3
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_checkpoint_resumes_under_plain_fsdp(ranks, found):
-    """One written on a mesh of shards and tensor groups has whole parameters in it, whoever reads them."""
+def test_checkpoint_resumes_under_plain_fsdp(found):
+    """One written by four ranks on a mesh of shards and tensor groups has whole parameters in it, which two read."""
     reference = found[1][0]["losses"]["plain"]
-    assert found[ranks][0]["resumed"] == pytest.approx(reference[SAVED_AT:], rel=1e-9)
+    assert found[2][0]["resumed"] == pytest.approx(reference[SAVED_AT:], rel=1e-9)
 
 
 def parsed(words):
