@@ -2,7 +2,6 @@
 """Muon: the three ways equal one process, each collective and the peak are as planned, and its momentum survives."""
 
 import dataclasses
-import functools
 import json
 import shutil
 from itertools import chain
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from forked import by_value
 from labkit import UserError
-from labkit.measuring import meters, trace
+from labkit.measuring import foreach_sharding, meters, trace
 from labkit.running import launch, notebook_ranks, options
 from labkit.training import muon
 from planner.models import shapes
@@ -45,6 +44,7 @@ CASES = {
         "gather, kept after forward": (UNEVEN, {"optimizer": "muon-gather", "reshard_after_forward": "false"} | FP64),
         "owner, wide, bf16": (WIDE, BF16),
         "dtensor, wide": (WIDE, {"optimizer": "muon-dtensor"}),
+        "owner, wide, bf16 weights": (WIDE, PURE),
         "gather, wide, bf16 weights": (WIDE, {"optimizer": "muon-gather"} | PURE),
     },
     4: {
@@ -53,7 +53,6 @@ CASES = {
         "dtensor": (UNEVEN, FP64 | {"optimizer": "muon-dtensor"}),
         "owner, replicas": (UNEVEN, FP64 | HYBRID),
         "gather, replicas": (UNEVEN, FP64 | HYBRID | {"optimizer": "muon-gather"}),
-        "owner, wide, bf16 weights": (WIDE, PURE),
     },
 }
 ALL = [(ranks, name) for ranks, cases in CASES.items() for name in cases]
@@ -66,30 +65,38 @@ def as_run(ranks: int, name: str) -> dict:
     return {"optimizer": "muon", "seq_len": 8, "batch_size": batch, "lr": 0.02, "weight_decay": 0.3} | given
 
 
-def run_all(me):
-    """{case: ([loss of each step], memory, traffic)} of the cases of this number of ranks."""
+def run_all(me, folder):
+    """{case: ([loss of each step], memory, traffic)} of this number of ranks, and "resumed": what ``resumed`` returns."""
     tiny, results, train_step = shapes.GPT_SHAPES["tiny"], {}, gpt_fsdp.train_step
-    for name, (size, _) in CASES[me.world_size].items():
-        shapes.GPT_SHAPES["tiny"] = dataclasses.replace(tiny, **size)
-        losses = []
+    with foreach_sharding.once_for_alike():
+        for name, (size, _) in CASES[me.world_size].items():
+            shapes.GPT_SHAPES["tiny"] = dataclasses.replace(tiny, **size)
+            losses = []
 
-        def watched(*about, losses=losses):
-            own = train_step(*about)
-            losses.append(sum(own).item())  # a number, which takes no memory that the trace would see
-            return own
+            def watched(*about, losses=losses):
+                own = train_step(*about)
+                losses.append(sum(own).item())  # a number, which takes no memory that the trace would see
+                return own
 
-        gpt_fsdp.train_step = watched
-        one = {"script": "gpt_fsdp.py", "ranks": me.world_size, "config": as_run(me.world_size, name)}
-        (measured,) = memory.measure(me, [one])
-        mean = torch.tensor(losses, dtype=torch.float64)
-        dist.all_reduce(mean)
-        results[name] = ((mean / me.world_size).tolist(), measured["memory"], measured["traffic"])
+            gpt_fsdp.train_step = watched
+            one = {"script": "gpt_fsdp.py", "ranks": me.world_size, "config": as_run(me.world_size, name)}
+            (measured,) = memory.measure(me, [one])
+            mean = torch.tensor(losses, dtype=torch.float64)
+            dist.all_reduce(mean)
+            results[name] = ((mean / me.world_size).tolist(), measured["memory"], measured["traffic"])
+        gpt_fsdp.train_step = train_step
+        if me.world_size < 4:
+            results["resumed"] = resumed(me, folder)
     return results
 
 
-@functools.cache
-def results_on(ranks: int) -> dict:
-    return notebook_ranks.on_ranks(by_value(run_all), ranks=ranks, cluster=HERE, timeout=240)[0]
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """{ranks: what ``run_all`` found}; two ranks write the checkpoints, and one reads them after them."""
+    folder = str(tmp_path_factory.mktemp("muon") / "saved")
+    return {
+        n: notebook_ranks.on_ranks(by_value(run_all), folder, ranks=n, cluster=HERE, timeout=240)[0] for n in (2, 1, 4)
+    }
 
 
 @pytest.fixture
@@ -107,17 +114,17 @@ def planned_run(ranks: int, name: str) -> Plan:
 
 
 @pytest.mark.parametrize(("ranks", "name"), [each for each in ALL if "fp64" in CASES[each[0]][each[1]][1].values()])
-def test_losses_are_those_of_one_process(ranks, name):
-    reference, losses = results_on(1)["single"][0], results_on(ranks)[name][0]
+def test_losses_are_those_of_one_process(ranks, name, results):
+    reference, losses = results[1]["single"][0], results[ranks][name][0]
     assert len(losses) == memory.STEPS and reference[-1] < reference[0]
     assert losses == pytest.approx(reference, rel=1e-9)
 
 
 @pytest.mark.parametrize(("ranks", "name"), ALL)
-def test_each_collective_is_as_planned(ranks, name, small):
+def test_each_collective_is_as_planned(ranks, name, small, results):
     small(CASES[ranks][name][0])
     keys = ("kind", "bytes", "dimension", "count")
-    found = [tuple(each[key] for key in keys) for each in results_on(ranks)[name][2]]
+    found = [tuple(each[key] for key in keys) for each in results[ranks][name][2]]
     assert sorted(map(str, found)) == sorted(
         str(tuple(each[k] for k in keys)) for each in planned_run(ranks, name).traffic()
     )
@@ -126,19 +133,19 @@ def test_each_collective_is_as_planned(ranks, name, small):
 
 
 @pytest.mark.parametrize(("ranks", "name"), ALL)
-def test_memory_is_as_planned(ranks, name, small):
+def test_memory_is_as_planned(ranks, name, small, results):
     """To the byte: what persists, the optimizer's step, and the whole step."""
     small(CASES[ranks][name][0])
-    found, of_run = results_on(ranks)[name][1], planned_run(ranks, name)
+    found, of_run = results[ranks][name][1], planned_run(ranks, name)
     assert sum(found["start"].values()) - found["start"]["activations"] == sum(of_run.persistent().values())
     in_optimizer = max(sum(moment) for phase, *moment in found["timeline"] if phase == "optimizer")
     assert in_optimizer == of_run.timeline()["optimizer"][0]
     assert trace.total(found["peak"]) == sum(of_run.peak()[1].values())
 
 
-def test_the_optimizers_step_has_the_peak_of_some_runs():
+def test_the_optimizers_step_has_the_peak_of_some_runs(results):
     """Else the test above would say less."""
-    assert {results_on(ranks)[name][1]["peak_phase"] for ranks, name in ALL} == {"optimizer", "backward"}
+    assert {results[ranks][name][1]["peak_phase"] for ranks, name in ALL} == {"optimizer", "backward"}
 
 
 # The optimizer itself
@@ -195,27 +202,26 @@ def test_a_round_has_matrices_of_about_equal_cost():
 
 
 def resumed(me, folder):
-    """Losses of a run, and of one that is resumed in its middle."""
+    """On two ranks the losses of a run, then of what resumes in its middle; on one those of what resumes there, too."""
     meters.TRACED_STEPS = range(0)
     tiny = shapes.GPT_SHAPES["tiny"]
     shapes.GPT_SHAPES["tiny"] = dataclasses.replace(tiny, **UNEVEN)
     common = {"optimizer": "muon", "precision": "fp64", "seq_len": 8, "max_steps": 4, "lr": 0.02}
     common |= {"batch_size": SEQUENCES // me.world_size, "strategy": "fsdp2" if me.world_size > 1 else "single"}
     config = gpt_fsdp.Config(**common, checkpoint=folder, checkpoint_every=2, resume=True)
-    whole = gpt_fsdp.train(config, me)["losses"]
-    dist.barrier()
-    if me.rank == 0:
-        shutil.rmtree(f"{folder}/step-000004")
-    dist.barrier()
-    return whole, gpt_fsdp.train(config, me)["losses"]
+    losses = []
+    for _ in range(me.world_size):
+        losses.append(gpt_fsdp.train(config, me)["losses"])
+        dist.barrier()
+        if me.rank == 0:
+            shutil.rmtree(f"{folder}/step-000004")
+        dist.barrier()
+    return losses
 
 
-def test_momentum_is_saved_and_resumed_on_another_number_of_ranks(tmp_path):
-    folder = str(tmp_path / "saved")
-    whole, again = notebook_ranks.on_ranks(by_value(resumed), folder, ranks=2, cluster=HERE, timeout=120)[0]
-    assert again == whole[2:]
-    shutil.rmtree(f"{folder}/step-000004")
-    _, alone = notebook_ranks.on_ranks(by_value(resumed), folder, ranks=1, cluster=HERE, timeout=120)[0]
+def test_momentum_is_saved_and_resumed_on_another_number_of_ranks(results):
+    (whole, again), (alone,) = results[2]["resumed"], results[1]["resumed"]
+    assert len(whole) == 4 and again == whole[2:]
     assert alone == pytest.approx(whole[2:], rel=1e-9)
 
 
