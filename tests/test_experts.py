@@ -2,7 +2,6 @@
 """Mixtures of experts: every way to share them equals one process, and memory and traffic are planned for a given routing."""
 
 import dataclasses
-import functools
 import json
 import math
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked import by_value
-from labkit.measuring import meters, trace
+from labkit.measuring import foreach_sharding, meters, trace
 from labkit.running import launch, notebook_ranks, options
 from labkit.training import expert_parallel, experts, models
 from planner import predict
@@ -35,7 +34,9 @@ PLAIN, DROPPING = FP64, FP64 | {"capacity_factor": 0.75, "shared_expert": True, 
 # With SGD, other than with AdamW, losses depend on the size of the gradient. The clipped norm is that of all parameters.
 SGD = FP64 | {"optimizer": "sgd", "lr": 1.0, "clip": 0.2, "accumulate": 2, "balance": "loss", "sync": "last"}
 BIASED = FP64 | {"balance": "bias", "optimizer": "momentum", "lr": 0.3, "recompute": "full"}
-EP2, EP4 = {"mesh": "shard=4,expert=2"}, {"mesh": "shard=4,expert=4"}
+PURE = {"precision": "bf16", "weights": "bf16", "optimizer": "sgd", "wrap": "blocks+embeddings"}
+# Spread over all ranks, two show what four do; over some of four, their shards too.
+BOTH, EP2, EP4 = ({"mesh": mesh} for mesh in ("shard=2,expert=2", "shard=4,expert=2", "shard=4,expert=4"))
 CASES = {
     1: {
         name: given | {"strategy": "single"}
@@ -44,19 +45,18 @@ CASES = {
     2: {
         "plain, ddp": PLAIN | {"strategy": "ddp"},
         "dropping, fsdp": DROPPING,
-        "sgd, spread": SGD | {"mesh": "shard=2,expert=2"},
+        "sgd, spread": SGD | BOTH,
         "biased, ddp": BIASED | {"strategy": "ddp"},
         "fp32, recomputed": {"recompute": "full", "optimizer": "sgd"},
         "bf16, kept": {"precision": "bf16", "reshard_after_forward": "false", "optimizer": "sgd"},
+        "bf16, recomputed, spread": {"precision": "bf16", "recompute": "full", "optimizer": "sgd"} | BOTH,
+        "bf16 weights, spread": PURE | BOTH,
     },
     4: {
         "plain, spread over all": PLAIN | EP4,
         "dropping, spread": DROPPING | EP2,
         "sgd, spread": SGD | EP2,
-        "sgd, spread over all": SGD | EP4,
         "biased, spread": BIASED | EP2,
-        "bf16, recomputed": {"precision": "bf16", "recompute": "full", "optimizer": "sgd"} | EP2,
-        "bf16 weights": {"precision": "bf16", "weights": "bf16", "optimizer": "sgd", "wrap": "blocks+embeddings"} | EP4,
         "plain, context": PLAIN | {"mesh": "shard=2,context=2,expert=2"},
         "biased, context": BIASED | {"mesh": "context=4,expert=4", "context_attention": "gather"},
     },
@@ -73,30 +73,39 @@ def as_run(ranks: int, name: str) -> dict:
     return {"experts": 8, "seq_len": LENGTH, "batch_size": batch, "lr": 0.01} | given
 
 
-def run_all(me):
-    """{case: (its losses, what was measured)} of the cases of this number of ranks."""
+def run_all(me, folder):
+    """{case: (its losses, what was measured)} of this number of ranks; "resumed", "names of groups": see these functions."""
     tiny, results, train_step = shapes.GPT_SHAPES["tiny"], {}, gpt_fsdp.train_step
     shapes.GPT_SHAPES["tiny"] = dataclasses.replace(tiny, **SIZE)
-    for name in CASES[me.world_size]:
-        losses = []
+    with foreach_sharding.once_for_alike():
+        for name in CASES[me.world_size]:
+            losses = []
 
-        def watched(*about, losses=losses):
-            own = train_step(*about)
-            losses.append(sum(own).item())
-            return own
+            def watched(*about, losses=losses):
+                own = train_step(*about)
+                losses.append(sum(own).item())
+                return own
 
-        gpt_fsdp.train_step = watched
-        one = {"script": "gpt_fsdp.py", "ranks": me.world_size, "config": as_run(me.world_size, name)}
-        (measured,) = memory.measure(me, [one])
-        mean = torch.tensor(losses, dtype=torch.float64)
-        dist.all_reduce(mean)
-        results[name] = (mean / me.world_size).tolist(), measured
+            gpt_fsdp.train_step = watched
+            one = {"script": "gpt_fsdp.py", "ranks": me.world_size, "config": as_run(me.world_size, name)}
+            (measured,) = memory.measure(me, [one])
+            mean = torch.tensor(losses, dtype=torch.float64)
+            dist.all_reduce(mean)
+            results[name] = (mean / me.world_size).tolist(), measured
+        gpt_fsdp.train_step = train_step
+        results["resumed"] = resumed(me, folder)
+    if me.world_size == 2:
+        results["names of groups"] = names_of_groups(me)
     return results
 
 
-@functools.cache
-def results_on(ranks: int) -> list[dict]:
-    return notebook_ranks.on_ranks(by_value(run_all), ranks=ranks, cluster=HERE, timeout=240)
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """{ranks: [what ``run_all`` found on each]}; two ranks go on from the checkpoint that four have saved."""
+    folder = str(tmp_path_factory.mktemp("experts") / "saved")
+    return {
+        n: notebook_ranks.on_ranks(by_value(run_all), folder, ranks=n, cluster=HERE, timeout=240) for n in (4, 2, 1)
+    }
 
 
 @pytest.fixture
@@ -106,24 +115,24 @@ def small(monkeypatch):
 
 
 @pytest.mark.parametrize(("ranks", "name"), IN_FP64)
-def test_losses_are_those_of_one_process(ranks, name):
-    reference, losses = (results_on(n)[0][which][0] for n, which in ((1, name.split(",")[0]), (ranks, name)))
+def test_losses_are_those_of_one_process(ranks, name, results):
+    reference, losses = (results[n][0][which][0] for n, which in ((1, name.split(",")[0]), (ranks, name)))
     assert len(losses) == memory.STEPS and reference[-1] < reference[0]
     assert losses == pytest.approx(reference, rel=1e-9)
 
 
-def test_each_case_trains_something_else():
+def test_each_case_trains_something_else(results):
     """Else dropping, balancing, and clipping would not show in the losses."""
-    losses = [results[0][-1] for results in results_on(1)[0].values()]
+    losses = [results[1][0][name][0][-1] for name in CASES[1]]
     assert len({round(loss, 6) for loss in losses}) == len(losses)
 
 
 @pytest.mark.parametrize(("ranks", "name"), ALL)
-def test_memory_and_traffic_are_those_of_the_plan_for_the_same_routing(ranks, name, small):
+def test_memory_and_traffic_are_those_of_the_plan_for_the_same_routing(ranks, name, small, results):
     """On every rank. Of a step that is not the first one traced, the losses before it are alive, too: some bytes."""
     one = {"script": "gpt_fsdp.py", "ranks": ranks, "config": as_run(ranks, name)}
     for rank in range(ranks):
-        measured = results_on(ranks)[rank][name][1]
+        measured = results[ranks][rank][name][1]
         row = memory.compare(one, measured, rank)
         assert row["persistent equal"] and row["traffic equal"], (rank, row)
         later = measured["routing"]["step_by_rank"][rank] > meters.TRACED_STEPS[1]
@@ -132,20 +141,20 @@ def test_memory_and_traffic_are_those_of_the_plan_for_the_same_routing(ranks, na
         assert 0 <= peak - predict.total(row["predicted"]) <= max(losses, 16 * later, LATE * peak), (rank, row)
 
 
-def test_peaks_depend_on_the_routing(small):
+def test_peaks_depend_on_the_routing(small, results):
     """Else the test above would say less: the fullest rank needs more than the plan for uniform choices."""
     one = {"script": "gpt_fsdp.py", "ranks": 4, "config": as_run(4, "plain, spread over all")}
-    measured = [results_on(4)[rank]["plain, spread over all"][1] for rank in range(4)]
+    measured = [results[4][rank]["plain, spread over all"][1] for rank in range(4)]
     peaks = [sum(each["memory"]["peak"].values()) for each in measured]
     uniform = predict.total(memory.planned(one).peak()[1])
     assert min(peaks) < 0.98 * uniform and max(peaks) > 1.02 * uniform
 
 
-def test_each_all_to_all_has_the_bytes_of_the_routing():
+def test_each_all_to_all_has_the_bytes_of_the_routing(results):
     """Counted by hand from the tokens of each expert: a rank receives the rows of its own experts."""
     name, ranks, row_bytes = "plain, spread over all", 4, 64 * 8
     for rank in range(ranks):
-        measured = results_on(ranks)[rank][name][1]
+        measured = results[ranks][rank][name][1]
         tokens = torch.tensor(measured["routing"]["tokens"][str(measured["routing"]["step_by_rank"][rank])])[:, 0]
         assert tokens.shape == (ranks, 2, 8) and (tokens.sum(-1) == 2 * 2 * LENGTH).all()
         own = tokens.unflatten(-1, (ranks, 2))
@@ -154,8 +163,8 @@ def test_each_all_to_all_has_the_bytes_of_the_routing():
         assert found == sorted([*(larger * row_bytes).tolist() * 4, 64, 64])
 
 
-def test_every_token_is_computed_unless_it_is_dropped(small):
-    kept = results_on(4)[0]["dropping, spread"][1]["routing"]["tokens"]["3"]
+def test_every_token_is_computed_unless_it_is_dropped(small, results):
+    kept = results[4][0]["dropping, spread"][1]["routing"]["tokens"]["3"]
     capacity = math.ceil(0.75 * LENGTH * 3 / 8)
     assert all(count <= 2 * capacity for micro in kept[0] for layer in micro for count in layer)
     assert sum(map(sum, kept[0][0])) < 2 * 2 * LENGTH * 3
@@ -240,22 +249,26 @@ def test_balancing_balances(balance, monkeypatch):
 # Checkpoints
 
 
-def resumed(me, given: dict):
+# Steps of one run: of four ranks with different experts, of two, and of two that have all experts
+LEGS = {4: [(2, EP4["mesh"])], 2: [(4, BOTH["mesh"]), (6, None)], 1: [(6, None)]}
+
+
+def resumed(me, folder) -> list[float]:
+    """The losses of the legs of this number of ranks; each goes on from the one before, one process from the beginning."""
     meters.TRACED_STEPS = range(0)
-    shapes.GPT_SHAPES["tiny"] = dataclasses.replace(shapes.GPT_SHAPES["tiny"], **SIZE)
     common = as_run(me.world_size, next(iter(CASES[me.world_size]))) | {"optimizer": "adamw", "balance": "bias"}
-    return gpt_fsdp.train(gpt_fsdp.Config(**common | {"strategy": "fsdp2", "mesh": None} | given), me)["losses"]
+    common |= {"strategy": "single"} if me.world_size == 1 else {"strategy": "fsdp2", "checkpoint": folder}
+    losses = []
+    for steps, mesh in LEGS[me.world_size]:
+        given = {"max_steps": steps, "mesh": mesh, "resume": me.world_size == 2}
+        losses += gpt_fsdp.train(gpt_fsdp.Config(**common | given), me)["losses"]
+    return losses
 
 
-def test_a_checkpoint_is_resumed_with_other_spreads_and_with_none(tmp_path):
+def test_a_checkpoint_is_resumed_with_other_spreads_and_with_none(results):
     """Experts, their moments, and the routers' biases are saved whole: 4 ranks with different experts, 2, none."""
-    folder, losses = str(tmp_path / "saved"), []
-    for ranks, mesh, steps in ((4, EP4["mesh"], 2), (2, "shard=2,expert=2", 4), (2, None, 6)):
-        given = {"mesh": mesh, "max_steps": steps, "checkpoint": folder, "resume": steps > 2}
-        losses += notebook_ranks.on_ranks(by_value(resumed), given, ranks=ranks, cluster=HERE, timeout=120)[0]
-    alone = {"strategy": "single", "max_steps": 6}
-    (expected,) = notebook_ranks.on_ranks(by_value(resumed), alone, ranks=1, cluster=HERE, timeout=120)
-    assert losses == pytest.approx(expected, rel=1e-9)
+    losses, expected = results[4][0]["resumed"] + results[2][0]["resumed"], results[1][0]["resumed"]
+    assert len(expected) == 6 and losses == pytest.approx(expected, rel=1e-9)
 
 
 # Plans (what does not go together is in bad_input.py)
@@ -364,7 +377,6 @@ def names_of_groups(me):
     return [trace.dimensions(order)[0, 1] for order in orders]
 
 
-def test_of_two_meshes_with_the_same_group_the_first_one_names_it():
+def test_of_two_meshes_with_the_same_group_the_first_one_names_it(results):
     """Not the one that a set happens to have last: then the same run would have other names in its record."""
-    found = notebook_ranks.on_ranks(by_value(names_of_groups), ranks=2, cluster=HERE, timeout=60)
-    assert found == [["shard", "expert"]] * 2
+    assert [found["names of groups"] for found in results[2]] == [["shard", "expert"]] * 2
