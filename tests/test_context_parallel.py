@@ -7,6 +7,7 @@ Starting ranks takes as long as several runs: one launch for each number of rank
 import dataclasses
 import itertools
 import json
+import shutil
 import tempfile
 from collections import Counter
 
@@ -100,15 +101,18 @@ def everything(me, folder):
     meters.TRACED_STEPS = range(0)
     gpt_fsdp.VALIDATION_SEQUENCES = SEQUENCES
     shapes.GPT_SHAPES["tiny"] = dataclasses.replace(tiny, **SMALL)
-    checkpoint = FP64 | {"checkpoint": folder}
+    cases, checkpoint = dict(TRAINED[me.world_size]), {"checkpoint": folder, "checkpoint_every": SAVED_AT}
     if me.world_size > 1:
         found["errors"] = largest_errors(me)
     with foreach_sharding.once_for_alike():  # the matrix (test_parity.py) is without it
         if me.world_size == 4:
-            train(me, **checkpoint | {"mesh": "context=4"} | {"max_steps": SAVED_AT})
+            cases["plain"] = cases["plain"] | checkpoint
         if me.world_size == 2:
-            found["resumed"] = train(me, **checkpoint, resume=True)
-        return found | {"losses": {name: train(me, **given) for name, given in TRAINED[me.world_size].items()}}
+            found["resumed"] = train(me, **FP64 | checkpoint, resume=True)
+        found["losses"] = {name: train(me, **given) for name, given in cases.items()}
+    if me.world_size == 4 and me.rank == 0:
+        shutil.rmtree(f"{folder}/step-{STEPS:06}")  # as if the run had been interrupted before
+    return found
 
 
 @pytest.fixture(scope="module")
