@@ -37,11 +37,14 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the process canno
 SMALL = {"seq_len": 16, "device": "cpu"}
 DEVICES, STEPS, MORE, SEQUENCES = 8, 10, 9, 8
 QUICK_TO_COMPILE = "--xla_backend_optimization_level=0"  # which is most of what these short runs take
+# A program that several of these runs share, as those that are refused late do
+COMPILE_ONCE = {"jax_persistent_cache_min_compile_time_secs": 0.0, "jax_persistent_cache_min_entry_size_bytes": -1}
 TENSOR, BF16 = "fsdp-weights 2 x tensor 2", "fsdp-explicit, HSDP, bf16"
 HSDP, REPLICAS = "fsdp-shard-map, HSDP, accumulated", "replicate=2,fsdp=2"
 SHORT = {"max_steps": 5, "devices": 4, "batch_size": 2}  # eight devices show no more, and compute for twice as long
+REPLICATED = {"strategy": "replicated", "devices": 2, "batch_size": 4}
 CASES = {
-    "replicated": {"strategy": "replicated", "max_steps": STEPS + MORE, "devices": 2, "batch_size": 4},
+    "replicated": REPLICATED | {"max_steps": STEPS + MORE},
     "fsdp-explicit": {},
     "fsdp-activations": SHORT | {"strategy": "fsdp-activations"},
     "fsdp-weights, kept": SHORT | {"strategy": "fsdp-weights", "reshard_after_forward": "false"},
@@ -77,6 +80,9 @@ def watched(case: dict, validated: bool) -> dict:
 def compute(me, folder) -> dict:
     """{"alone", "bf16", "runs", "refused"}: all that is computed, in one process, as JAX takes seconds to start."""
     os.environ["XLA_FLAGS"] = QUICK_TO_COMPILE
+    for name, value in COMPILE_ONCE.items():
+        gpt_jax.jax.config.update(name, value)
+    gpt_jax.jax.config.update("jax_compilation_cache_dir", f"{folder}/compiled")
     meters.TRACED_STEPS = range(0)
     alone = gpt_fsdp.train(gpt_fsdp.Config(strategy="single", batch_size=SEQUENCES, max_steps=STEPS, **SMALL), me)
     jax_world.load(DEVICES, "cpu")
@@ -107,11 +113,11 @@ def from_file(folder) -> tuple[bool, bool]:
 
 def asked(folder) -> list[str]:
     """The checkpoints of a run that receives a signal in its first step."""
-    config = config_of({"checkpoint": f"{folder}/asked", "strategy": "replicated", "devices": 1})
+    config = config_of(REPLICATED | {"checkpoint": f"{folder}/asked"})
     preemption.install_handlers(config)
     os.kill(os.getpid(), signal.SIGUSR1)
     with contextlib.suppress(preemption.Preempted):
-        gpt_jax.train(config, jax_world.load(1, "cpu"))
+        gpt_jax.train(config, jax_world.load(config.devices, "cpu"))
     return [path.name for path in Path(config.checkpoint).iterdir() if ".owner-" not in path.name]
 
 
@@ -242,7 +248,7 @@ def test_a_signal_saves_the_step_and_ends_the_run(computed, monkeypatch):
 
 OTHER_SHAPES = "one of other shapes"
 SAVED = f"step-{STEPS:06}"
-RESUMED = {"resume": True, "max_steps": 30, "devices": 1, "batch_size": SEQUENCES}  # compiled fast
+RESUMED = {"resume": True, "max_steps": 30}
 REFUSED = {
     "a mesh for others": ({"mesh": "replicate=4,fsdp=4"}, ("--mesh replicate=4,fsdp=4", "16", "8")),
     "heads": ({"mesh": "fsdp=2,tensor=4", "strategy": "fsdp-weights"}, ("2 heads",)),
@@ -260,7 +266,7 @@ REFUSED = {
     "more devices": ({"devices": 9}, ("--devices 9", "8 devices")),
     "no such weights": ({"weights": "none.safetensors"}, ("--weights none.safetensors", "export.py")),
     "another model's weights": (
-        {"weights": "other.safetensors", "devices": 1},
+        {"weights": "other.safetensors"},
         ("--weights", "--preset", "blocks.0.feed_forward.up.weight", "(8, 8)", "(384, 128)"),
     ),
     "no GPU": ({"device": "cuda"}, ("--device cuda", "JAX")),
