@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from forked import by_value
 from labkit import UserError
-from labkit.measuring import foreach_sharding, meters, trace
+from labkit.measuring import meters, trace
 from labkit.running import launch, notebook_ranks, options
 from labkit.training import muon
 from planner.models import shapes
@@ -68,25 +68,24 @@ def as_run(ranks: int, name: str) -> dict:
 def run_all(me, folder):
     """{case: ([loss of each step], memory, traffic)} of this number of ranks, and "resumed": what ``resumed`` returns."""
     tiny, results, train_step = shapes.GPT_SHAPES["tiny"], {}, gpt_fsdp.train_step
-    with foreach_sharding.once_for_alike():
-        for name, (size, _) in CASES[me.world_size].items():
-            shapes.GPT_SHAPES["tiny"] = dataclasses.replace(tiny, **size)
-            losses = []
+    for name, (size, _) in CASES[me.world_size].items():
+        shapes.GPT_SHAPES["tiny"] = dataclasses.replace(tiny, **size)
+        losses = []
 
-            def watched(*about, losses=losses):
-                own = train_step(*about)
-                losses.append(sum(own).item())  # a number, which takes no memory that the trace would see
-                return own
+        def watched(*about, losses=losses):
+            own = train_step(*about)
+            losses.append(sum(own).item())  # a number, which takes no memory that the trace would see
+            return own
 
-            gpt_fsdp.train_step = watched
-            one = {"script": "gpt_fsdp.py", "ranks": me.world_size, "config": as_run(me.world_size, name)}
-            (measured,) = memory.measure(me, [one])
-            mean = torch.tensor(losses, dtype=torch.float64)
-            dist.all_reduce(mean)
-            results[name] = ((mean / me.world_size).tolist(), measured["memory"], measured["traffic"])
-        gpt_fsdp.train_step = train_step
-        if me.world_size < 4:
-            results["resumed"] = resumed(me, folder)
+        gpt_fsdp.train_step = watched
+        one = {"script": "gpt_fsdp.py", "ranks": me.world_size, "config": as_run(me.world_size, name)}
+        (measured,) = memory.measure(me, [one])
+        mean = torch.tensor(losses, dtype=torch.float64)
+        dist.all_reduce(mean)
+        results[name] = ((mean / me.world_size).tolist(), measured["memory"], measured["traffic"])
+    gpt_fsdp.train_step = train_step
+    if me.world_size < 4:
+        results["resumed"] = resumed(me, folder)
     return results
 
 
