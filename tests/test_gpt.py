@@ -5,7 +5,6 @@ import dataclasses
 import json
 import math
 import os
-import shlex
 import shutil
 import sys
 from unittest import mock
@@ -17,6 +16,7 @@ import torch
 from commands import assert_about, call, refused, script, ways
 from forked import forked
 from labkit.measuring import meters, records, simulate
+from labkit.measuring.foreach_sharding import once_for_alike
 from labkit.measuring.trace import local
 from labkit.running import launch, notebook_ranks, options, preflight, ranks
 from labkit.running.lab import Lab
@@ -31,7 +31,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.flop_counter import FlopCounterMode
 
 HERE = launch.Cluster(launcher="local")
-PYTHON = shlex.quote(sys.executable)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks cannot import this file
 
 
@@ -92,19 +91,23 @@ def started(me, names):
     return found
 
 
+# On 3 ranks, which cut the model's rows unevenly, except where it takes 4; and each strategy once on 4, which cut them evenly.
+ON_FOUR = ("ddp", "fsdp1", "fsdp2", *(name for name in STARTS if "2x2" in name))
+STARTED = {4: ON_FOUR, 3: [name for name in STARTS if "2x2" not in name]}
+
+
 @pytest.fixture(scope="module")
 def starts():
-    """{(name, ranks): what ``started`` found on each rank}; 3 ranks cut the model's rows unevenly."""
+    """{(name, ranks): what ``started`` found on each rank}"""
     found = {}
-    for count in (4, 3):
-        names = [name for name in STARTS if count == 4 or "2x2" not in name]
+    for count, names in STARTED.items():
         every = on_ranks(started, names, count=count)
         found |= {(name, count): [of_rank[name] for of_rank in every] for name in names}
     return found
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "count"), [(n, c) for c in (4, 3) for n in STARTS if c == 4 or "2x2" not in n])
+@pytest.mark.parametrize(("name", "count"), [(name, count) for count, names in STARTED.items() for name in names])
 def test_initial_weights_are_the_same_bitwise(name, count, starts, monkeypatch):
     """With and without the meta device, for every strategy, on any number of ranks."""
     monkeypatch.setattr(models, "DRAWN_AT_ONCE", SMALL_BLOCKS)
@@ -115,11 +118,10 @@ def test_initial_weights_are_the_same_bitwise(name, count, starts, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("count", [4, 3])
-@pytest.mark.parametrize("name", [name for name in STARTS if name.startswith("fsdp2")])
+@pytest.mark.parametrize(
+    ("name", "count"), [(n, count) for count, names in STARTED.items() for n in names if n.startswith("fsdp2")]
+)
 def test_every_parameter_is_placed_as_its_strategy_says(name, count, starts):
-    if count == 3 and "2x2" in name:
-        count = 4  # a mesh of 3 ranks is none
     placed = "(Replicate(), Shard(dim=0))" if "2x2" in name else "(Shard(dim=0),)"
     shards = 2 if "2x2" in name else count
     whole = {n: p.shape for n, p in plain(gpt_fsdp.Config(**STARTS[name])).named_parameters()}
@@ -245,41 +247,43 @@ def test_a_step_draws_the_same_sequences_for_any_number_of_readers():
 
 # What is sent, and what is kept
 
-SENT = {
+SENT_BY_FOUR = {
     "ddp": {"strategy": "ddp"},
-    "fsdp1": {"strategy": "fsdp1"},
     "fsdp1 kept": {"strategy": "fsdp1", "reshard_after_forward": "false"},
     "freed": {},
     "kept": {"reshard_after_forward": "false"},
     "by pairs": {"reshard_after_forward": "2"},
     "2x2": {"mesh": "2x2"},
-    "every": {"accumulate": 4},
-    "last": {"accumulate": 4, "sync": "last"},
-    "ddp every": {"accumulate": 4, "strategy": "ddp"},
-    "ddp last": {"accumulate": 4, "sync": "last", "strategy": "ddp"},
-    "fsdp1 last": {"accumulate": 4, "sync": "last", "strategy": "fsdp1"},
+}
+SENT_BY_TWO = {
+    "freed by two": {},
+    "every": {"accumulate": 3},
+    "last": {"accumulate": 3, "sync": "last"},
+    "ddp every": {"accumulate": 3, "strategy": "ddp"},
+    "ddp last": {"accumulate": 3, "sync": "last", "strategy": "ddp"},
     "full": {"recompute": "full"},
     "selective": {"recompute": "selective"},
     "prefetch": {"prefetch": 3},
     "frozen": {"lora": 4},
     "bf16": {"precision": "bf16"},
-    "offloaded": {"cpu_offload": True},
 }
 
 
-def measured(me):
+def measured(me, configurations):
     found = {}
-    gpt_fsdp.VALIDATION_SEQUENCES = 4  # one each: the validation is not looked at here
-    meters.TRACED_STEPS = range(1, 4)  # sooner
-    for name, given in SENT.items():
-        config = gpt_fsdp.Config(max_steps=meters.TRACED_STEPS[-1] + 1, batch_size=2, seq_len=64, **given)
-        found[name] = gpt_fsdp.train(config, me)
+    gpt_fsdp.VALIDATION_SEQUENCES = me.world_size  # one each: the validation is not looked at here
+    meters.TRACED_STEPS = range(1, 4)  # sooner, but not in the step in which DDP rebuilds its buckets
+    with once_for_alike():
+        for name, given in configurations.items():
+            config = gpt_fsdp.Config(max_steps=meters.TRACED_STEPS[-1] + 1, batch_size=2, seq_len=64, **given)
+            found[name] = gpt_fsdp.train(config, me)
     return found
 
 
 @pytest.fixture(scope="module")
-def on_four():
-    return on_ranks(measured, count=4)[0]
+def steps():
+    """{name: rank 0's measurements}"""
+    return on_ranks(measured, SENT_BY_FOUR, count=4)[0] | on_ranks(measured, SENT_BY_TWO, count=2)[0]
 
 
 BLOCKS, ROOT = 4 * 196_864, 2 * 256 * 128 + 128  # parameters of tiny's units
@@ -290,24 +294,24 @@ BLOCKS, ROOT = 4 * 196_864, 2 * 256 * 128 + 128  # parameters of tiny's units
     ("name", "expected"),
     [
         ("ddp", {"all-reduce": BLOCKS + ROOT}),
-        ("ddp every", {"all-reduce": 4 * (BLOCKS + ROOT)}),
+        ("ddp every", {"all-reduce": 3 * (BLOCKS + ROOT)}),
         ("ddp last", {"all-reduce": BLOCKS + ROOT}),
         ("fsdp1 kept", {"all-gather": BLOCKS + ROOT, "reduce-scatter": BLOCKS + ROOT}),
         ("freed", {"all-gather": 2 * BLOCKS + ROOT, "reduce-scatter": BLOCKS + ROOT}),
         ("kept", {"all-gather": BLOCKS + ROOT, "reduce-scatter": BLOCKS + ROOT}),
         ("by pairs", {"all-gather": 2 * BLOCKS + ROOT, "reduce-scatter": BLOCKS + ROOT}),
         ("2x2", {"all-gather": 2 * BLOCKS + ROOT, "reduce-scatter": BLOCKS + ROOT, "all-reduce": (BLOCKS + ROOT) / 2}),
-        ("every", {"all-gather": 4 * (2 * BLOCKS + ROOT), "reduce-scatter": 4 * (BLOCKS + ROOT)}),
-        ("last", {"all-gather": 4 * (2 * BLOCKS + ROOT), "reduce-scatter": BLOCKS + ROOT}),
+        ("every", {"all-gather": 3 * (2 * BLOCKS + ROOT), "reduce-scatter": 3 * (BLOCKS + ROOT)}),
+        ("last", {"all-gather": 3 * (2 * BLOCKS + ROOT), "reduce-scatter": BLOCKS + ROOT}),
         ("full", {"all-gather": 2 * BLOCKS + ROOT, "reduce-scatter": BLOCKS + ROOT}),
         ("prefetch", {"all-gather": 2 * BLOCKS + ROOT, "reduce-scatter": BLOCKS + ROOT}),
         ("bf16", {"all-gather": BLOCKS + ROOT / 2, "reduce-scatter": BLOCKS + ROOT}),
     ],
 )
-def test_numbers_sent_in_a_step(name, expected, on_four):
+def test_numbers_sent_in_a_step(name, expected, steps):
     """In fp32 numbers: bf16 gathers half as many bytes, and reduces in fp32."""
     sent = dict.fromkeys(expected, 0)
-    for entry in on_four[name]["traffic"]:
+    for entry in steps[name]["traffic"]:
         sent[entry["kind"]] += entry["count"] * entry["bytes"] / 4
     assert sent == pytest.approx(expected, rel=1e-3)
 
@@ -317,34 +321,39 @@ def at_peak(result):
 
 
 @pytest.mark.long
-def test_what_recomputing_keeps(on_four):
-    none, selective, full = (at_peak(on_four[name])["activations"] for name in ("freed", "selective", "full"))
+def test_what_recomputing_keeps(steps):
+    none, selective, full = (at_peak(steps[name])["activations"] for name in ("freed by two", "selective", "full"))
     assert full < selective < none
 
 
 @pytest.mark.long
-def test_what_prefetching_keeps(on_four):
-    assert at_peak(on_four["prefetch"])["all-gather"] > at_peak(on_four["freed"])["all-gather"]
+def test_what_prefetching_keeps(steps):
+    assert at_peak(steps["prefetch"])["all-gather"] > at_peak(steps["freed by two"])["all-gather"]
 
 
 @pytest.mark.long
-def test_what_keeping_gathered_parameters_keeps(on_four):
+def test_what_keeping_gathered_parameters_keeps(steps):
     """All of them, when the last block has arrived in a buffer and been copied out of it."""
-    assert at_peak(on_four["kept"])["all-gather"] == pytest.approx(4 * (BLOCKS + ROOT + BLOCKS / 4), rel=0.01)
-    assert at_peak(on_four["freed"])["all-gather"] == pytest.approx(4 * (2 * BLOCKS / 4 + ROOT), rel=0.01)
+    assert at_peak(steps["kept"])["all-gather"] == pytest.approx(4 * (BLOCKS + ROOT + BLOCKS / 4), rel=0.01)
+    assert at_peak(steps["freed"])["all-gather"] == pytest.approx(4 * (2 * BLOCKS / 4 + ROOT), rel=0.01)
     # Halves of the blocks but the last two, beside what "freed" has
-    pairs = at_peak(on_four["by pairs"])["all-gather"] - at_peak(on_four["freed"])["all-gather"]
+    pairs = at_peak(steps["by pairs"])["all-gather"] - at_peak(steps["freed"])["all-gather"]
     assert pairs == pytest.approx(4 * BLOCKS / 4 / 2 * 3, rel=0.01)
-    assert at_peak(on_four["by pairs"])["activations"] == at_peak(on_four["freed"])["activations"]
+    assert at_peak(steps["by pairs"])["activations"] == at_peak(steps["freed"])["activations"]
 
 
 @pytest.mark.long
-def test_what_a_frozen_base_saves(on_four):
-    frozen, trained = (on_four[name]["memory"]["start"] for name in ("frozen", "freed"))
+def test_what_a_frozen_base_saves(steps):
+    frozen, trained = (steps[name]["memory"]["start"] for name in ("frozen", "freed by two"))
     assert frozen["parameters"] > trained["parameters"]
     assert frozen["optimizer state"] < trained["optimizer state"] / 50
-    for name, result in on_four.items():
-        assert len(result["memory"]["peak_by_rank"]) == 4, name
+
+
+@pytest.mark.long
+def test_a_record_has_the_peak_of_every_rank(steps):
+    assert {name: len(result["memory"]["peak_by_rank"]) for name, result in steps.items()} == (
+        dict.fromkeys(SENT_BY_FOUR, 4) | dict.fromkeys(SENT_BY_TWO, 2)
+    )
 
 
 # A run and its record
@@ -352,7 +361,7 @@ def test_what_a_frozen_base_saves(on_four):
 
 @pytest.fixture(scope="module")
 def record():
-    return run(max_steps=40, clip=1.0)
+    return run(max_steps=20, batch_size=4, seq_len=64, lr=3e-3, clip=1.0)
 
 
 @pytest.mark.parametrize(("options", "units"), [({}, 5), ({"wrap": "blocks+embeddings"}, 7)])
@@ -376,12 +385,12 @@ def test_record_says_what_was_measured(record):
         "train": len((data := text.load(torch.device("cpu"))).train),
         "test": len(data.validation),
     }
-    assert (record["batch_size"], record["units"], record["first_step"], len(record["losses"])) == (8, 5, 0, 40)
-    assert record["tokens_per_second"] == pytest.approx(record["time"]["samples_per_second"] * 128)
-    # Samples are sequences: 8 on each of 2 ranks in the time of a step.
+    assert (record["batch_size"], record["units"], record["first_step"], len(record["losses"])) == (4, 5, 0, 20)
+    assert record["tokens_per_second"] == pytest.approx(record["time"]["samples_per_second"] * 64)
+    # Samples are sequences: 4 on each of 2 ranks in the time of a step.
     step, rate = record["time"]["step"], record["time"]["samples_per_second"]
     # Half of the steps took the median or longer; all together no longer than the run.
-    assert step["median"] / 2 <= 16 / rate <= record["time"]["elapsed"] / step["steps"]
+    assert step["median"] / 2 <= 8 / rate <= record["time"]["elapsed"] / step["steps"]
     speed = record["matmul_ceiling_fraction"]
     assert speed["peak_of"].startswith("measured matmul ceiling of ")
     assert speed["peak_flops"] > 1e9
@@ -454,7 +463,8 @@ def test_an_earlier_records_share_of_the_ceiling_is_read_by_its_new_name(value, 
 def compiled_and_eager(me):
     """Two blocks, as a third one is compiled like the second; on one rank, as what is compiled sends nothing."""
     shapes.GPT_SHAPES["tiny"] = dataclasses.replace(shapes.GPT_SHAPES["tiny"], num_hidden_layers=2)
-    return [gpt_fsdp.train(gpt_fsdp.Config(max_steps=12, recompute="selective", compile=c), me) for c in (True, False)]
+    given = {"max_steps": meters.FIRST_TIMED_STEP + 2, "batch_size": 2, "seq_len": 16, "recompute": "selective"}
+    return [gpt_fsdp.train(gpt_fsdp.Config(compile=compiled, **given), me) for compiled in (True, False)]
 
 
 @pytest.mark.long
@@ -467,7 +477,7 @@ def test_compiled_blocks_compute_the_same_or_say_what_is_missing():
     assert compiled["losses"] == pytest.approx(eager["losses"], rel=1e-4)
     assert compiled["traffic"] == eager["traffic"]
     assert compiled["memory"] is None  # a compiled step cannot be watched storage by storage
-    assert compiled["time"]["step"]["steps"] == 5
+    assert compiled["time"]["step"]["steps"] == 2
 
 
 # Checkpoints
@@ -480,12 +490,12 @@ SAVED = {
     "fsdp2 tied": {"tied": True, "optimizer": "momentum"},
     "fsdp2 frozen base": {"lora": 2},
 }
-WHOLE, SAVED_AT = 6, 4
+WHOLE, SAVED_AT = 4, 2
 
 
 def quick():
     """Here the losses are asked for, which a small model has, too."""
-    meters.TRACED_STEPS = range(0)
+    meters.TRACED_STEPS, gpt_fsdp.VALIDATION_SEQUENCES = range(0), 4
     shapes.GPT_SHAPES["tiny"] = dataclasses.replace(
         shapes.GPT_SHAPES["tiny"], hidden_size=32, intermediate_size=96, num_hidden_layers=2
     )
@@ -496,22 +506,23 @@ def saved_config(name, me, **given):
 
 
 def train_and_save(me, folder):
-    """The losses of uninterrupted runs, and, of others, checkpoints after steps 2 and 4."""
+    """The losses of uninterrupted runs, which save after steps 2 and 4."""
     quick()
     losses = {}
-    for name in SAVED:
-        losses[name] = gpt_fsdp.train(saved_config(name, me, max_steps=WHOLE), me)["losses"]
-        kept = {"checkpoint": f"{folder}/{name}", "checkpoint_every": 2, "max_steps": SAVED_AT}
-        gpt_fsdp.train(saved_config(name, me, **kept), me)
+    with once_for_alike():
+        for name in SAVED:
+            kept = {"checkpoint": f"{folder}/{name}", "checkpoint_every": SAVED_AT, "max_steps": WHOLE}
+            losses[name] = gpt_fsdp.train(saved_config(name, me, **kept), me)["losses"]
     return losses
 
 
 def resume_all(me, folder):
     quick()
     results = {}
-    for name in SAVED:
-        config = saved_config(name, me, checkpoint=f"{folder}/{name}", resume=True, max_steps=WHOLE)
-        results[name] = gpt_fsdp.train(config, me)
+    with once_for_alike():
+        for name in SAVED:
+            config = saved_config(name, me, checkpoint=f"{folder}/{name}", resume=True, max_steps=WHOLE)
+            results[name] = gpt_fsdp.train(config, me)
     return results
 
 
@@ -522,6 +533,8 @@ def resumed(tmp_path_factory):
         (folder / name).mkdir()
     whole = on_ranks(train_and_save, folder, count=4)[0]
     written = {name: sorted(p.name for p in (folder / name).glob("step-*")) for name in SAVED}
+    for name in SAVED:
+        shutil.rmtree(folder / name / written[name][-1])  # as if the run had ended before it
     return whole, written, on_ranks(resume_all, folder, count=2)[0]
 
 
@@ -532,15 +545,15 @@ def test_resumed_run_follows_the_uninterrupted_one(name, resumed):
     whole, written, results = resumed
     assert written[name] == ["step-000002", "step-000004"]
     assert results[name]["first_step"] == SAVED_AT
+    assert len(results[name]["losses"]) == WHOLE - SAVED_AT
     assert results[name]["losses"] == pytest.approx(whole[name][SAVED_AT:], rel=1e-10)
 
 
-# Every way of starting it
+# Every way of starting it under Slurm; torchrun starts the same ``main`` in test_gpt_zero.py, and computes the same in
+# test_launch.py
 
 LAB = "gpt_fsdp.py --mesh 2x2 --precision fp64 --seq-len 16 --batch-size 2 --max-steps 6"
 WAYS = {
-    # Two ranks, with twice as many sequences each, compute what four do.
-    "torchrun": f"{PYTHON} -m torch.distributed.run --standalone --nproc-per-node 2 {LAB} --mesh 1x2 --batch-size 4",
     "srun, one task": f"srun -p gpu -N 1 --gres=gpu:4 python {LAB}",
     "srun, a task per rank": f"srun -p gpu -N 2 --ntasks-per-node=2 --gres=gpu:2 python {LAB}",
 }
@@ -553,12 +566,11 @@ def losses_of_four():
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", ways(WAYS))
-def test_every_way_computes_the_same(way, losses_of_four, tmp_path, request):
-    env = request.getfixturevalue("slurm") if "srun" in way else os.environ
+def test_every_way_computes_the_same(way, losses_of_four, tmp_path, slurm):
     path = tmp_path / "run.json"
-    done = call("bash", "-c", f"{WAYS[way]} --record {path}", env=env, cwd=launch.SOURCE, timeout=120)
+    done = call("bash", "-c", f"{WAYS[way]} --record {path}", env=slurm, cwd=launch.SOURCE, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert records.load(path)["ranks"] == (2 if way == "torchrun" else 4)
+    assert records.load(path)["ranks"] == 4
     assert records.load(path)["losses"] == pytest.approx(losses_of_four, rel=1e-10)
 
 

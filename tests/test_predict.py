@@ -7,6 +7,7 @@ start. The committed records hold both.
 
 import dataclasses
 import json
+import os
 import sys
 from collections import Counter
 
@@ -50,10 +51,10 @@ LIMIT = 1e-4 if torch.__version__ >= "2.15" else 0.02
 
 @pytest.mark.parametrize("ranks", [1, *(pytest.param(many, marks=pytest.mark.long) for many in (2, 3, 4))])
 def test_every_prediction_is_what_the_meters_say(ranks, seed, require_all):
-    """Of a fifteenth of the list, which the seed chooses: all of it takes minutes, and the committed trial has all."""
+    """Of a thirtieth of the list, which the seed chooses: all of it takes minutes, and the committed trial has all."""
     possible = memory_proof.supported if require_all else memory_proof.runnable
     tried = [one for one in configurations.listed() if one["ranks"] == ranks and possible(one)]
-    for row in memory_proof.run(tried[seed % 15 :: 15]):
+    for row in memory_proof.run(tried[seed % 30 :: 30]):
         assert abs(row["difference"]) < LIMIT, row
         assert row["persistent equal"] and row["traffic equal"] and row["groups equal"], row
 
@@ -72,8 +73,10 @@ def test_the_committed_trial_is_of_these_configurations_and_this_arithmetic():
 
 @pytest.mark.long
 def test_draws_are_what_the_meters_say(seed):
-    print(f"to repeat it: python -m proofs.memory --random 12 --seed {seed}")
-    tried, _ = memory_proof.split_by_refusal(configurations.drawn(seed, 12))
+    """6 draws, and 12 with a new seed."""
+    count = 12 if "FSDP_LABS_SEED" in os.environ else 6
+    print(f"to repeat it: python -m proofs.memory --random {count} --seed {seed}")
+    tried, _ = memory_proof.split_by_refusal(configurations.drawn(seed, count))
     # Ten times the listed ones' limit: a night's are new, and a red test should mean a mistake of some size. (With 2.11
     # three of some 170 draws were 2 to 4.6 % above the plan, and very few tokens 10 %.)
     limit = min(10 * LIMIT, 0.15)
@@ -155,30 +158,36 @@ def test_the_trial_tries_what_it_should():
 # Against PyTorch's own code on tensors without memory
 
 
-def simulated_step(ranks, options):
-    """In a process of its own: it can join one world only."""
-    import gpt_fsdp
-    from labkit.running import simulated_lab
-
-    return simulated_lab.step(gpt_fsdp, gpt_fsdp.Config(**options), ranks)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "options",
-    [
+SIMULATED = [
+    {"batch_size": 2, "seq_len": 16} | options
+    for options in (
         {"ranks": 64, "recompute": "full", "precision": "bf16"},
         {"ranks": 128, "reshard_after_forward": "8"},
         {"ranks": 6, "strategy": "fsdp1", "recompute": "selective"},
         {"ranks": 6, "mesh": "2x3", "accumulate": 3, "sync": "last", "seq_len": 64},
         {"ranks": 5, "lora": 4, "tied": True, "seq_len": 64},
-    ],
-    ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()),
-)
-def test_simulated_is_predicted(options):
-    options = {"batch_size": 2, "seq_len": 16} | options
-    predicted = plan(**options)
-    simulated = forked(simulated_step, options.pop("ranks"), options)
+    )
+]
+
+
+def simulated_steps(tried):
+    """In a process of its own: it joins one world after the other."""
+    import gpt_fsdp
+    from labkit.running import simulated_lab
+
+    worlds = [(options.pop("ranks"), options) for options in map(dict, tried)]
+    return [simulated_lab.step(gpt_fsdp, gpt_fsdp.Config(**options), ranks) for ranks, options in worlds]
+
+
+@pytest.fixture(scope="module")
+def simulations():
+    return forked(simulated_steps, SIMULATED)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(len(SIMULATED)), ids=lambda number: str(SIMULATED[number]))
+def test_simulated_is_predicted(number, simulations):
+    predicted, simulated = plan(**SIMULATED[number]), simulations[number]
     # The loss of the step before is not there: a simulation traces its second step.
     assert sum(simulated["peak"].values()) == pytest.approx(predict.total(predicted.peak()[1]), abs=16, rel=1e-3)
     assert memory_proof.counted(simulated["traffic"]) == memory_proof.counted(predicted.traffic())
