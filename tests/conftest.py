@@ -35,8 +35,13 @@ if fork_server.VARIABLE not in os.environ and fork_server.possible():
     often += ("deepspeed",) * (find_spec("deepspeed") is not None)  # a second for each rank of chapter 13's many
     os.environ[fork_server.VARIABLE] = fork_server.address(*often)
 
+if "FSDP_LABS_ONCE" not in os.environ:  # what notebooks launch, once for all tests (once.py)
+    launched = tempfile.TemporaryDirectory(prefix="fsdp-labs-once-")
+    os.environ["FSDP_LABS_ONCE"] = launched.name
 
-# Files side by side: what takes longest begins first, so that no worker is left with it when the others are done.
+
+# Files side by side: notebooks first, since their tests launch again only what they break (once.py); then what takes
+# longest, so that no worker is left with it when the others are done.
 LONGEST = ("crash", "parity", "class_installation", "gpt", "predict", "saving", "gpt_equality", "equality")
 LONGEST += (
     "hf_fsdp",
@@ -52,12 +57,16 @@ LONGEST += (
 LONGEST = [f"test_{name}" for name in LONGEST]
 
 
+def _place(name: str) -> int:
+    return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+
 MARKERS = {"slurm_installed": "slurm", "seed": "drawn"}  # what uses the fixture has the marker
 
 
 def pytest_collection_modifyitems(items):
     """Order the files, and mark tests by their fixtures: ``make test`` leaves a Slurm to CI, ``make nightly`` takes seeds."""
-    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+    items.sort(key=lambda item: (item.path.suffix != ".ipynb", _place(item.path.stem)))
     for item in items:
         for fixture in set(MARKERS) & set(getattr(item, "fixturenames", ())):
             item.add_marker(MARKERS[fixture])
