@@ -35,13 +35,9 @@ if fork_server.VARIABLE not in os.environ and fork_server.possible():
     often += ("deepspeed",) * (find_spec("deepspeed") is not None)  # a second for each rank of chapter 13's many
     os.environ[fork_server.VARIABLE] = fork_server.address(*often)
 
-if "FSDP_LABS_ONCE" not in os.environ:  # what notebooks launch, once for all tests (once.py)
-    launched = tempfile.TemporaryDirectory(prefix="fsdp-labs-once-")
-    os.environ["FSDP_LABS_ONCE"] = launched.name
 
-
-# Files side by side: notebooks first, since their tests launch again only what they break (once.py); then what takes
-# longest, so that no worker is left with it when the others are done.
+# Files side by side: notebooks and what else takes longest begin first, so that no worker is left with it when the others
+# are done.
 LONGEST = ("crash", "parity", "class_installation", "gpt", "predict", "saving", "gpt_equality", "equality")
 LONGEST += (
     "hf_fsdp",

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The kernels of the tests begin with this: they doubt every verdict, launch once what is the same, and keep no name of it."""
+"""The kernels of the tests begin with this: they doubt every verdict, and keep no other name of it."""
 
 import os
 
 import doubts
-import once
 
 # Four ranks take twice as long on two cores, and a notebook's verdicts hold on two as on four.
 os.environ.setdefault("FSDP_LABS_RANKS", "4" if (os.cpu_count() or 1) >= 4 else "2")
-# doubts.install()
-once.install(get_ipython())  # noqa: F821  a kernel has it
-del doubts, once, os
+doubts.install()
+del doubts, os

@@ -77,17 +77,12 @@ def run_cells(sources: list[str], folder: str) -> str:
     import io
     import linecache
 
-    import once
-
-    once.install()
     os.chdir(folder)
     printed = io.StringIO()
     names = vars(sys.modules["__main__"])
-    names |= {"__package__": None}  # a kernel has no file, and no package
-    del names["__file__"]
     with contextlib.redirect_stdout(printed):
-        for source in sources:
-            name = once.file_of(source)
+        for number, source in enumerate(sources):
+            name = f"<cell {number}>"
             linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name  # for inspect.getsource
             exec(compile(source, name, "exec"), names)
     return printed.getvalue()
