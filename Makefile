@@ -17,20 +17,11 @@ unexport PYTHONDONTWRITEBYTECODE
 LADDER := $(if $(DATA),--data $(DATA)) $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(RANKS),--ranks $(RANKS)) \
           $(if $(BATCH_SIZE),--batch-size $(BATCH_SIZE))
 
-# Test files run side by side, one for every two cores and one more: a test often waits, for ranks to start or to end.
-# So do notebooks, two, or one for every four cores; but those whose verdicts are of times, or wait for a time-out, are
-# left alone: one for every four cores, with fewer than eight one after the other.
-# Two ranks on few cores: four take twice as long there, and a notebook's verdicts hold on two as on four.
-# -p: the tests' own set-up, which pytest would look for beside the notebooks. Their kernels doubt verdicts by it.
+# Notebooks and test files run side by side, one for every two cores and one more: much of it waits, for ranks to start or
+# to end. Of a test's file, one process runs all.
 CORES   := $(shell getconf _NPROCESSORS_ONLN)
 aside    = $(if $(filter-out 0 1,$(1)),-n $(1) --dist loadfile --no-loadscope-reorder)
 TESTS   := python -m pytest -v $(call aside,$(shell expr $(CORES) / 2 + 1))
-FEW     := $(if $(filter 1 2 3,$(CORES)),2,4)
-ALONE   := $(shell expr $(CORES) / 4)
-PAIRED  := $(if $(filter 0 1,$(ALONE)),2,$(ALONE))
-BOOKS   := FSDP_LABS_RANKS=$${FSDP_LABS_RANKS:-$(FEW)} $(BIN)/python -m pytest -v -p tests.conftest --nbval-lax
-TIMED   := $(foreach chapter,02 06 10 11 12 15 16,$(wildcard notebooks/$(chapter)_*.ipynb))
-UNTIMED := $(filter-out $(TIMED),$(wildcard notebooks/*.ipynb))
 
 # From files of requirements, and not from pyproject.toml's extras, which say the same (tests/test_packaging.py): pip would
 # build the planner's wheel to install an extra, and install a copy of the planner next to the checkout's.
@@ -48,7 +39,7 @@ check: $(TEST_READY)    ## before a commit, in a few minutes: lint, links, arith
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/$(TESTS) -m "not long and not slurm and not browser" tests
-	@changed="$$($(BIN)/python tests/changed.py)"; [ -z "$$changed" ] || $(BOOKS) $(call aside,$(ALONE)) -m "not slurm" $$changed
+	@changed="$$($(BIN)/python tests/changed.py)"; [ -z "$$changed" ] || $(BIN)/$(TESTS) -p tests.conftest --nbval-lax $$changed
 
 # uv keeps pyright, and the Node.js that it runs on, in a cache of its own.
 types: $(READY)         ## read the planner's types with pyright (basic), which is fetched once; CI does it, too
@@ -57,9 +48,7 @@ types: $(READY)         ## read the planner's types with pyright (basic), which 
 test: $(TEST_READY)     ## run everything a contributor must keep green
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
-	$(BIN)/$(TESTS) --durations=30 -m "not slurm and not browser and not chance" tests
-	$(BOOKS) $(call aside,$(PAIRED)) $(UNTIMED)
-	$(BOOKS) $(call aside,$(ALONE)) $(TIMED)
+	$(BIN)/$(TESTS) --durations=30 --nbval-lax -m "not slurm and not browser and not chance" notebooks tests
 
 # A failure is repeated with make nightly SEED=…, the number that pytest prints first
 nightly: SEED ?= $(shell od -An -N3 -tu4 /dev/urandom)

@@ -36,7 +36,8 @@ if fork_server.VARIABLE not in os.environ and fork_server.possible():
     os.environ[fork_server.VARIABLE] = fork_server.address(*often)
 
 
-# Files side by side: what takes longest begins first, so that no worker is left with it when the others are done.
+# Files side by side: notebooks and what else takes longest begin first, so that no worker is left with it when the others
+# are done.
 LONGEST = ("crash", "parity", "class_installation", "gpt", "predict", "saving", "gpt_equality", "equality")
 LONGEST += (
     "hf_fsdp",
@@ -52,12 +53,16 @@ LONGEST += (
 LONGEST = [f"test_{name}" for name in LONGEST]
 
 
+def _place(name: str) -> int:
+    return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+
 MARKERS = {"slurm_installed": "slurm", "seed": "drawn"}  # what uses the fixture has the marker
 
 
 def pytest_collection_modifyitems(items):
     """Order the files, and mark tests by their fixtures: ``make test`` leaves a Slurm to CI, ``make nightly`` takes seeds."""
-    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+    items.sort(key=lambda item: (item.path.suffix != ".ipynb", _place(item.path.stem)))
     for item in items:
         for fixture in set(MARKERS) & set(getattr(item, "fixturenames", ())):
             item.add_marker(MARKERS[fixture])

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The kernels of the tests begin with this: they doubt every verdict, and keep no other name of it."""
 
+import os
+
 import doubts
 
+# Four ranks take twice as long on two cores, and a notebook's verdicts hold on two as on four.
+os.environ.setdefault("FSDP_LABS_RANKS", "4" if (os.cpu_count() or 1) >= 4 else "2")
 doubts.install()
-del doubts
+del doubts, os

@@ -111,6 +111,7 @@ def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+@torch.no_grad()  # a DTensor then returns its shard without an operator
 def persistent_tensors(model, optimizer):
     """Yield (category, local tensor) for the persistent memory of this rank: tensors that outlive a step.
 
@@ -120,7 +121,7 @@ def persistent_tensors(model, optimizer):
         yield from model.persistent_tensors()
         return
     for parameter in model.parameters():
-        yield "parameters", local(parameter.detach())
+        yield "parameters", local(parameter)
         if parameter.grad is not None:
             yield "gradients", local(parameter.grad)
     for buffer in model.buffers():
