@@ -26,7 +26,7 @@ from datetime import date
 import pandas
 import torch
 from labkit import UserError, succeeds
-from labkit.measuring import foreach_sharding, process_groups, records
+from labkit.measuring import process_groups, records
 from labkit.measuring.differences import largest
 from labkit.measuring.meters import TRACED_STEPS
 from labkit.running import launch, notebook_ranks, progress, ranks
@@ -63,8 +63,7 @@ def measure(me, configs: list[dict]) -> list[dict]:
     """
     results = []
     os.environ.pop(progress.VARIABLE, None)  # a progress bar for dozens of short runs would mean nothing
-    # DeepSpeed prints a lot; each configuration has DTensor propagate the sharding of its optimizer's operators anew.
-    with contextlib.redirect_stdout(io.StringIO()), foreach_sharding.once_for_alike():
+    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints a lot
         for one in configs:
             with deepspeed_zero.contained():
                 measured = (measure_mnist if one["script"] == "mnist_fsdp.py" else measure_gpt)(me, one)
