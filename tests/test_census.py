@@ -14,9 +14,7 @@ from proofs import census, families, families_page
 pytestmark = pytest.mark.long
 NAMES = families.names()
 TRACEBACKS = set()
-PART = (
-    12  # one family of so many is taken again, and another one inspected again; make nightly takes the others in turn
-)
+PART = 12  # of so many families one is taken again, and another one inspected; make nightly takes the others in turn
 NUMBERS = range(len(NAMES) // PART)
 MESHES = ("shard=2", "tensor=2", "shard=2,expert=2")  # four ranks are for the record
 

@@ -84,7 +84,7 @@ def on_ranks(function, answers, *arguments, ranks):
     """{answer: the results of all ranks}, as the exercise gets them."""
     work = by_value(each_alone), function, [by_value(answer) for answer in answers], *arguments
     here = launch.Cluster(launcher="local")
-    results = notebook_ranks.on_ranks(*work, ranks=ranks, cluster=here, timeout=180)
+    results = notebook_ranks.on_ranks(*work, ranks=ranks, cluster=here, timeout=300)
     return dict(zip(answers, zip(*results, strict=True), strict=True))
 
 
