@@ -26,8 +26,6 @@ FAMILIES = {
     "qwen3_moe": SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
 RUNS = {
-    ("llama", "sharded"): {},
-    ("llama", "split and sharded"): {"mesh": "shard=2,tensor=2"},
     ("llama", "replicated and sharded"): {"mesh": "replicate=2,shard=2"},
     # Their norms of single heads have gradients that the tensor-parallel ranks sum
     ("qwen3", "split, micro-batches, fp64"): {
@@ -40,7 +38,7 @@ RUNS = {
     ("qwen3_moe", "experts spread"): {"mesh": "shard=4,expert=4", "clip": 0.05},
     ("qwen3_moe", "experts spread and sharded"): {"mesh": "replicate=2,shard=2,expert=2"},
 }
-ON_TWO = {  # Four ranks show nothing more of these
+ON_TWO = {  # four ranks show nothing more of these
     ("llama", "DDP"): {"strategy": "ddp", "accumulate": 2, "sync": "last"},
     ("llama", "micro-batches, synchronized last"): {"accumulate": 2, "sync": "last"},
     ("llama", "gathered ahead, kept, loss in chunks"): {
