@@ -5,8 +5,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from forked import by_value
-from labkit.teaching.exercises import check
-from labkit.teaching.exercises.chapter_17 import BUDGET, EXERCISES, MIB, TRAPS, _model
+from labkit.running import launch, notebook_ranks
+from labkit.teaching.exercises import chapter_17, check
+from labkit.teaching.exercises.chapter_17 import BUDGET, EXERCISES, MIB, TRAPS, WORLD, _model
 from labkit.training import hf_models
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
@@ -62,24 +63,42 @@ def not_where_tied(model, mesh):
         never_tied(model, mesh)
 
 
+CUTS = {
+    whole: f"the budget {BUDGET / MIB:.0f}: there is one unit, so all parameters are gathered at once",
+    blocks: "each block is a unit; what else is large? The root stays gathered throughout the step",
+    inside_blocks: "whose forward runs the decoder's blocks one by one?",
+    no_root: "the model itself is not a unit",
+    some_left: "model.embed_tokens.weight is in no unit",
+    never_tied: "the tied weights of embedding and head are two",
+    not_where_tied: "not all of the model is in a unit",
+    as_a_group: ": right",
+}
+
+
+def each_alone(me, function, answers, *arguments):
+    """Run what an exercise runs on ranks for each of some answers: starting ranks for each takes longer."""
+    return [function(me, answer, *arguments) for answer in answers]
+
+
+def on_ranks(function, answers, *arguments, ranks):
+    """{answer: the results of all ranks}, as the exercise gets them."""
+    work = by_value(each_alone), function, [by_value(answer) for answer in answers], *arguments
+    here = launch.Cluster(launcher="local")
+    results = notebook_ranks.on_ranks(*work, ranks=ranks, cluster=here, timeout=300)
+    return dict(zip(answers, zip(*results, strict=True), strict=True))
+
+
+@pytest.fixture(scope="module")
+def cut():
+    return on_ranks(chapter_17._trained, CUTS, ranks=WORLD)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("shard", "said"),
-    [
-        (whole, f"the budget {BUDGET / MIB:.0f}: there is one unit, so all parameters are gathered at once"),
-        (blocks, "each block is a unit; what else is large? The root stays gathered throughout the step"),
-        (inside_blocks, "whose forward runs the decoder's blocks one by one?"),
-        (no_root, "the model itself is not a unit"),
-        (some_left, "model.embed_tokens.weight is in no unit"),
-        (never_tied, "the tied weights of embedding and head are two"),
-        (not_where_tied, "not all of the model is in a unit"),
-        (as_a_group, ": right"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_a_cut_is_told_what_is_wrong_with_it(shard, said, capsys):
-    check("17.0", by_value(shard))
-    assert said in capsys.readouterr().out
+@pytest.mark.parametrize("shard", CUTS, ids=lambda shard: shard.__name__)
+def test_a_cut_is_told_what_is_wrong_with_it(shard, cut, capsys, monkeypatch):
+    monkeypatch.setattr(chapter_17, "on_ranks", lambda *_, **__: cut[shard])
+    check("17.0", shard)
+    assert CUTS[shard] in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -129,22 +148,38 @@ def separated(model, folder):
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
 
 
+def nothing(model, folder):
+    pass
+
+
+def no_memory(model, folder):
+    tables(model)
+
+
+FILLS = {
+    nothing: "not answered yet",
+    no_memory: "has no memory",
+    separated: "they are two weights now",
+    no_tables: "model.rotary_emb.inv_freq does not have the value of from_pretrained; it is a buffer",
+    tables_only: "it is a parameter",
+    as_solved: ": right",
+}
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    folders = [str(tmp_path_factory.mktemp(name)) for name in ("untied", "tied")]
+    for folder in folders:
+        _model(tied=folder is folders[1]).bfloat16().save_pretrained(folder)
+    return on_ranks(chapter_17._filled, FILLS, folders, ranks=2)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("fill", "said"),
-    [
-        (lambda model, folder: None, "not answered yet"),
-        (lambda model, folder: tables(model), "has no memory"),
-        (separated, "they are two weights now"),
-        (no_tables, "model.rotary_emb.inv_freq does not have the value of from_pretrained; it is a buffer"),
-        (tables_only, "it is a parameter"),
-        (as_solved, ": right"),
-    ],
-    ids=["nothing", "no memory", "not tied", "no tables", "no values", "right"],
-)
-def test_a_filled_model_is_compared_with_the_library(fill, said, capsys):
-    check("17.1", by_value(fill))
-    assert said in capsys.readouterr().out
+@pytest.mark.parametrize("fill", FILLS, ids=lambda fill: fill.__name__)
+def test_a_filled_model_is_compared_with_the_library(fill, filled, capsys, monkeypatch):
+    monkeypatch.setattr(chapter_17, "on_ranks", lambda *_, **__: filled[fill])
+    check("17.1", fill)
+    assert FILLS[fill] in capsys.readouterr().out
 
 
 def answered(tokenizer, messages):
@@ -219,8 +254,8 @@ def test_a_model_sharded_elsewhere_and_weights_that_were_not_read_are_noticed():
         "    [torch.nn.init.normal_(p, std=0.02) for p in model.parameters()]\n"
         "    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)"
     )}  # fmt: skip
-    breaks |= {'"max_steps": 20': '"max_steps": 2'}
-    lines = run_broken("17", breaks, until="the highest peak, against the budget", ranks=4)
+    breaks |= {'"max_steps": 20': '"max_steps": 2', '("not sharded", "one line")': '("one line",)'}
+    lines = run_broken("17", breaks, until="the highest peak, against the budget")
     assert sorted(failed(lines)) == sorted(
         [
             "shard, then cast: peak",

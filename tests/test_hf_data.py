@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """hf_fsdp.py trains on conversations as a loop of the plain library does, on any number of ranks, and goes on where it was."""
 
-import dataclasses
 import json
 import sys
 
@@ -10,6 +9,7 @@ import hf_fsdp
 import pytest
 import torch
 from labkit import UserError
+from labkit.measuring import foreach_sharding, meters
 from labkit.running import launch, notebook_ranks
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -46,18 +46,32 @@ def folder(tmp_path_factory):
     return path
 
 
-def _trained(me, folder, runs):
-    found = []
-    for options in runs:
-        config = hf_fsdp.Config(model=folder, data=f"{folder}/chat.jsonl", **(OPTIONS | options))
-        config = config if me.world_size > 1 else dataclasses.replace(config, strategy="single")
-        record = hf_fsdp.train(config, me)
-        found.append((record["losses"], record["validation_losses"]))
-    return found
+VALIDATED = {"validation": "0.25", "validate_every": 1}
+RUNS = {  # on two ranks; "begun" is resumed on one
+    "answers": {"accumulate": 2, "packing": "padding", "max_steps": 3},
+    "in chunks": {"accumulate": 2, "packing": "padding", "max_steps": 3, "loss_chunks": 2},
+    "whole": VALIDATED | {"epochs": 4.0},
+    "begun": VALIDATED | {"max_steps": 2, "checkpoint": "CHECKPOINT"},
+}
 
 
-def on(ranks, folder, *runs):
-    return notebook_ranks.on_ranks(_trained, str(folder), runs, ranks=ranks, cluster=HERE, timeout=120)[0]
+def train(me, folder, options):
+    """(losses, validation losses by step) of a run."""
+    options = {name: f"{folder}/c" if value == "CHECKPOINT" else value for name, value in options.items()}
+    config = hf_fsdp.Config(model=folder, data=f"{folder}/chat.jsonl", **(OPTIONS | options))
+    record = hf_fsdp.train(config, me)
+    return record["losses"], record["validation_losses"]
+
+
+def _trained(me, folder):
+    meters.TRACED_STEPS = range(0)  # tracing takes long
+    with foreach_sharding.once_for_alike():
+        return {name: train(me, folder, options) for name, options in RUNS.items()}
+
+
+@pytest.fixture(scope="module")
+def on_two(folder):
+    return notebook_ranks.on_ranks(_trained, str(folder), ranks=2, cluster=HERE, timeout=120)[0]
 
 
 def reference(folder, steps, per_step):
@@ -98,25 +112,19 @@ def reference(folder, steps, per_step):
 
 
 @pytest.mark.long
-def test_losses_on_answers_are_those_of_a_plain_loop(folder):
+def test_losses_on_answers_are_those_of_a_plain_loop(folder, on_two):
     alone = reference(folder, 3, 4)
-    runs = (
-        {"accumulate": 2, "packing": "padding", "max_steps": 3},
-        {"accumulate": 2, "packing": "padding", "loss_chunks": 2},
-    )
-    (losses, _), (chunked, _) = on(2, folder, runs[0], runs[1] | {"max_steps": 3})
-    assert losses == pytest.approx(alone, rel=0, abs=1e-9)
-    assert chunked == pytest.approx(alone, rel=0, abs=1e-9)
+    assert on_two["answers"][0] == pytest.approx(alone, rel=0, abs=1e-9)
+    assert on_two["in chunks"][0] == pytest.approx(alone, rel=0, abs=1e-9)
     assert alone[-1] < alone[0]
 
 
 @pytest.mark.long
-def test_an_epoch_is_the_same_on_any_ranks_and_goes_on_elsewhere(folder, tmp_path):
-    kept = {"checkpoint": str(tmp_path / "c"), "validation": "0.25", "validate_every": 1}
-    ((whole, validated),) = on(2, folder, {"epochs": 4.0, "validation": "0.25", "validate_every": 1})
-    assert len(whole) >= 4 and len(validated) == len(whole)
-    ((begun, first),) = on(2, folder, kept | {"max_steps": 2})
-    ((resumed, second),) = on(1, folder, kept | {"resume": True, "max_steps": len(whole), "batch_size": 2})
+def test_an_epoch_is_the_same_on_any_ranks_and_goes_on_elsewhere(folder, on_two, world_of_one):
+    (whole, validated), (begun, first) = on_two["whole"], on_two["begun"]
+    assert len(whole) >= 4 and len(validated) == len(whole) and len(begun) == 2
+    goes_on = {"resume": True, "max_steps": len(whole), "batch_size": 2, "strategy": "single"}
+    resumed, second = train(world_of_one, str(folder), RUNS["begun"] | goes_on)
     assert begun + resumed == pytest.approx(whole, rel=0, abs=1e-9)
     assert {**first, **second} == pytest.approx(validated, rel=0, abs=1e-9)
 

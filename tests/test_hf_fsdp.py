@@ -9,12 +9,13 @@ from dataclasses import asdict
 
 import cloudpickle
 import hf_fsdp
+import plan
 import pytest
 import torch
 import transformers
 from commands import script
 from labkit import UserError
-from labkit.measuring import meters, trace
+from labkit.measuring import foreach_sharding, meters, records, trace
 from labkit.running import launch, notebook_ranks, preflight, simulated_lab
 from labkit.training import checkpoints, dcp_reading, hf_export, hf_initial, hf_models
 from peft import PeftModel
@@ -41,10 +42,8 @@ FAMILIES = {
     "phi": COMMON | {"num_key_value_heads": 4},
     "phi3": COMMON,
 }
-IN_FP64 = ("llama", "gemma2", "gpt2")
-# {(precision, whether the family is trained in fp64, too): on how many ranks}: two ranks show more in fp64
-RANKS = {("fp32", False): (1, 2, 4), ("fp32", True): (1, 4), ("fp64", True): (1, 2)}
-STEPS, SEQUENCES, LENGTH = 20, 8, 48
+IN_FP64 = ("llama", "gemma2", "gpt2")  # on two ranks, which show more than in fp32; and in fp32 on four
+STEPS, LR, SEQUENCES, LENGTH = 6, 1e-2, 8, 48
 transformers.logging.set_verbosity_error()
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -71,16 +70,16 @@ def weights(shapes, tmp_path_factory):
 
 
 def _trained(me, runs):
-    """[(losses, on four ranks the peak of each)] of some runs, one after the other."""
+    """[(losses, the peak of each rank)] of some runs, one after the other; peaks of those in fp32 on several ranks."""
     found = []
-    if me.world_size < 4:
-        meters.TRACED_STEPS = range(0)  # tracing takes long
     for options in runs:
         strategy = "single" if me.world_size == 1 else "fsdp2"
         config = hf_fsdp.Config(
-            device="cpu", strategy=strategy, batch_size=SEQUENCES // me.world_size, seq_len=LENGTH, max_steps=STEPS, lr=1e-3, **options
+            device="cpu", strategy=strategy, batch_size=SEQUENCES // me.world_size, seq_len=LENGTH, max_steps=STEPS, lr=LR, **options
         )  # fmt: skip
-        with _kept_wide(config.precision):
+        measured = me.world_size > 1 and config.precision == "fp32"
+        meters.TRACED_STEPS = range(1, 4) if measured else range(0)  # tracing takes long
+        with _kept_wide(config.precision), foreach_sharding.once_for_alike():
             record = hf_fsdp.train(config, me)
         found.append((record["losses"], record["memory"] and record["memory"]["peak_by_rank"]))
     return found
@@ -102,19 +101,23 @@ def _kept_wide(precision):
     return Wide() if precision == "fp64" else contextlib.nullcontext()
 
 
+def ranks_of(family, precision="fp32"):
+    """On how many ranks a family is compared with one process."""
+    return 4 if family in IN_FP64 and precision == "fp32" else 2
+
+
 @pytest.fixture(scope="module")
 def runs(shapes):
     """{(family, precision): {ranks: (losses, peaks)}}."""
     keys = [(family, "fp32") for family in FAMILIES] + [(family, "fp64") for family in IN_FP64]
-    options = [{"config": str(shapes[family]), "precision": precision} for family, precision in keys]
-    found = {}
+    options = {key: {"config": str(shapes[key[0]]), "precision": key[1]} for key in keys}
+    found = {key: {} for key in keys}
     for ranks in (1, 2, 4):
-        some = [n for n, (family, precision) in enumerate(keys) if ranks in RANKS[precision, family in IN_FP64]]
-        results = notebook_ranks.on_ranks(_trained, [options[n] for n in some], ranks=ranks, cluster=HERE, timeout=240)[
-            0
-        ]
-        for n, result in zip(some, results, strict=True):
-            found.setdefault(keys[n], {})[ranks] = result
+        some = [key for key in keys if ranks in (1, ranks_of(*key))]
+        given = [options[key] for key in some]
+        results = notebook_ranks.on_ranks(_trained, given, ranks=ranks, cluster=HERE, timeout=240)[0]
+        for key, result in zip(some, results, strict=True):
+            found[key][ranks] = result
     return found
 
 
@@ -123,31 +126,37 @@ def runs(shapes):
 def test_losses_are_those_of_one_process(runs, family):
     for precision, limit in (("fp32", 1e-4), ("fp64", 1e-9)):
         if precision == "fp32" or family in IN_FP64:
-            alone, *shared = (losses for losses, _ in runs[family, precision].values())
+            (alone, _), (shared, _) = runs[family, precision].values()
             assert alone[-1] < alone[0] - 1  # it has learnt: equal losses mean something
-            for losses in shared:
-                assert losses == pytest.approx(alone, rel=0, abs=limit)
+            assert shared == pytest.approx(alone, rel=0, abs=limit)
+
+
+PLANNED = ("llama", "qwen2", "qwen3", "gemma")  # the others' modules, windows and caps keep more: only simulated
+SIMULATED = [family for family in FAMILIES if family not in PLANNED[1:]]  # plan and simulation of qwen2: below
+
+
+def peak_of(runs, family):
+    """The highest peak of a rank."""
+    return max(runs[family, "fp32"][ranks_of(family)][1])
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SIMULATED)
 def test_peaks_are_the_simulations(runs, shapes, family):
-    options = {"strategy": "fsdp2", "batch_size": SEQUENCES // 4, "seq_len": LENGTH, "device": "cpu"}
-    simulated = simulated_lab.step(hf_fsdp, hf_fsdp.Config(config=str(shapes[family]), **options), ranks=4)
-    assert max(runs[family, "fp32"][4][1]) == pytest.approx(sum(simulated["peak"].values()), rel=2e-3)
+    ranks = ranks_of(family)
+    options = {"strategy": "fsdp2", "batch_size": SEQUENCES // ranks, "seq_len": LENGTH, "device": "cpu"}
+    simulated = simulated_lab.step(hf_fsdp, hf_fsdp.Config(config=str(shapes[family]), **options), ranks=ranks)
     torch.distributed.destroy_process_group()
+    assert peak_of(runs, family) == pytest.approx(sum(simulated["peak"].values()), rel=2e-3)
 
 
-PLANNED = ("llama", "qwen2", "qwen3", "gemma")  # the others' modules, windows and caps keep more: simulated, above
-
-
-def record(**options):
-    """What the planner wants to know of a run on four ranks."""
+def record(ranks, **options):
+    """What the planner wants to know of a run."""
     config = hf_fsdp.Config(**options)
     return {
         "script": "hf_fsdp.py",
         "config": asdict(config),
-        "ranks": 4,
+        "ranks": ranks,
         "device": "cpu",
         "versions": {"torch": torch.__version__},
     }
@@ -156,20 +165,21 @@ def record(**options):
 @pytest.mark.long
 @pytest.mark.parametrize("family", PLANNED)
 def test_peaks_are_the_plans_where_it_knows_the_operators(runs, shapes, family):
-    options = {"config": str(shapes[family]), "batch_size": SEQUENCES // 4, "seq_len": LENGTH}
-    planned = predict.total(predict.plan_of(record(**options)).peak()[1])
-    assert max(runs[family, "fp32"][4][1]) == pytest.approx(planned, rel=0.01)
+    ranks = ranks_of(family)
+    options = {"config": str(shapes[family]), "batch_size": SEQUENCES // ranks, "seq_len": LENGTH}
+    planned = predict.total(predict.plan_of(record(ranks, **options)).peak()[1])
+    assert peak_of(runs, family) == pytest.approx(planned, rel=2e-3)
 
 
 def test_adapters_are_not_planned(shapes):
     with pytest.raises(UserError, match="peft's adapters, on every linear layer, are not planned"):
-        predict.plan_of(record(config=str(shapes["llama"]), lora=4))
+        predict.plan_of(record(4, config=str(shapes["llama"]), lora=4))
 
 
 def test_a_plan_by_config_has_the_librarys_own_step_beside_it(shapes):
-    words = f"plan.py --config {shapes['qwen2']} --ranks 4 --device cpu --batch-size 1 --seq-len 48 --simulate --json"
-    run = script(*words.split())
-    facts = json.loads(run.stdout)
+    options = {"batch_size": 1, "seq_len": 48, "ranks": 4, "device": "cpu", "simulate": True, "json": True}
+    facts = json.loads(plan.answer(plan.Config(config=str(shapes["qwen2"]), **options)))
+    torch.distributed.destroy_process_group()
     assert facts["simulated"] == pytest.approx(facts["peak"], rel=1e-3)
 
 
@@ -198,8 +208,9 @@ def _tuned(me, runs):
         mapped = {n for n, p in model.named_parameters() if _storage(p) > trace.local(p).nbytes}
         optimizer = hf_fsdp.make_optimizer(model, config)
         inputs, targets = torch.arange(2 * 2 * LENGTH).view(2, 1, 2, LENGTH) % 256
-        for _ in range(2):
-            hf_fsdp.train_step(model, optimizer, inputs, targets, config)
+        with foreach_sharding.once_for_alike():
+            for _ in range(2):
+                hf_fsdp.train_step(model, optimizer, inputs, targets, config)
         changed = {n for n, p in model.named_parameters() if not torch.equal(before[n], trace.local(p))}
         with torch.no_grad():
             logits = model(inputs[0], use_cache=False).logits
@@ -226,22 +237,6 @@ def tuned(weights, tmp_path_factory):
         key: (folder, each[0][0], each[0][1] | each[1][1], each[0][2] | each[1][2])
         for key, folder, *each in zip(keys, folders, *ranks, strict=True)
     }
-
-
-@pytest.mark.long
-def test_a_run_that_was_ended_after_its_last_step_still_saves_its_model(shapes, tmp_path):
-    words = ["hf_fsdp.py", "--config", shapes["llama"], "--ranks", 2, "--batch-size", 1, "--seq-len", 16]
-    words += ["--max-steps", 3, "--checkpoint", tmp_path / "c", "--resume"]
-    assert script(*words).returncode == 0
-    done = script(*words)
-    assert done.returncode == 2 and "nothing left to train: the checkpoint is at step 3 of 3" in done.stderr
-    saved = script(*words, "--save", tmp_path / "model", "--record", tmp_path / "record.json")
-    assert saved.returncode == 0, saved.stderr
-    trained = dcp_reading.tensors(checkpoints.latest(tmp_path / "c"), "model.")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
-    assert trained and all(torch.equal(loaded[name.removeprefix("model.")], value) for name, value in trained.items())
-    about = json.loads((tmp_path / "record.json").read_text())
-    assert about["first_step"] == 3 and about["losses"] == []
 
 
 INPUTS = torch.arange(2 * LENGTH).view(2, LENGTH) % 256
@@ -378,29 +373,53 @@ def test_a_family_whose_modules_do_not_initialize_a_tensor_is_refused(tmp_path, 
 # ---- dropout
 
 
-def _trained_with_dropout(me, folder, runs):
-    return [
-        hf_fsdp.train(hf_fsdp.Config(config=f"{folder}/config.json", **DROPPING, **run), me)["losses"] for run in runs
-    ]
+DROPPING = {"device": "cpu", "batch_size": 2, "seq_len": 16, "lr": 1e-2, "max_steps": 4}
 
 
-DROPPING = {"device": "cpu", "batch_size": 2, "seq_len": 16, "lr": 1e-2}
+def _resumed(me, folder):
+    """(losses of an uninterrupted run, of a begun one and of its end, the refusal to go on, what saves all the same)."""
+    meters.TRACED_STEPS = range(0)  # tracing takes long
+
+    def train(**run):
+        config = hf_fsdp.Config(config=f"{folder}/config.json", **DROPPING | run)
+        result = hf_fsdp.train(config, me)
+        records.report(config.script, config, me, result, elapsed=0.0)
+        return result
+
+    kept = {"checkpoint": f"{folder}/c", "resume": True}
+    losses = [train(save=f"{folder}/uninterrupted")["losses"]]
+    losses += [train(**kept, max_steps=2)["losses"], train(**kept)["losses"]]
+    with pytest.raises(UserError) as refusal:
+        train(**kept)
+    return *losses, str(refusal.value), train(**kept, save=f"{folder}/resumed", record=f"{folder}/record.json")
 
 
-def test_a_resumed_run_with_dropout_is_the_uninterrupted_one(tmp_path):
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    """A folder with models and a checkpoint, and what ``_resumed`` returns."""
+    folder = tmp_path_factory.mktemp("resumed")
+    dropout = {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}
+    AutoConfig.for_model("gpt2", **GPT2 | dropout).save_pretrained(folder)
+    return folder, *notebook_ranks.on_ranks(_resumed, str(folder), ranks=2, cluster=HERE, timeout=120)[0]
+
+
+def test_a_resumed_run_with_dropout_is_the_uninterrupted_one(resumed):
     """To the last bit, on as many ranks."""
-    AutoConfig.for_model("gpt2", **GPT2 | {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}).save_pretrained(
-        tmp_path
-    )
-    kept = {"checkpoint": str(tmp_path / "c")}
-    runs = [{"max_steps": 4, "save": str(tmp_path / "uninterrupted")}, {"max_steps": 2} | kept]
-    runs.append({"max_steps": 4, "resume": True, "save": str(tmp_path / "resumed")} | kept)
-    whole, begun, resumed = notebook_ranks.on_ranks(
-        _trained_with_dropout, str(tmp_path), runs, ranks=2, cluster=HERE, timeout=120
-    )[0]
-    assert begun + resumed == whole
-    models = [load_file(tmp_path / name / "model.safetensors") for name in ("uninterrupted", "resumed")]
+    folder, whole, begun, rest, *_ = resumed
+    assert len(begun) == 2 and begun + rest == whole
+    models = [load_file(folder / name / "model.safetensors") for name in ("uninterrupted", "resumed")]
     assert [name for name, value in models[0].items() if not torch.equal(value, models[1][name])] == []
+
+
+def test_a_run_that_was_ended_after_its_last_step_still_saves_its_model(resumed):
+    folder, *_, refusal, saved = resumed
+    assert "nothing left to train: the checkpoint is at step 4 of 4" in refusal
+    trained = dcp_reading.tensors(checkpoints.latest(folder / "c"), "model.")
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "resumed").state_dict()
+    assert trained and all(torch.equal(loaded[name.removeprefix("model.")], value) for name, value in trained.items())
+    about = json.loads((folder / "record.json").read_text())
+    for result in (saved, about):
+        assert result["first_step"] == 4 and result["losses"] == []
 
 
 # ---- what does not fit

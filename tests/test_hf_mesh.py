@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from labkit import UserError
+from labkit.measuring import foreach_sharding
 from labkit.measuring.differences import largest_difference
 from labkit.running import launch, notebook_ranks
 from labkit.training import hf_export, hf_initial
@@ -25,16 +26,7 @@ FAMILIES = {
     "qwen3_moe": SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
 RUNS = {
-    ("llama", "sharded"): {},
-    ("llama", "split and sharded"): {"mesh": "shard=2,tensor=2"},
     ("llama", "replicated and sharded"): {"mesh": "replicate=2,shard=2"},
-    ("llama", "DDP"): {"strategy": "ddp", "accumulate": 2, "sync": "last"},
-    ("llama", "micro-batches, synchronized last"): {"accumulate": 2, "sync": "last"},
-    ("llama", "gathered ahead, kept"): {"prefetch": 1, "reshard_after_forward": "false"},
-    ("llama", "offloaded"): {"cpu_offload": True},
-    ("llama", "loss in chunks"): {"loss_chunks": 3},
-    ("llama", "recomputed"): {"recompute": "selective"},
-    ("llama", "clipped"): {"clip": 0.05},
     # Their norms of single heads have gradients that the tensor-parallel ranks sum
     ("qwen3", "split, micro-batches, fp64"): {
         "mesh": "shard=2,tensor=2",
@@ -42,10 +34,20 @@ RUNS = {
         "sync": "last",
         "precision": "fp64",
     },
-    ("qwen3_moe", "sharded"): {},
     ("qwen3_moe", "split and sharded"): {"mesh": "shard=2,tensor=2", "clip": 0.05},
     ("qwen3_moe", "experts spread"): {"mesh": "shard=4,expert=4", "clip": 0.05},
     ("qwen3_moe", "experts spread and sharded"): {"mesh": "replicate=2,shard=2,expert=2"},
+}
+ON_TWO = {  # four ranks show nothing more of these
+    ("llama", "DDP"): {"strategy": "ddp", "accumulate": 2, "sync": "last"},
+    ("llama", "micro-batches, synchronized last"): {"accumulate": 2, "sync": "last"},
+    ("llama", "gathered ahead, kept, loss in chunks"): {
+        "prefetch": 1,
+        "reshard_after_forward": "false",
+        "loss_chunks": 3,
+    },
+    ("llama", "offloaded"): {"cpu_offload": True},
+    ("llama", "recomputed, clipped"): {"recompute": "selective", "clip": 0.05},
     ("qwen3_moe", "experts in fp64"): {"precision": "fp64"},
 }
 LENGTH, STEPS, LR = 16, 3, 1e-2
@@ -98,22 +100,30 @@ def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+def not_as_read(folder, dtype, ours):
+    """The names of tensors that the library reads otherwise."""
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return [name for name, t in hf_initial.tensors(theirs).items() if not torch.equal(ours[name], t)]
+
+
 def _trained(me, runs, saved):
-    """Of each run: losses, those of one process, names of tensors read otherwise than by the library, units."""
+    """Of each run: losses, those of one process, names of tensors read otherwise than by the library, and how far off
+    the logits of what is saved are; all but the losses are rank 0's.
+    """
     found = []
     for n, (folder, options) in enumerate(runs):
         config = hf_fsdp.Config(model=folder, device="cpu", tokens="bytes", seq_len=LENGTH, lr=LR, **options)
         model = hf_fsdp.build(config, me)
         inner = getattr(model, "module", model)
         ours = {name: whole(tensor) for name, tensor in hf_initial.tensors(inner).items()}
-        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=config.dtype)
-        wrong = [name for name, t in hf_initial.tensors(theirs).items() if not torch.equal(ours[name], t)]
+        wrong = not_as_read(folder, config.dtype, ours) if me.rank == 0 else None
         optimizer, mesh, losses = hf_fsdp.make_optimizer(model, config), config.arranged(me.world_size), []
         shape = config.accumulate, mesh.data, config.batch_size, LENGTH
         sequences = config.accumulate * mesh.data * config.batch_size
         for _ in range(STEPS):
             mine = [x.view(shape)[:, mesh.data_part(me.rank)] for x in tokens_of(sequences)]
-            loss = sum(hf_fsdp.train_step(model, optimizer, *mine, config))
+            with foreach_sharding.once_for_alike():
+                loss = sum(hf_fsdp.train_step(model, optimizer, *mine, config))
             dist.all_reduce(loss)
             losses.append(loss.item() / me.world_size)
         alone, theirs = one_process(folder, config, sequences) if me.rank == 0 else ([], None)
@@ -133,14 +143,17 @@ def _trained(me, runs, saved):
 
 @pytest.fixture(scope="module")
 def trained(folders, tmp_path_factory):
-    runs = [(str(folders[family]), options | {"batch_size": 2}) for (family, _), options in RUNS.items()]
-    saved = str(tmp_path_factory.mktemp("saved"))
-    ranks = notebook_ranks.on_ranks(_trained, runs, saved, ranks=4, cluster=HERE, timeout=240)
-    return dict(zip(RUNS, ranks[0], strict=True))
+    found = {}
+    for ranks, some in ((4, RUNS), (2, ON_TWO)):
+        runs = [(str(folders[family]), options | {"batch_size": 2}) for (family, _), options in some.items()]
+        saved = str(tmp_path_factory.mktemp("saved"))
+        results = notebook_ranks.on_ranks(_trained, runs, saved, ranks=ranks, cluster=HERE, timeout=240)
+        found |= dict(zip(some, results[0], strict=True))
+    return found
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("run", RUNS, ids=" ".join)
+@pytest.mark.parametrize("run", [*RUNS, *ON_TWO], ids=" ".join)
 def test_a_run_is_that_of_one_process_of_the_library(trained, run):
     losses, alone, wrong, off = trained[run]
     assert wrong == []  # to the last bit, as read

@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Sharding by the library's plans: units, a weight that embedding and head share, experts that are fewer than the ranks."""
 
+import contextlib
+import io
 import json
 
+import hf_fsdp
 import pytest
-from forked import forked
+import torch
+from labkit.measuring import simulate
+from labkit.running.ranks import Rank
+from labkit.training import hf_models
 from proofs import families
+from torch.distributed.fsdp import FSDPModule
 
 
 @pytest.fixture(scope="module")
@@ -17,18 +24,14 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.fixture(autouse=True)
+def world_left():
+    yield
+    torch.distributed.destroy_process_group()
+
+
 def sharded(folder, family, ranks, mesh):
     """(whether the head's weight is the embedding's, units, what is printed or refused) of rank 0 in a simulated world."""
-    import contextlib
-    import io
-
-    import hf_fsdp
-    import torch
-    from labkit.measuring import simulate
-    from labkit.running.ranks import Rank
-    from labkit.training import hf_models
-    from torch.distributed.fsdp import FSDPModule
-
     simulate.join(ranks)
     me = Rank(0, 0, ranks, "simulated", torch.device("cpu"), "fake")
     config = hf_fsdp.Config(config=f"{folder}/{family}", device="cpu", mesh=mesh)
@@ -50,13 +53,13 @@ def sharded(folder, family, ranks, mesh):
     ],
 )
 def test_blocks_are_units_whatever_the_library_names(folder, family, units):
-    assert forked(sharded, folder, family, 2, "shard=2")[1] == units
+    assert sharded(folder, family, 2, "shard=2")[1] == units
 
 
 @pytest.mark.parametrize("mesh", ["tensor=4", "shard=2,tensor=2", "shard=4"])
 def test_embedding_and_head_share_their_weight_on_every_mesh(folder, mesh):
     assert json.loads((folder / "qwen2" / "config.json").read_text())["tie_word_embeddings"]
-    assert forked(sharded, folder, "qwen2", 4, mesh)[0]
+    assert sharded(folder, "qwen2", 4, mesh)[0]
 
 
 @pytest.mark.parametrize(
@@ -72,11 +75,11 @@ def test_embedding_and_head_share_their_weight_on_every_mesh(folder, mesh):
     ],
 )
 def test_ranks_without_experts_are_a_warning(folder, family, mesh, ranks, holders):
-    printed = forked(sharded, folder, family, ranks, mesh)[2]
+    printed = sharded(folder, family, ranks, mesh)[2]
     assert holders in printed if holders else not printed
 
 
 def test_ranks_without_experts_are_refused_if_files_have_each_on_its_own(folder):
-    printed = forked(sharded, folder, "qwen3_moe", 8, "shard=8")[2]
+    printed = sharded(folder, "qwen3_moe", 8, "shard=8")[2]
     assert printed.startswith("refused: model.layers.0") and "replicate or tensor of --mesh" in printed
-    assert not forked(sharded, folder, "qwen3_moe", 4, "shard=4")[2]
+    assert not sharded(folder, "qwen3_moe", 4, "shard=4")[2]
