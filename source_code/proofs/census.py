@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from labkit import UserError
-from labkit.measuring import foreach_sharding, records
+from labkit.measuring import records
 from labkit.measuring.differences import largest, largest_difference
 from labkit.running import gpus, launch, notebook_ranks, ranks
 from labkit.running.options import Options, option, parse
@@ -154,8 +154,7 @@ def try_ways(me, tasks: list[tuple[dict, Way, str]], store: str, by_library: boo
         if task is None:  # the last group is the one that the caller expects to be there
             return found
         begin, result = time.perf_counter(), {}
-        with foreach_sharding.once_for_alike():  # AdamW's took half of the time
-            result["error"] = families.reason(lambda task=task, result=result: try_way(me, *task, by_library, result))
+        result["error"] = families.reason(lambda task=task, result=result: try_way(me, *task, by_library, result))
         found.append(result | {"seconds": time.perf_counter() - begin})
         dist.destroy_process_group()
     return found

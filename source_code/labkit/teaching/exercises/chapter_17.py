@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from labkit.measuring import foreach_sharding, records, trace
+from labkit.measuring import records, trace
 from labkit.running import launch
 from labkit.teaching.exercises import Do, on_ranks, unanswered
 from labkit.training import hf_models
@@ -74,10 +74,10 @@ def measured(me, model, length: int = LENGTH, use_cache: bool = False) -> dict:
     ids = torch.randint(256, (1, length + 1), generator=torch.Generator().manual_seed(me.rank)).to(me.device)
     meter, losses = trace.StepTrace(model, optimizer, me.device), []
     for step in range(3):
-        with foreach_sharding.once_for_alike(), meter if step else contextlib.nullcontext():
+        with meter if step else contextlib.nullcontext():  # the first step makes the optimizer's state
             loss = loss_of(model, ids, use_cache=use_cache)
             loss.backward()
-            optimizer.step()  # the first step makes the state
+            optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.item())
     moment, _ = trace.peak(meter.timeline())
