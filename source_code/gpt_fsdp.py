@@ -16,6 +16,7 @@
 README.md lists all ways to start it.
 """
 
+import dataclasses
 import math
 import time
 import warnings
@@ -72,6 +73,13 @@ def unsharded(config):
     for number, block in enumerate(model.blocks):
         change_forward(block, config, number)
     return model
+
+
+def with_blocks(config, count):
+    """Return the options of a model with ``count`` of the blocks, which are all alike: plan.py --simulate repeats them."""
+    shape = dataclasses.replace(config.shape, num_hidden_layers=count)
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return type(type(config).__name__, (type(config),), {"shape": shape})(**values)
 
 
 def change_forward(block, config, number=0):

@@ -6,6 +6,10 @@
 A lab that can be simulated has ``unsharded(config)``, which builds the model on the current device; ``fsdp1`` and ``fsdp2``,
 named after their strategies, which shard it; ``make_optimizer``; and ``train_step``. It may have ``in_simulation``, which
 returns the context of a simulated step. DDP's step is that of one process, with DDP's buckets.
+
+If the lab's model is a stack of equal blocks, it may have ``with_blocks(config, count)``, which returns the options of a
+model of fewer blocks. Then only three such models are simulated, and the step is extended (labkit/measuring/equal_blocks.py)
+where tests/test_equal_blocks.py has compared it with the whole one.
 """
 
 import contextlib
@@ -14,12 +18,19 @@ from collections.abc import Callable
 
 import torch
 
-from labkit.measuring import simulate
+from labkit.measuring import equal_blocks, simulate
 from labkit.measuring.gpu_operators import GpuOperators
 from labkit.running.ranks import Rank
 
 
-def step(lab, config, ranks: int, gpu: GpuOperators | None = None, workspaces: bool = True) -> dict:
+MIN_PERIODS = 4  # of equal blocks: ends, and some in between
+EXTENDED_STRATEGIES = ("single", "fsdp1", "fsdp2")  # DDP's buckets do not repeat themselves with the blocks
+EXTENDED_OPTIMIZERS = ("adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd")  # Muon's ranks share the matrices
+
+
+def step(
+    lab, config, ranks: int, gpu: GpuOperators | None = None, workspaces: bool = True, whole: bool = False
+) -> dict:
     """Simulate a step of a lab on rank 0 of a world of ``ranks``.
 
     Args:
@@ -28,6 +39,7 @@ def step(lab, config, ranks: int, gpu: GpuOperators | None = None, workspaces: b
         ranks: size of the simulated world. This process can join only one at a time.
         gpu: a GPU's operators instead of the CPU's.
         workspaces: whether to count the workspaces of a GPU's operators.
+        whole: simulate all blocks, even if they are equal.
 
     Returns:
         Memory and traffic as ``simulate.step`` returns them.
@@ -39,7 +51,31 @@ def step(lab, config, ranks: int, gpu: GpuOperators | None = None, workspaces: b
     if config.strategy == "ddp":  # the step of one process, with DDP's buckets
         reductions = 1 if getattr(config, "sync", "last") == "last" else config.accumulate
         config = dataclasses.replace(config, strategy="single")
+    if not whole and (extended := _extended(lab, config, ranks, gpu, workspaces)):
+        return simulate.summary(*extended)
     return simulate.step(setup(lab, config, ranks), gpu, workspaces, ddp_reductions=reductions)
+
+
+def _extended(lab, config, ranks: int, gpu: GpuOperators | None, workspaces: bool) -> equal_blocks.Traced | None:
+    """Return the trace of a step as those of fewer blocks say it, or None if they do not, or would take as long."""
+    counts, more = few_blocks(lab, config)
+    if not counts:
+        return None
+    few = (setup(lab, lab.with_blocks(config, count), ranks) for count in counts)
+    return equal_blocks.extended([simulate.traced(each, gpu, workspaces) for each in few], more)
+
+
+def few_blocks(lab, config) -> tuple[list[int], int]:
+    """Return (the numbers of blocks to simulate, the periods of blocks to add); ([], 0) to simulate all blocks."""
+    if not hasattr(lab, "with_blocks") or config.experts or config.clip or config.log:
+        return [], 0  # of clipping, the norms of all parameters are stacked: their size grows, not their number
+    if config.strategy not in EXTENDED_STRATEGIES or config.optimizer not in EXTENDED_OPTIMIZERS:
+        return [], 0
+    blocks, period = config.shape.num_hidden_layers, config.recompute_every if config.recompute != "none" else 1
+    fewest = MIN_PERIODS * period + 2 * config.prefetch  # the units gathered ahead must not reach from end to end
+    fewest += (blocks - fewest) % period
+    counts = [fewest, fewest + period, fewest + 2 * period]
+    return (counts, (blocks - counts[-1]) // period) if sum(counts) < blocks else ([], 0)
 
 
 def setup(lab, config, ranks: int) -> Callable:
