@@ -12,6 +12,8 @@ tests/test_equal_blocks.py compares extended steps with whole ones, over what th
 
 from collections import Counter
 from difflib import SequenceMatcher
+from itertools import groupby
+from operator import itemgetter
 
 Traced = tuple[dict, list[tuple], Counter]  # bytes by category at the start, events, collectives: see ``StepTrace``
 
@@ -26,23 +28,32 @@ def extended(traces: list[Traced], more: int) -> Traced | None:
     Returns:
         As a trace of that step would be; None unless the third trace is what the first two predict.
     """
-    starts, events, collectives = zip(*traces, strict=True)
-    insertions = _insertions(*events[:2])
-    start, collective = _line(starts, more), _line(collectives, more)
-    if None in (insertions, start, collective) or _grown(events[0], insertions, 2) != events[2]:
+    starts, (few, some, many), collectives = zip(*traces, strict=True)
+    found, start, collective = _insertions(few, some), _line(starts, more), _line(collectives, more)
+    if None in (found, start, collective):
         return None
-    return start, _grown(events[0], insertions, 2 + more), Counter(collective)
+    for insertions in (found, _split(found)):
+        if _grown(few, insertions, 2) == many:
+            return start, _grown(few, insertions, 2 + more), Counter(collective)
+    return None
 
 
 def _insertions(few: list, many: list) -> list[tuple[int, list]] | None:
     """Return what was inserted into ``few`` to make ``many``, [(position, events), …]; None if anything else was changed."""
     found = []
-    for what, begin, end, other_begin, other_end in SequenceMatcher(None, few, many, autojunk=False).get_opcodes():
+    for what, begin, _, other_begin, other_end in SequenceMatcher(None, few, many, autojunk=False).get_opcodes():
         if what == "insert":
             found.append((begin, many[other_begin:other_end]))
         elif what != "equal":
             return None
     return found
+
+
+def _split(insertions: list[tuple[int, list]]) -> list[tuple[int, list]]:
+    """Split insertions that end one operator's events and begin the next one's: each of both grows by itself."""
+    runs = [(position, [list(run) for _, run in groupby(events, itemgetter(1))]) for position, events in insertions]
+    whole = [(position, [sum(parts, [])] if len(parts) != 2 else parts) for position, parts in runs]
+    return [(position, part) for position, parts in whole for part in parts]
 
 
 def _grown(events: list, insertions: list[tuple[int, list]], times: int) -> list:

@@ -22,7 +22,6 @@ from labkit.measuring import equal_blocks, simulate
 from labkit.measuring.gpu_operators import GpuOperators
 from labkit.running.ranks import Rank
 
-
 MIN_PERIODS = 4  # of equal blocks: ends, and some in between
 EXTENDED_STRATEGIES = ("single", "fsdp1", "fsdp2")  # DDP's buckets do not repeat themselves with the blocks
 EXTENDED_OPTIMIZERS = ("adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd")  # Muon's ranks share the matrices
@@ -51,18 +50,16 @@ def step(
     if config.strategy == "ddp":  # the step of one process, with DDP's buckets
         reductions = 1 if getattr(config, "sync", "last") == "last" else config.accumulate
         config = dataclasses.replace(config, strategy="single")
-    if not whole and (extended := _extended(lab, config, ranks, gpu, workspaces)):
+    counts, more = ([], 0) if whole else few_blocks(lab, config)
+    traces = [traced(lab, lab.with_blocks(config, count), ranks, gpu, workspaces) for count in counts]
+    if traces and (extended := equal_blocks.extended(traces, more)):
         return simulate.summary(*extended)
-    return simulate.step(setup(lab, config, ranks), gpu, workspaces, ddp_reductions=reductions)
+    return simulate.summary(*traced(lab, config, ranks, gpu, workspaces, reductions))
 
 
-def _extended(lab, config, ranks: int, gpu: GpuOperators | None, workspaces: bool) -> equal_blocks.Traced | None:
-    """Return the trace of a step as those of fewer blocks say it, or None if they do not, or would take as long."""
-    counts, more = few_blocks(lab, config)
-    if not counts:
-        return None
-    few = (setup(lab, lab.with_blocks(config, count), ranks) for count in counts)
-    return equal_blocks.extended([simulate.traced(each, gpu, workspaces) for each in few], more)
+def traced(lab, config, ranks, gpu=None, workspaces=True, ddp_reductions=0) -> equal_blocks.Traced:
+    """Simulate all of a step. Arguments: see ``step`` and ``simulate.step``."""
+    return simulate.traced(setup(lab, config, ranks), gpu, workspaces, ddp_reductions)
 
 
 def few_blocks(lab, config) -> tuple[list[int], int]:
