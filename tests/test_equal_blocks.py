@@ -73,22 +73,16 @@ def differences(all_options: list[dict], further: int = 3) -> list[tuple]:
     return found
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"recompute": "full", "precision": "bf16"},
-        {"strategy": "fsdp1", "wrap": "blocks+embeddings", "recompute": "full"},
-    ],
-    ids=lambda options: " ".join(map(str, options.values())),
-)
-def test_an_extended_step_is_the_whole_one(options):
+def test_an_extended_step_of_fsdp1_is_the_whole_one():
+    """Its foreach operators allocate and free one tensor per block: the two kinds of events grow by themselves."""
+    options = {"strategy": "fsdp1", "wrap": "blocks+embeddings", "precision": "bf16", "recompute": "full"}
     assert forked(differences, [options]) == []
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
 def test_drawn_steps_are_extended_to_the_byte_or_not_at_all(seed):
-    found = forked(differences, drawn(6, seed))
+    found = forked(differences, drawn(6, seed), timeout=600)
     assert [options for options, what in found if what == "different"] == []
     assert len(found) <= 2
 

@@ -51,9 +51,11 @@ def _insertions(few: list, many: list) -> list[tuple[int, list]] | None:
 
 def _split(insertions: list[tuple[int, list]]) -> list[tuple[int, list]]:
     """Split insertions that end one operator's events and begin the next one's: each of both grows by itself."""
-    runs = [(position, [list(run) for _, run in groupby(events, itemgetter(1))]) for position, events in insertions]
-    whole = [(position, [sum(parts, [])] if len(parts) != 2 else parts) for position, parts in runs]
-    return [(position, part) for position, parts in whole for part in parts]
+    found = []
+    for position, events in insertions:
+        runs = [list(run) for _, run in groupby(events, itemgetter(1))]
+        found += [(position, run) for run in runs] if len(runs) == 2 else [(position, events)]
+    return found
 
 
 def _grown(events: list, insertions: list[tuple[int, list]], times: int) -> list:
