@@ -16,7 +16,6 @@
 README.md lists all ways to start it.
 """
 
-import dataclasses
 import math
 import time
 import warnings
@@ -53,6 +52,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 # The model is defined in labkit/training/models.py; here it is built, sharded and trained.
 # me is always this rank: its rank, local_rank, world_size, device; me.say prints on rank 0 only.
 VALIDATION_SEQUENCES = 32
+EQUAL_BLOCKS = True  # so plan.py --simulate needs only few of them
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}  # --precision in which mixed precision computes
 
 
@@ -73,13 +73,6 @@ def unsharded(config):
     for number, block in enumerate(model.blocks):
         change_forward(block, config, number)
     return model
-
-
-def with_blocks(config, count):
-    """Return the options of a model with ``count`` of the blocks, which are all alike: plan.py --simulate repeats them."""
-    shape = dataclasses.replace(config.shape, num_hidden_layers=count)
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return type(type(config).__name__, (type(config),), {"shape": shape})(**values)
 
 
 def change_forward(block, config, number=0):

@@ -36,7 +36,7 @@ SETTINGS = {
 
 
 def config(**options):
-    return gpt_fsdp.with_blocks(gpt_fsdp.Config(**SMALL | options), MANY)
+    return simulated_lab.with_blocks(gpt_fsdp.Config(**SMALL | options), MANY)
 
 
 def drawn(count: int, seed: int) -> list[dict]:
@@ -65,7 +65,8 @@ def differences(all_options: list[dict], further: int = 3) -> list[tuple]:
         gpu = GpuOperators() if options.get("precision") == "bf16" else None
         total = counts[2] + further * (counts[2] - counts[1])
         *few, whole = (
-            simulated_lab.traced(gpt_fsdp, gpt_fsdp.with_blocks(one, count), ranks, gpu) for count in [*counts, total]
+            simulated_lab.traced(gpt_fsdp, simulated_lab.with_blocks(one, count), ranks, gpu)
+            for count in [*counts, total]
         )
         extended = equal_blocks.extended(few, further)
         if extended != whole:
@@ -88,8 +89,10 @@ def test_drawn_steps_are_extended_to_the_byte_or_not_at_all(seed):
 
 
 def summaries():
-    options = dataclasses.replace(gpt_fsdp.with_blocks(config(), 16), recompute="full")
-    whole = simulated_lab.step(gpt_fsdp, options, 4, whole=True)
+    from labkit.measuring import simulate
+
+    options = dataclasses.replace(simulated_lab.with_blocks(config(), 16), recompute="full")
+    whole = simulate.summary(*simulated_lab.traced(gpt_fsdp, options, 4))
     simulated, trace = [], simulated_lab.traced
 
     def watched(lab, config, *rest):
@@ -103,7 +106,7 @@ def summaries():
 def test_a_lab_with_many_blocks_simulates_few():
     whole, extended, blocks = forked(summaries)
     assert extended == whole
-    assert sum(blocks) < 16 and len(blocks) == 3
+    assert blocks == [4, 5, 6]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +116,7 @@ def test_a_lab_with_many_blocks_simulates_few():
 )
 def test_what_does_not_repeat_itself_is_simulated_whole(options):
     assert simulated_lab.few_blocks(gpt_fsdp, config(**options)) == ([], 0)
-    assert simulated_lab.few_blocks(gpt_fsdp, gpt_fsdp.with_blocks(config(), 15)) == ([], 0)
+    assert simulated_lab.few_blocks(gpt_fsdp, simulated_lab.with_blocks(config(), 15)) == ([], 0)
 
 
 def trace(blocks, start=None, sizes=lambda block: 4):

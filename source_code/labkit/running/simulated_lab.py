@@ -7,9 +7,8 @@ A lab that can be simulated has ``unsharded(config)``, which builds the model on
 named after their strategies, which shard it; ``make_optimizer``; and ``train_step``. It may have ``in_simulation``, which
 returns the context of a simulated step. DDP's step is that of one process, with DDP's buckets.
 
-If the lab's model is a stack of equal blocks, it may have ``with_blocks(config, count)``, which returns the options of a
-model of fewer blocks. Then only three such models are simulated, and the step is extended (labkit/measuring/equal_blocks.py)
-where tests/test_equal_blocks.py has compared it with the whole one.
+If all blocks of the lab's model are alike, apart from its own ``recompute_every``, it says so by ``EQUAL_BLOCKS``. Then only
+three models with few blocks are simulated, and the step is extended (labkit/measuring/equal_blocks.py).
 """
 
 import contextlib
@@ -27,9 +26,7 @@ EXTENDED_STRATEGIES = ("single", "fsdp1", "fsdp2")  # DDP's buckets do not repea
 EXTENDED_OPTIMIZERS = ("adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd")  # Muon's ranks share the matrices
 
 
-def step(
-    lab, config, ranks: int, gpu: GpuOperators | None = None, workspaces: bool = True, whole: bool = False
-) -> dict:
+def step(lab, config, ranks: int, gpu: GpuOperators | None = None, workspaces: bool = True) -> dict:
     """Simulate a step of a lab on rank 0 of a world of ``ranks``.
 
     Args:
@@ -38,7 +35,6 @@ def step(
         ranks: size of the simulated world. This process can join only one at a time.
         gpu: a GPU's operators instead of the CPU's.
         workspaces: whether to count the workspaces of a GPU's operators.
-        whole: simulate all blocks, even if they are equal.
 
     Returns:
         Memory and traffic as ``simulate.step`` returns them.
@@ -46,26 +42,33 @@ def step(
     Raises:
         UserError: the options cannot be simulated.
     """
+    counts, more = few_blocks(lab, config)
+    few = [traced(lab, with_blocks(config, count), ranks, gpu, workspaces) for count in counts]
+    if few and (extended := equal_blocks.extended(few, more)):
+        return simulate.summary(*extended)
+    return simulate.summary(*traced(lab, config, ranks, gpu, workspaces))
+
+
+def traced(lab, config, ranks: int, gpu: GpuOperators | None = None, workspaces: bool = True) -> equal_blocks.Traced:
+    """Trace all blocks of a step. Arguments: see ``step``."""
     reductions = 0
     if config.strategy == "ddp":  # the step of one process, with DDP's buckets
         reductions = 1 if getattr(config, "sync", "last") == "last" else config.accumulate
         config = dataclasses.replace(config, strategy="single")
-    counts, more = ([], 0) if whole else few_blocks(lab, config)
-    traces = [traced(lab, lab.with_blocks(config, count), ranks, gpu, workspaces) for count in counts]
-    if traces and (extended := equal_blocks.extended(traces, more)):
-        return simulate.summary(*extended)
-    return simulate.summary(*traced(lab, config, ranks, gpu, workspaces, reductions))
+    return simulate.traced(setup(lab, config, ranks), gpu, workspaces, ddp_reductions=reductions)
 
 
-def traced(lab, config, ranks, gpu=None, workspaces=True, ddp_reductions=0) -> equal_blocks.Traced:
-    """Simulate all of a step. Arguments: see ``step`` and ``simulate.step``."""
-    return simulate.traced(setup(lab, config, ranks), gpu, workspaces, ddp_reductions)
+def with_blocks(config, count: int):
+    """Return the options of a model with ``count`` blocks."""
+    shape = dataclasses.replace(config.shape, num_hidden_layers=count)
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return type(type(config).__name__, (type(config),), {"shape": shape})(**values)
 
 
 def few_blocks(lab, config) -> tuple[list[int], int]:
     """Return (the numbers of blocks to simulate, the periods of blocks to add); ([], 0) to simulate all blocks."""
-    if not hasattr(lab, "with_blocks") or config.experts or config.clip or config.log:
-        return [], 0  # of clipping, the norms of all parameters are stacked: their size grows, not their number
+    if not getattr(lab, "EQUAL_BLOCKS", False) or config.shape.layers or config.clip or config.log:
+        return [], 0  # layers: they differ. clip, log: the norms of all parameters are stacked, which grows a size
     if config.strategy not in EXTENDED_STRATEGIES or config.optimizer not in EXTENDED_OPTIMIZERS:
         return [], 0
     blocks, period = config.shape.num_hidden_layers, config.recompute_every if config.recompute != "none" else 1
