@@ -52,6 +52,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 # The model is defined in labkit/training/models.py; here it is built, sharded and trained.
 # me is always this rank: its rank, local_rank, world_size, device; me.say prints on rank 0 only.
 VALIDATION_SEQUENCES = 32
+EQUAL_BLOCKS = True  # so plan.py --simulate needs only few of them
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}  # --precision in which mixed precision computes
 
 

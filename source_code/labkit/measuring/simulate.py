@@ -39,7 +39,7 @@ from labkit import UserError
 from labkit.measuring import foreach_sharding
 from labkit.measuring.gpu_operators import GpuOperators, GpuTrace
 from labkit.measuring.replaced import replaced
-from labkit.measuring.trace import CATEGORIES, StepTrace, listed, peak
+from labkit.measuring.trace import CATEGORIES, StepTrace, listed, peak, snapshots
 
 
 def join(world_size: int):
@@ -68,11 +68,16 @@ def step(setup, gpu: GpuOperators | None = None, workspaces: bool = True, ddp_re
         The keys "memory" and "traffic" of a record, merged: {"peak": {category: bytes}, "peak_phase", "peak_operator",
         "start", "timeline", "traffic": [{"kind", "count", "bytes", "dimension"}, …]}.
     """
+    return summary(*traced(setup, gpu, workspaces, ddp_reductions))
+
+
+def traced(setup, gpu: GpuOperators | None = None, workspaces: bool = True, ddp_reductions: int = 0) -> tuple:
+    """Trace a step as ``step`` does, and return what ``StepTrace.traced`` does, with what DDP adds."""
     with _fake_tensors() as counters:
         model, optimizer, batch, train = setup()
         counters.optimizer = optimizer
-        traced = model, optimizer, torch.device("meta")  # the device of fake tensors' storages
-        trace = GpuTrace(gpu, workspaces, *traced) if gpu else StepTrace(*traced)
+        what = model, optimizer, torch.device("meta")  # the device of fake tensors' storages
+        trace = GpuTrace(gpu, workspaces, *what) if gpu else StepTrace(*what)
         ready = []  # parameters, in the order in which their gradients are
         with gpu or contextlib.nullcontext():
             with _watch_gradients(model if ddp_reductions else None, ready):
@@ -84,21 +89,26 @@ def step(setup, gpu: GpuOperators | None = None, workspaces: bool = True, ddp_re
         buffers = Counter()  # by dtype: DDP broadcasts those of a dtype together
         for buffer in model.buffers() if ddp_reductions else ():
             buffers[buffer.dtype] += buffer.nbytes
-    timeline = trace.timeline()
+    start, events, collectives = trace.traced()
     for size in buckets:
-        trace.collectives["all-reduce", size, None] += ddp_reductions
+        collectives["all-reduce", size, None] += ddp_reductions
     for size in buffers.values():
-        trace.collectives["broadcast", size, None] += ddp_reductions
-    for snapshot in timeline:
-        snapshot["all-reduce buckets"] += sum(buckets)
+        collectives["broadcast", size, None] += ddp_reductions
+    start["all-reduce buckets"] += sum(buckets)
+    return start, events, collectives
+
+
+def summary(start: dict, events: list[tuple], collectives: Counter) -> dict:
+    """Return what ``step`` does, of what ``traced`` returned."""
+    timeline = snapshots(start, events)
     highest, _ = peak(timeline)
     return {
         "peak": {category: highest[category] for category in CATEGORIES},
         "peak_phase": highest["phase"],
         "peak_operator": highest["operator"],
-        "start": {category: timeline[0][category] for category in CATEGORIES},
+        "start": start,
         "timeline": [[snapshot["phase"], *(snapshot[name] for name in CATEGORIES)] for snapshot in timeline],
-        "traffic": listed(trace.collectives),
+        "traffic": listed(collectives),
     }
 
 

@@ -309,20 +309,34 @@ class StepTrace(TorchDispatchMode):
 
     # Results
 
-    def timeline(self) -> list[dict]:
-        """Return a snapshot of the live bytes by category at the start of the step and after each change.
-
-        Returns:
-            [{"phase", "operator", category: bytes, …}, …]; phase is "start", "forward", "backward", or "optimizer".
-        """
-        live = dict.fromkeys(CATEGORIES, 0)
+    def traced(self) -> tuple[dict, list[tuple], Counter]:
+        """Return ({category: live bytes at the start}, [(phase, operator, category, change in bytes), …], collectives)."""
+        start = dict.fromkeys(CATEGORIES, 0)
         for number, size in self._baseline.items():
-            live[self._category[number]] += size
-        snapshots = [{"phase": "start", "operator": "start", **live}]
-        for number, change, phase, operator in self._events:
-            live[self._category[number]] += change
-            snapshots.append({"phase": phase, "operator": operator, **live})
-        return snapshots
+            start[self._category[number]] += size
+        events = [(phase, operator, self._category[number], change) for number, change, phase, operator in self._events]
+        return start, events, self.collectives
+
+    def timeline(self) -> list[dict]:
+        """Return ``snapshots`` of the step."""
+        return snapshots(*self.traced()[:2])
+
+
+def snapshots(start: dict, events: list[tuple]) -> list[dict]:
+    """Return a snapshot of the live bytes by category at the start of a step and after each change.
+
+    Args:
+        start, events: as ``StepTrace.traced`` returns them.
+
+    Returns:
+        [{"phase", "operator", category: bytes, …}, …]; phase is "start", "forward", "backward", or "optimizer".
+    """
+    live = dict(start)
+    found = [{"phase": "start", "operator": "start", **live}]
+    for phase, operator, category, change in events:
+        live[category] += change
+        found.append({"phase": phase, "operator": operator, **live})
+    return found
 
 
 def listed(collectives: dict) -> list[dict]:

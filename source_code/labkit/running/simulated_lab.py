@@ -6,6 +6,9 @@
 A lab that can be simulated has ``unsharded(config)``, which builds the model on the current device; ``fsdp1`` and ``fsdp2``,
 named after their strategies, which shard it; ``make_optimizer``; and ``train_step``. It may have ``in_simulation``, which
 returns the context of a simulated step. DDP's step is that of one process, with DDP's buckets.
+
+If all blocks of the lab's model are alike, apart from its own ``recompute_every``, it says so by ``EQUAL_BLOCKS``. Then only
+three models with few blocks are simulated, and the step is extended (labkit/measuring/equal_blocks.py).
 """
 
 import contextlib
@@ -14,9 +17,13 @@ from collections.abc import Callable
 
 import torch
 
-from labkit.measuring import simulate
+from labkit.measuring import equal_blocks, simulate
 from labkit.measuring.gpu_operators import GpuOperators
 from labkit.running.ranks import Rank
+
+MIN_PERIODS = 4  # of equal blocks: ends, and some in between
+EXTENDED_STRATEGIES = ("single", "fsdp1", "fsdp2")  # DDP's buckets do not repeat themselves with the blocks
+EXTENDED_OPTIMIZERS = ("adamw", "adamw-fused", "adamw-for-loop", "momentum", "sgd")  # Muon's ranks share the matrices
 
 
 def step(lab, config, ranks: int, gpu: GpuOperators | None = None, workspaces: bool = True) -> dict:
@@ -35,11 +42,40 @@ def step(lab, config, ranks: int, gpu: GpuOperators | None = None, workspaces: b
     Raises:
         UserError: the options cannot be simulated.
     """
+    counts, more = few_blocks(lab, config)
+    few = [traced(lab, with_blocks(config, count), ranks, gpu, workspaces) for count in counts]
+    if few and (extended := equal_blocks.extended(few, more)):
+        return simulate.summary(*extended)
+    return simulate.summary(*traced(lab, config, ranks, gpu, workspaces))
+
+
+def traced(lab, config, ranks: int, gpu: GpuOperators | None = None, workspaces: bool = True) -> equal_blocks.Traced:
+    """Trace all blocks of a step. Arguments: see ``step``."""
     reductions = 0
     if config.strategy == "ddp":  # the step of one process, with DDP's buckets
         reductions = 1 if getattr(config, "sync", "last") == "last" else config.accumulate
         config = dataclasses.replace(config, strategy="single")
-    return simulate.step(setup(lab, config, ranks), gpu, workspaces, ddp_reductions=reductions)
+    return simulate.traced(setup(lab, config, ranks), gpu, workspaces, ddp_reductions=reductions)
+
+
+def with_blocks(config, count: int):
+    """Return the options of a model with ``count`` blocks."""
+    shape = dataclasses.replace(config.shape, num_hidden_layers=count)
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return type(type(config).__name__, (type(config),), {"shape": shape})(**values)
+
+
+def few_blocks(lab, config) -> tuple[list[int], int]:
+    """Return (the numbers of blocks to simulate, the periods of blocks to add); ([], 0) to simulate all blocks."""
+    if not getattr(lab, "EQUAL_BLOCKS", False) or config.shape.layers or config.clip or config.log:
+        return [], 0  # layers: they differ. clip, log: the norms of all parameters are stacked, which grows a size
+    if config.strategy not in EXTENDED_STRATEGIES or config.optimizer not in EXTENDED_OPTIMIZERS:
+        return [], 0
+    blocks, period = config.shape.num_hidden_layers, config.recompute_every if config.recompute != "none" else 1
+    fewest = MIN_PERIODS * period + 2 * config.prefetch  # the units gathered ahead must not reach from end to end
+    fewest += (blocks - fewest) % period
+    counts = [fewest, fewest + period, fewest + 2 * period]
+    return (counts, (blocks - counts[-1]) // period) if sum(counts) < blocks else ([], 0)
 
 
 def setup(lab, config, ranks: int) -> Callable:
