@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A lab that trains on few digits, so that a short run goes on in further epochs and looks at few when it evaluates.
+"""A lab that trains a small model on few digits, untraced: a run of many steps, saves and epochs takes a second.
 
   python few_digits.py COUNT LAB WORDS…
 
-COUNT: of the training set and at most of the test set. LAB: mnist_fsdp. WORDS: the lab's own.
+COUNT: of the training set and at most of the test set, for mnist_fsdp. LAB: it, or gpt_fsdp. WORDS: the lab's own.
 """
 
+import dataclasses
 import importlib
 import sys
 from pathlib import Path
@@ -35,12 +36,26 @@ def narrow():
     mnist_fsdp.Net = Narrow
 
 
+def small_gpt():
+    """From now on, the smallest GPT has one block of its four, a quarter of its width, and is hardly validated."""
+    import gpt_fsdp
+    from planner.models import shapes
+
+    one_block = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 1}
+    shapes.GPT_SHAPES["tiny"] = dataclasses.replace(shapes.GPT_SHAPES["tiny"], **one_block)
+    gpt_fsdp.VALIDATION_SEQUENCES = 4
+
+
 if __name__ == "__main__":
     sys.path.insert(0, str(SOURCE))
     count, name = int(sys.argv[1]), sys.argv[2]
     sys.argv = [f"{name}.py", *sys.argv[3:]]
+    from labkit.measuring import meters
     from labkit.running import options, ranks
 
+    meters.TRACED_STEPS = range(0)
     keep(count)
+    narrow()
+    small_gpt()
     lab = importlib.import_module(name)
     ranks.run(lab.main, options.parse(lab.Config, lab.__doc__))

@@ -5,6 +5,7 @@ Bad command lines are in bad_input.py.
 """
 
 import types
+from pathlib import Path
 
 import bad_input
 import mnist_fsdp
@@ -16,6 +17,8 @@ from commands import assert_about, commands, options_class, refused, script
 from labkit.measuring import records
 from labkit.running import options, ranks
 from labkit.training import checkpoints
+
+FEW_DIGITS = Path(__file__).with_name("few_digits.py")
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +100,9 @@ def test_a_sentence_is_printed_once(command, environment, printed, words, capsys
 
 
 def lab(words: str, tmp_path):
-    return script("mnist_fsdp.py", "--data", "mnist-5k", "--max-steps", "2", *words.format(tmp=tmp_path).split())
+    return script(
+        FEW_DIGITS, 400, "mnist_fsdp", "--data", "mnist-5k", "--max-steps", "2", *words.format(tmp=tmp_path).split()
+    )
 
 
 OTHER_RUNS = {

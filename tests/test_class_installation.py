@@ -61,30 +61,34 @@ def as_learner(course: Path, home: Path, *words, folder="source_code", **variabl
     env = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
     env |= {"HOME": str(home), "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"}
     env.pop("PYTHONSTARTUP", None)  # it would bring this checkout's labkit
-    done = call(*AS_A_LEARNER, *words, cwd=course / folder, env=env | variables, timeout=300)
+    done = call(*AS_A_LEARNER, *words, cwd=course / folder, env=env | variables, timeout=600)
     return done.returncode, done.stdout + done.stderr
 
 
 @pytest.fixture
 def learner(course, tmp_path):
-    """``as_learner`` for a learner with a new home, which is its .home; .runs is where runs go."""
+    """``as_learner`` for a learner with a new home, which is its .home."""
     (tmp_path / "home").mkdir()
+    assert_read_only(course, tmp_path / "home")
     run = functools.partial(as_learner, course, tmp_path / "home")
-    code, said = run("touch", "mine")
-    assert code and "Permission denied" in said  # or nothing below would prove anything
     run.home = tmp_path / "home"
-    run.runs = run.home / "my-fsdp-labs" / "runs"
     return run
+
+
+def assert_read_only(course: Path, home: Path):
+    """Or nothing below would prove anything."""
+    code, said = as_learner(course, home, "touch", "mine")
+    assert code and "Permission denied" in said
 
 
 STAND_IN = "cannot be written: Permission denied): using mnist-5k"
 COMMANDS = {
     "hello.py --ranks 2": "as it should be",
-    "mnist_fsdp.py --data auto --ranks 2 --max-steps 1": STAND_IN,
     "gpt_fsdp.py --ranks 2 --max-steps 1": "after step 1",
     "plan.py --ranks 4 --simulate": "simulated",
     "prepare_data.py": "4,000 training and 1,000 test images, verified",
     "-m proofs.memory --every 999": "record: {runs}/memory-",
+    # Each rung of which is a run of mnist_fsdp.py
     "ladder.py --data auto --epochs 1 --ranks 2 --batch-size 200": "Tables, picture and records: {runs}/ladder-",
 }
 
@@ -92,25 +96,39 @@ COMMANDS = {
 # Its first rung, of eight: test_ladder.py climbs them all.
 SHORT_LADDER = "import sys; sys.path.insert(0, '.'); import ladder; ladder.RUNGS = ladder.RUNGS[:1]; ladder.main()"
 
+CHECKED = "notebooks/04_fsdp_one_unit.ipynb"
+NBVAL = ["-m", "pytest", "-q", "--nbval-lax", CHECKED]
+
+CELLS = """
+import json, sys
+cells = json.load(open(sys.argv[1]))["cells"]
+code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+for source in code:
+    if any(text in source for text in sys.argv[2:]):
+        exec(source)
+"""
+COPIED = ["11_plan_before_you_train.ipynb", "sys.path.insert", "MINE ="]
+
 # Prints the folder that every command asks for.
 WHERE = "import sys; sys.path.insert(0, '.'); from labkit.measuring import records; print(records.ensure_writable_dir(records.RUNS))"
 
-# The commands one after the other, each with an environment of its own, as ``python`` would run them: forked from a process
-# that the learner has started, so that torch is imported once. {name: (words, variables)} → {name: (exit code, output)}
+# The commands one after the other, each with a folder and an environment of its own, as ``python`` would run them: forked from
+# a process that the learner has started, which their runs share, so that torch is imported once.
+# {name: (words, variables, folder)} → {name: (exit code, output)}
 IN_TURN = """
 import json, os, subprocess, sys, tempfile
 from labkit.running import fork_server
 
 found = {}
-for name, (words, variables) in json.loads(sys.argv[1]).items():
+for name, (words, variables, folder) in json.loads(sys.argv[1]).items():
     words = [sys.executable, "-u", *words]
     env = os.environ | variables
     with tempfile.TemporaryFile("w+", dir=os.environ["HOME"]) as out:
         if fork_server.possible():
             env[fork_server.VARIABLE] = fork_server.address()
-            process = fork_server.start(words, os.getcwd(), env, out, out)
+            process = fork_server.start(words, folder, env, out, out)
         else:
-            process = subprocess.Popen(words, env=env, stdout=out, stderr=out)
+            process = subprocess.Popen(words, cwd=folder, env=env, stdout=out, stderr=out)
         process.wait()
         out.seek(0)
         found[name] = process.returncode, out.read()
@@ -120,20 +138,28 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def ran(course, tmp_path_factory):
-    """{name: (exit code, output, home)} of the commands, and of three with settings of their own."""
+    """{name: (exit code, output, home)} of the commands, of three with settings of their own, and of two with notebooks."""
     home = tmp_path_factory.mktemp("home")
-    (home / "short.py").write_text(SHORT_LADDER)
-    (home / "where.py").write_text(WHERE)
+    assert_read_only(course, home)
+    for name, code in {"short": SHORT_LADDER, "where": WHERE, "cells": CELLS}.items():
+        (home / f"{name}.py").write_text(code)
     ladder = ["ladder.py", "--epochs", "1", "--ranks", "2", "--batch-size", "200"]
-    asked = {words: (words.replace("ladder.py", str(home / "short.py")).split(), {}) for words in COMMANDS}
-    asked["where"] = asked["where, set"] = ([str(home / "where.py")], {})
-    asked = {name: (words, {"HOME": str(tmp_path_factory.mktemp("home"))}) for name, (words, _) in asked.items()}
-    asked["where, set"][1]["FSDP_LABS_RUNS"] = str(home / "scratch")
-    asked["no home"] = (ladder, {"HOME": str(course)})
+    words = {words: words.replace("ladder.py", str(home / "short.py")).split() for words in COMMANDS}
+    words |= {"where": [str(home / "where.py")], "where, set": [str(home / "where.py")], "no home": ladder}
+    words |= {"in place": NBVAL, "copy": [str(home / "cells.py"), *COPIED]}
+    variables = {name: {"HOME": str(tmp_path_factory.mktemp("home"))} for name in words}
+    variables["where, set"]["FSDP_LABS_RUNS"] = str(home / "scratch")
+    variables["no home"]["HOME"] = str(course)
+    variables["in place"]["FSDP_LABS_RANKS"] = "2"
+    copies = Path(variables["copy"]["HOME"])
+    assert as_learner(course, copies, "make", "-s", "learner", folder=".")[0] == 0
+    folders = dict.fromkeys(words, course / "source_code")
+    folders |= {"in place": course, "copy": copies / "my-fsdp-labs" / "notebooks"}
+    asked = {name: (words[name], variables[name], str(folders[name])) for name in words}
     code, said = as_learner(course, home, sys.executable, "-c", IN_TURN, json.dumps(asked))
     assert code == 0, said
     found = json.loads(said.splitlines()[-1])
-    return {name: (*found[name], Path(variables["HOME"])) for name, (_, variables) in asked.items()}
+    return {name: (*found[name], Path(variables[name]["HOME"])) for name in words}
 
 
 @pytest.mark.long
@@ -165,37 +191,21 @@ def test_a_home_that_cannot_be_written_is_one_sentence(ran):
     assert f"{course}/my-fsdp-labs/runs (Permission denied)" in sentence and "set FSDP_LABS_RUNS" in sentence
 
 
-CHECKED = "notebooks/04_fsdp_one_unit.ipynb"
-NBVAL = (sys.executable, "-m", "pytest", "-q", "--nbval-lax")
-
-
 @pytest.mark.long
-def test_notebooks_are_checked_in_place(learner):
-    code, said = learner(*NBVAL, CHECKED, folder=".", FSDP_LABS_RANKS="2")
+def test_notebooks_are_checked_in_place(ran):
+    code, said, home = ran["in place"]
     assert code == 0 and "warning" not in said, said
-    assert list(learner.runs.glob("*-mnist_fsdp.json"))
-
-
-CELLS = """
-import json, sys
-cells = json.load(open(sys.argv[1]))["cells"]
-code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-for source in code:
-    if any(text in source for text in sys.argv[2:]):
-        exec(source)
-"""
+    assert list((home / "my-fsdp-labs" / "runs").glob("*-mnist_fsdp.json"))
 
 
 @pytest.mark.long
-def test_the_copy_of_a_notebook_finds_the_course(learner):
+def test_the_copy_of_a_notebook_finds_the_course(ran):
     """Chapter 11 writes a file of its own, and starts a command of the course on it."""
-    assert learner("make", "-s", "learner", folder=".")[0] == 0
-    mine = learner.home / "my-fsdp-labs" / "notebooks"
-    cells = ("sys.path.insert", "MINE =")
-    code, said = learner(sys.executable, "-c", CELLS, "11_plan_before_you_train.ipynb", *cells, folder=mine)
-    assert code == 0 and f"{learner.runs}/my_model.py:build: 402,776,064 parameters" in said, said
+    code, said, home = ran["copy"]
+    mine = home / "my-fsdp-labs"
+    assert code == 0 and f"{mine}/runs/my_model.py:build: 402,776,064 parameters" in said, said
     # Jupyter shows no picture that lies outside the folder which it was started in, link or not.
-    assert (mine.parent / "images" / "ladder.png").resolve().is_relative_to(learner.home)
+    assert (mine / "images" / "ladder.png").resolve().is_relative_to(home)
 
 
 def test_a_copy_is_never_written_over(learner):

@@ -3,6 +3,7 @@
 that nobody interrupted."""
 
 import contextlib
+import functools
 import os
 import shutil
 import subprocess
@@ -34,12 +35,17 @@ def same(one: Path, other: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """{lab: folder of the last checkpoint}, of two ranks."""
+    """A function: the folder of a lab's last checkpoint, of two ranks that nobody interrupts."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    for lab, words in {"mnist_fsdp": MNIST, "gpt_fsdp": GPT}.items():
+
+    @functools.cache
+    def of(lab: str) -> Path:
+        words = {"mnist_fsdp": MNIST, "gpt_fsdp": GPT}[lab]
         run = script(f"{lab}.py", *words, "--ranks", 2, "--checkpoint", folder / lab)
         assert run.returncode == 0, run.stderr
-    return folder
+        return folder / lab
+
+    return of
 
 
 def wait_for(happened, what: str, job: str = "", env=None):
@@ -101,9 +107,9 @@ def test_preempted_jobs_go_on(slurm, uninterrupted, tmp_path):
         output = ended(job, folder, slurm)
         assert "asked to end (SIGUSR1): saved at step" in output and "resumed at step" in output
     assert first_step > 3 and "asked to end (SIGUSR2): saved at step" in said and "resumed at step" in said
-    assert same(uninterrupted / "mnist_fsdp", one / "c")
-    assert same(uninterrupted / "gpt_fsdp", two / "c")
-    assert same(uninterrupted / "gpt_fsdp", three / "c")
+    assert same(uninterrupted("mnist_fsdp"), one / "c")
+    assert same(uninterrupted("gpt_fsdp"), two / "c")
+    assert same(uninterrupted("gpt_fsdp"), three / "c")
 
 
 def preempt(env):
@@ -168,10 +174,10 @@ def test_time_is_up_for_a_job_of_a_template_and_for_one_of_submitit(slurm, unint
     job = queue("one_node", "mnist_fsdp", MNIST, one, slurm, "--gres=gpu:2", "--time=1", "--signal=USR1@15")
     with submitted(two, slurm, limit="1") as process:
         _, said = result(process)
-    assert "Requeued job" in said and same(uninterrupted / "gpt_fsdp", two / "c")
+    assert "Requeued job" in said and same(uninterrupted("gpt_fsdp"), two / "c")
     output = ended(job, one, slurm)
     assert "asked to end (SIGUSR1): saved at step" in output and "resumed at step" in output
-    assert same(uninterrupted / "mnist_fsdp", one / "c")
+    assert same(uninterrupted("mnist_fsdp"), one / "c")
 
 
 def test_a_job_whose_node_fails_goes_on(slurm, uninterrupted, tmp_path):
@@ -183,7 +189,7 @@ def test_a_job_whose_node_fails_goes_on(slurm, uninterrupted, tmp_path):
     wait_for(lambda: not Path(f"/proc/{process}").exists(), "end of the first life", job, slurm)
     call(*node, "state=resume", env=slurm)  # refused where the node has answered by now, which brings it back, too
     assert "resumed at step" in ended(job, tmp_path, slurm)  # of 2, or later where Slurm sent it SIGTERM first
-    assert same(uninterrupted / "gpt_fsdp", tmp_path / "c")
+    assert same(uninterrupted("gpt_fsdp"), tmp_path / "c")
 
 
 def test_a_job_of_which_a_rank_fails_goes_on_without_its_node(slurm, uninterrupted, tmp_path):
@@ -198,7 +204,7 @@ def test_a_job_of_which_a_rank_fails_goes_on_without_its_node(slurm, uninterrupt
     assert "rank 1 failed" in output and "resumed at step 2 of 12" in output
     shown = call("scontrol", "show", "job", job, env=env).stdout
     assert "ExcNodeList=127.0.0.1" in shown and " NodeList=127.0.0.2" in shown, shown
-    assert same(uninterrupted / "gpt_fsdp", tmp_path / "c")
+    assert same(uninterrupted("gpt_fsdp"), tmp_path / "c")
 
 
 def test_a_job_that_fails_at_the_same_step_every_time_ends(slurm, tmp_path):
@@ -225,16 +231,15 @@ def test_tasks_of_an_array_do_not_share_a_folder(slurm, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("lab", ["mnist_fsdp", "gpt_fsdp"])
-def test_torchrun_starts_anew_when_a_rank_is_killed(lab, uninterrupted, tmp_path):
-    words = {"mnist_fsdp": MNIST, "gpt_fsdp": GPT}[lab]
+def test_torchrun_starts_anew_when_a_rank_is_killed(uninterrupted, tmp_path):
+    """Here the GPT; how MNIST resumes does not depend on who starts it (test_saving.py, test_crash.py)."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    words = [*torchrun, LAB, lab, tmp_path / "mark", "killed", *words, "--checkpoint", tmp_path / "c", "--resume"]
+    words = [*torchrun, LAB, "gpt_fsdp", tmp_path / "mark", "killed", *GPT, "--checkpoint", tmp_path / "c", "--resume"]
     fresh_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # as slurm/two_nodes_torchrun.sbatch has it
     run = call(*words, env=os.environ | fresh_store, cwd=SOURCE, timeout=120)
     assert run.returncode == 0, run.stderr
     assert "starting at step 0 of 12" in run.stdout and run.stdout.count(" of 12\n") == 2  # two starts
-    assert same(uninterrupted / lab, tmp_path / "c")
+    assert same(uninterrupted("gpt_fsdp"), tmp_path / "c")
 
 
 # ---- what can be said wrong

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Whoever the others wait for is named, with the line it is at; from gloo's records, and from dumps as NCCL writes them."""
 
+import contextlib
 import json
 import os
 import pickle
 import re
 import resource
 import signal
-import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import diagnose_hang
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from commands import script
 from forked import by_value, forked
 from labkit import UserError
 from labkit.measuring import flight_recorder
-from labkit.running import launch, notebook_ranks
+from labkit.running import fork_server, launch, notebook_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -277,6 +278,23 @@ def test_a_recorder_that_cannot_write_changes_nothing(tmp_path):
     assert forked(raises_without_room, tmp_path) == "the training's own"
 
 
+@contextlib.contextmanager
+def rank_1(code: str, folder: Path):
+    """Rank 1 that runs a program with the recorder, into folder/flight; forked, as it need not import torch again."""
+    if not fork_server.possible():
+        pytest.skip("forks, which Linux can")
+    (folder / "rank.py").write_text(code)
+    words = [sys.executable, "-u", str(folder / "rank.py"), str(launch.SOURCE), str(folder / "flight")]
+    with (folder / "said").open("w") as said:
+        rank = fork_server.start(words, launch.SOURCE, os.environ | {"RANK": "1"}, said, said)
+        try:
+            yield rank
+        finally:
+            if rank.poll() is None:
+                os.kill(rank.pid, signal.SIGKILL)
+                rank.wait(60)
+
+
 STUCK = """
 import re, sys
 sys.path.insert(0, sys.argv[1])
@@ -287,47 +305,40 @@ with flight_recorder.recorder(sys.argv[2], quiet=0.4):
 
 
 def test_a_rank_that_holds_the_interpreter_is_told_and_says_where_when_it_is_ended(tmp_path):
-    (tmp_path / "stuck.py").write_text(STUCK)
-    words = [sys.executable, tmp_path / "stuck.py", launch.SOURCE, tmp_path / "flight"]
-    with subprocess.Popen(words, env=os.environ | {"RANK": "1"}) as rank:
-        try:
-            until((where := tmp_path / "flight" / "where_1").exists)
-            until(lambda: time.time() - where.stat().st_mtime > 0.5)
-            said = diagnose_hang.report(tmp_path / "flight")
-            assert said.startswith("rank 1 is there (process ") and "none of its Python runs" in said, said
-        finally:
-            rank.terminate()
+    with rank_1(STUCK, tmp_path) as rank:
+        until((where := tmp_path / "flight" / "where_1").exists)
+        until(lambda: time.time() - where.stat().st_mtime > 0.5)
+        said = diagnose_hang.report(tmp_path / "flight")
+        assert said.startswith("rank 1 is there (process ") and "none of its Python runs" in said, said
+        os.kill(rank.pid, signal.SIGTERM)
+        rank.wait(60)
     said = diagnose_hang.report(tmp_path / "flight")
-    assert said.startswith("these were ended from outside") and "stuck.py:6 in <module>:  re.match" in said, said
+    assert said.startswith("these were ended from outside") and "rank.py:6 in <module>:  re.match" in said, said
 
 
 WAITING = """
-import sys
+import sys, time
 sys.path.insert(0, sys.argv[1])
 from labkit.measuring import flight_recorder
 with flight_recorder.recorder(sys.argv[2]):
     print("in", flush=True)
-    sys.stdin.read()
+    time.sleep(600)
 """
 
 
 def test_a_process_that_is_stopped_is_told_from_one_that_is_dead(tmp_path):
-    words = [sys.executable, "-c", WAITING, launch.SOURCE, str(tmp_path)]
-    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-    with subprocess.Popen(words, env=os.environ | {"RANK": "1"}, **pipes) as rank:
-        try:
-            assert rank.stdout.readline() == b"in\n"
-            assert diagnose_hang.report(tmp_path).startswith(f"rank 1 is there (process {rank.pid} on ")
-            rank.send_signal(signal.SIGSTOP)
-            os.waitpid(rank.pid, os.WUNTRACED)
-            assert diagnose_hang.report(tmp_path).startswith(f"rank 1 is stopped: process {rank.pid} ")
-            about = tmp_path / "where_1"  # as if it were of another node: then its date tells
-            about.write_text(about.read_text().replace(Path("/proc/sys/kernel/random/boot_id").read_text()[:36], "x"))
-            assert diagnose_hang.report(tmp_path).startswith(f"rank 1 is there (process {rank.pid} on ")
-            os.utime(about, (time.time() - 61,) * 2)
-            assert diagnose_hang.report(tmp_path).startswith(f"rank 1 is dead or stopped: process {rank.pid} ")
-        finally:
-            rank.kill()
+    flight = tmp_path / "flight"
+    with rank_1(WAITING, tmp_path) as rank:
+        until((tmp_path / "said").read_text)
+        assert diagnose_hang.report(flight).startswith(f"rank 1 is there (process {rank.pid} on ")
+        os.kill(rank.pid, signal.SIGSTOP)
+        until(lambda: psutil.Process(rank.pid).status() == psutil.STATUS_STOPPED)
+        assert diagnose_hang.report(flight).startswith(f"rank 1 is stopped: process {rank.pid} ")
+        about = flight / "where_1"  # as if it were of another node: then its date tells
+        about.write_text(about.read_text().replace(Path("/proc/sys/kernel/random/boot_id").read_text()[:36], "x"))
+        assert diagnose_hang.report(flight).startswith(f"rank 1 is there (process {rank.pid} on ")
+        os.utime(about, (time.time() - 61,) * 2)
+        assert diagnose_hang.report(flight).startswith(f"rank 1 is dead or stopped: process {rank.pid} ")
 
 
 def test_a_rank_of_another_node_without_a_sign_of_life_is_dead_or_stopped(tmp_path):

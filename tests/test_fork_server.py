@@ -231,7 +231,9 @@ def test_on_a_machine_with_gpus_runs_on_the_cpu_are_forked_and_no_others(monkeyp
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("value", ["1", "fsdp-labs-that-has-ended"])
+@pytest.mark.parametrize(
+    "value", ["fsdp-labs-that-has-ended", "1"]
+)  # the second uses the one that the first has started
 def test_without_one_to_share_there_is_one_of_its_own(value, program, monkeypatch):
     monkeypatch.setenv(fork_server.VARIABLE, value)
     process, read = program("import sys; print('torch' in sys.modules)")

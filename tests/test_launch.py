@@ -14,6 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import mnist_fsdp
 import psutil
 import pytest
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from labkit.running import fork_server, launch, progress, ranks, site
 from labkit.running.lab import Lab
 
 SOURCE = launch.SOURCE
-TORCHRUN = f"{shlex.quote(sys.executable)} -m torch.distributed.run"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)  # its ranks import torch anew
 PYTHON = shlex.quote(sys.executable)
 LAB = "mnist_fsdp.py --data mnist-5k --strategy fsdp2 --wrap size --precision fp64 --no-dropout --global-batch-size 12"
 
@@ -38,13 +39,13 @@ def bash(command: str, env=None, timeout=120):
 def losses_of_four(tmp_path_factory):
     """The losses of a run of four local ranks, to which every other way is compared."""
     path = tmp_path_factory.mktemp("reference") / "run.json"
-    run = bash(f"{PYTHON} {LAB} --ranks 4 --max-steps 6 --record {path}")
+    run = script(*LAB.split(), "--ranks", 4, "--max-steps", 3, "--record", path)
     assert run.returncode == 0, run.stderr
     return records.load(path)["losses"]
 
 
 WAYS = {
-    "torchrun": f"{TORCHRUN} --standalone --nproc-per-node 2 {{lab}}",  # two ranks compute what four do
+    "torchrun": f"{PYTHON} -m torch.distributed.run --standalone --nproc-per-node 2 {{lab}}",  # two compute what four do
     "srun, one task": "srun -p gpu -N 1 --gres=gpu:4 python {lab}",
     "srun, a task per rank": "srun -p gpu -N 2 --ntasks-per-node=2 --gres=gpu:2 python {lab}",
     "srun torchrun": (
@@ -58,7 +59,7 @@ WAYS = {
 @pytest.mark.parametrize("way", ways(WAYS))
 def test_every_way_computes_the_same(way, losses_of_four, tmp_path, request):
     env = request.getfixturevalue("slurm") if "srun" in way else os.environ
-    command = WAYS[way].format(lab=f"{LAB} --max-steps 6 --record {tmp_path / 'run.json'}", port=free_port())
+    command = WAYS[way].format(lab=f"{LAB} --max-steps 3 --record {tmp_path / 'run.json'}", port=free_port())
     run = bash(command, env=env)
     assert run.returncode == 0, run.stderr
     record = records.load(tmp_path / "run.json")
@@ -69,7 +70,7 @@ def test_every_way_computes_the_same(way, losses_of_four, tmp_path, request):
 
 def test_launch_run_and_submit_on_slurm(slurm, losses_of_four):
     """What the notebooks call: the same function uses Slurm where there is one; submitit queues a job."""
-    options = "strategy='fsdp2', wrap='size', precision='fp64', dropout=False, global_batch_size=12, data='mnist-5k', max_steps=6"
+    options = "strategy='fsdp2', wrap='size', precision='fp64', dropout=False, global_batch_size=12, data='mnist-5k', max_steps=3"
     code = f"""
 import json
 from labkit.running import launch
@@ -141,12 +142,11 @@ if __name__ == "__main__":
 def test_first_error_is_shown_once(way, tmp_path, request):
     stub = tmp_path / "stub.py"
     stub.write_text(STUB.format(error="ValueError('boom')", arguments="ranks=4" if way == "python" else ""))
-    commands = {
-        "torchrun": f"{TORCHRUN} --standalone --nproc-per-node 3 {stub}",
-        "srun": f"srun -N 2 --ntasks-per-node=2 --kill-on-bad-exit=1 python {stub}",
-    }
-    env = request.getfixturevalue("slurm") if way == "srun" else os.environ
-    run = script(stub) if way == "python" else bash(commands[way], env=env)
+    if way == "srun":
+        command = f"srun -N 2 --ntasks-per-node=2 --kill-on-bad-exit=1 python {stub}"
+        run = bash(command, env=request.getfixturevalue("slurm"))
+    else:
+        run = script(*(TORCHRUN if way == "torchrun" else ()), stub)
     assert run.returncode not in (0, 2)
     assert run.stderr.count("ValueError: boom") == 1
     assert len(re.findall("rank [123] failed", run.stderr)) == 1
@@ -159,11 +159,12 @@ def test_first_error_is_shown_once(way, tmp_path, request):
 @pytest.mark.long
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_users_error_in_a_rank_is_one_sentence(start, tmp_path):
-    """Where ranks are forked (Linux, CPU), and where they start as new processes (GPUs, macOS)."""
+    """Where ranks are forked (Linux, CPU), of which two fail, and where they start as new processes (GPUs, macOS)."""
     stub = tmp_path / "stub.py"
-    text = STUB.format(error="UserError('the data are missing on node 7: copy them')", arguments="ranks=3")
+    arguments = f"ranks={3 if start == 'fork' else 2}"
+    text = STUB.format(error="UserError('the data are missing on node 7: copy them')", arguments=arguments)
     stub.write_text(text if start == "fork" else text.replace("import sys", "import sys; sys.platform = 'other'", 1))
-    run = script(stub) if start == "fork" else bash(f"{PYTHON} {stub}")
+    run = script(stub)
     assert run.returncode == 2
     assert run.stderr == "stub.py: the data are missing on node 7: copy them\n"
 
@@ -175,7 +176,7 @@ def test_an_error_before_the_process_group_is_told_once(way, tmp_path):
     stub = tmp_path / "stub.py"
     text = STUB.format(error="ValueError()", arguments="ranks=4" if way == "python" else "")
     stub.write_text(text.replace("    dist.init_process_group", "    raise UserError('too small')\n    dist.init"))
-    run = script(stub) if way == "python" else bash(f"{TORCHRUN} --standalone --nproc-per-node 2 {stub}")
+    run = script(*(TORCHRUN if way == "torchrun" else ()), stub)
     assert run.stderr.count("stub.py: too small\n") == 1
     assert run.stderr == "stub.py: too small\n" or way == "torchrun"  # which adds a page of its own
 
@@ -286,31 +287,33 @@ def test_kill_9_on_a_rank_ends_the_run_and_names_it(way, tmp_path, request):
     env = dict(request.getfixturevalue("slurm") if way == "srun" else os.environ)
     env[progress.VARIABLE] = str(tmp_path / "progress")
     (tmp_path / "named.py").write_text(NAMED.format(folder=tmp_path))
-    words = f"{tmp_path}/named.py {LAB.removeprefix('mnist_fsdp.py')} --epochs 1000"
-    command = (
-        f"srun -N 1 --ntasks-per-node=3 --kill-on-bad-exit=1 python {words}"
-        if way == "srun"
-        else f"{PYTHON} {words} --ranks 3"
-    )
-    process = subprocess.Popen(
-        ["bash", "-c", f"exec {command}"],
-        cwd=SOURCE,
-        env=env,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        wait_until(lambda: progress.read(tmp_path / "progress"), 60, process)
-        os.kill(int((tmp_path / "rank-1").read_text()), 9)
-        _, err = process.communicate(timeout=60)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, 9)
-            process.wait()
+    words = [f"{tmp_path}/named.py", *LAB.split()[1:], "--epochs", "1000"]
+    with open(tmp_path / "err", "w+") as err:
+        if way == "srun":
+            command = ["srun", "-N", "1", "--ntasks-per-node=3", "--kill-on-bad-exit=1", "python", *words]
+            process = subprocess.Popen(command, cwd=SOURCE, env=env, stderr=err, start_new_session=True)
+        else:
+            process = start([*words, "--ranks", "3"], env, err)
+        try:
+            wait_until(lambda: progress.read(tmp_path / "progress"), 60, process)
+            os.kill(int((tmp_path / "rank-1").read_text()), 9)
+            process.wait(60)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, 9)
+                process.wait()
+        err.seek(0)
+        said = err.read()
     assert process.returncode != 0
-    assert ("rank 1 was killed by SIGKILL; the other ranks were ended" if way == "python" else "task 1: Killed") in err
+    assert ("rank 1 was killed by SIGKILL; the other ranks were ended" if way == "python" else "task 1: Killed") in said
+
+
+def start(words: list[str], env: dict, err):
+    """Start a Python program in source_code/, forked where programs can be."""
+    command = [sys.executable, "-u", *words]
+    if fork_server.possible():
+        return fork_server.start(command, SOURCE, env, err, err)
+    return subprocess.Popen(command, cwd=SOURCE, env=env, stdout=err, stderr=err, start_new_session=True)
 
 
 ASK = f"""
@@ -375,7 +378,7 @@ def wait_for_end(process: psutil.Process):
 def wait_until(condition, seconds: float, process):
     deadline = time.monotonic() + seconds
     while not condition():
-        assert process.poll() is None, process.stderr.read()
+        assert process.poll() is None, process.returncode
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -424,11 +427,11 @@ def test_half_a_rendezvous_is_an_error_never_a_world_of_one(environ, missing):
         ranks.placement(environ)
 
 
-@pytest.mark.long
 def test_single_under_several_ranks_is_an_error():
-    run = bash(f"{TORCHRUN} --standalone --nproc-per-node 2 mnist_fsdp.py --data mnist-5k --strategy single")
-    assert run.returncode != 0
-    assert len(re.findall(r"--strategy single .*\b2\b", run.stderr)) == 1
+    """How such a sentence is told once for all ranks of torchrun, is tested above."""
+    config = mnist_fsdp.Config(strategy="single", device="cpu")
+    with refused("--strategy single", "2 were started"):
+        ranks.run_as_rank((1, 1, 2), pytest.fail, config)
 
 
 @pytest.mark.parametrize(("rank", "local_rank", "node"), [(0, 0, "gpu03"), (3, 1, "gpu04")])
@@ -541,6 +544,11 @@ def test_slurm_that_is_silent_stops_the_run(does, words, stand_in, monkeypatch):
         launch.Cluster(launcher="auto").uses_slurm()
 
 
+def starts_nothing(stand_in):
+    """Have srun only write its words."""
+    command(stand_in / "bin" / "srun", f"""printf '%s\\n' "$@" > '{stand_in}/srun.words'; exit 3""")
+
+
 def asked(words: str) -> dict:
     """What srun's words, or a batch job, ask of Slurm."""
     names = "nodes|ntasks|ntasks-per-node|gres|partition|account|time|wckey|qos|mem-per-cpu"
@@ -556,8 +564,9 @@ def test_run_and_submit_ask_slurm_for_the_same(device, stand_in, monkeypatch):
         "SRUN": "--qos=class --mem-per-cpu=4G",
     }.items():
         monkeypatch.setenv(f"FSDP_LABS_{name}", value)
-    with pytest.raises(launch.RunFailed, match="no-such-option"):
-        launch.run("hello.py", ranks=4, nodes=2, device=device, no_such_option=1)
+    starts_nothing(stand_in)
+    with pytest.raises(launch.RunFailed):
+        launch.run("hello.py", ranks=4, nodes=2, device=device)
     job = launch.submit("hello.py", ranks=4, nodes=2, device=device)
     expected = {
         "nodes": "2",
@@ -582,8 +591,12 @@ def test_without_a_time_slurms_own_limit_holds(stand_in):
 @pytest.mark.parametrize("options", [{"ranks": 1}, {"strategy": "single"}], ids=str)
 def test_one_rank_is_one_rank_under_slurm_too(options, stand_in, capsys):
     """A script that is a single task would start ranks of its own, two if nobody said how many."""
-    record = launch.run("mnist_fsdp.py", device="cpu", data="mnist-5k", max_steps=2, **options)
-    assert record["ranks"] == 1
+    if "ranks" in options:
+        assert launch.run("mnist_fsdp.py", device="cpu", data="mnist-5k", max_steps=2, **options)["ranks"] == 1
+    else:
+        starts_nothing(stand_in)
+        with pytest.raises(launch.RunFailed):
+            launch.run("mnist_fsdp.py", device="cpu", data="mnist-5k", max_steps=2, **options)
     assert "--ntasks-per-node=1\n" in (stand_in / "srun.words").read_text()
     job = launch.submit("mnist_fsdp.py", **{"ranks": 2} | options)
     assert "--ntasks-per-node=1\n" in job.handle.paths.submission_file.read_text()

@@ -7,7 +7,8 @@ at all, in any number format: that is what proofs/crash.py shows.
 """
 
 import os
-from dataclasses import dataclass, replace
+import shutil
+from dataclasses import dataclass
 from importlib import import_module
 
 import few_digits
@@ -15,14 +16,11 @@ import pytest
 from forked import by_value
 from labkit.measuring.differences import largest_difference
 from labkit.running import launch, notebook_ranks, progress
-from planner.models import shapes
 
 pytestmark = pytest.mark.long
 HERE = launch.Cluster(launcher="local")
-STEPS, GLOBAL_BATCH, DIGITS = 8, 12, 64  # 5 steps of 12 are an epoch
-MIDDLE, END_OF_EPOCH = 3, 5
-# A quarter of the smallest GPT's width, half of its blocks: what is tested does not depend on these.
-SMALL = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2}
+STEPS, GLOBAL_BATCH, DIGITS = 5, 12, 40  # 3 steps of 12 are an epoch
+MIDDLE, END_OF_EPOCH = 2, 3
 
 
 @dataclass(frozen=True)
@@ -42,33 +40,35 @@ class Place:
 
 
 ALONE = Place("strategy=single", 1)
-DDP, FSDP1, FSDP2, HSDP = (Place(f"strategy={words}", 4) for words in ("ddp", "fsdp1", "fsdp2", "fsdp2 mesh=2x2"))
+FSDP2, HSDP = (Place(f"strategy=fsdp2{mesh}", 4) for mesh in ("", " mesh=2x2"))
 ON_2, ON_3 = (Place(FSDP2.words, ranks) for ranks in (2, 3))
+DDP, FSDP1 = (Place(f"strategy={name}", 2) for name in ("ddp", "fsdp1"))
 MOVES = [  # lab, saved after the step, by whom, and who goes on
     (lab, MIDDLE, before, then)
     for lab in ("mnist_fsdp", "gpt_fsdp")
-    for before, then in ((FSDP2, ON_2), (ON_2, FSDP2), (FSDP2, ON_3), (DDP, FSDP2), (FSDP1, FSDP2), (FSDP2, DDP))
+    for before, then in ((FSDP2, ON_2), (ON_2, FSDP2), (FSDP2, ON_3), (DDP, ON_2), (FSDP1, ON_2), (FSDP2, DDP))
 ] + [("gpt_fsdp", MIDDLE, HSDP, FSDP2), ("mnist_fsdp", END_OF_EPOCH, FSDP2, ON_2)]
 
 
-narrow = by_value(few_digits.narrow)
+narrow, small_gpt = by_value(few_digits.narrow), few_digits.small_gpt
 
 
 def train_all(me, runs: list[tuple[str, dict]]) -> list[dict]:
     """On each rank: what the training of each (lab, options) returns, on few digits."""
-    from labkit.measuring import meters
+    from labkit.measuring import foreach_sharding, meters
     from labkit.training import datasets
 
     os.environ.pop(progress.VARIABLE, None)  # a bar that starts again with each run would say nothing
     meters.TRACED_STEPS = range(0)  # tracing takes much of a short run's time, and here the losses are asked for
-    shapes.GPT_SHAPES["tiny"] = replace(shapes.GPT_SHAPES["tiny"], **SMALL)
     narrow()
+    small_gpt()
     few = [tensor[:DIGITS] for tensor in datasets.load("mnist-5k").tensors()]
     datasets.load = lambda name: datasets.Digits(name, *few)
     found = []
-    for lab, options in runs:
-        module = import_module(lab)
-        found.append(module.train(module.Config(**options), me))
+    with foreach_sharding.once_for_alike():
+        for lab, options in runs:
+            module = import_module(lab)
+            found.append(module.train(module.Config(**options), me))
     return found
 
 
@@ -88,13 +88,16 @@ def trained(runs: dict) -> dict:
 def results(tmp_path_factory):
     """(the run of each lab that was never interrupted, that of each move after resuming)."""
     folder = tmp_path_factory.mktemp("moves")
+    saved = {move[:3]: folder / str(number) for number, move in enumerate(MOVES)}  # once for all that go on from it
 
-    def to(move) -> str:
-        return str(folder / str(MOVES.index(move)))
+    def begun(move) -> str:
+        return shutil.copytree(saved[move[:3]], folder / "gone on" / str(MOVES.index(move)))
 
-    whole = trained({lab: (lab, ALONE, {}) for lab in ("mnist_fsdp", "gpt_fsdp")})
-    trained({m: (m[0], m[2], {"max_steps": m[1], "checkpoint": to(m)}) for m in MOVES})
-    return whole, trained({m: (m[0], m[3], {"resume": True, "checkpoint": to(m)}) for m in MOVES})
+    whole = {lab: (lab, ALONE, {}) for lab in ("mnist_fsdp", "gpt_fsdp")}
+    first = {m: (m[0], m[2], {"max_steps": m[1], "checkpoint": str(to)}) for m, to in saved.items()}
+    done = trained(whole | first)
+    resumed = trained({m: (m[0], m[3], {"resume": True, "checkpoint": str(begun(m))}) for m in MOVES})
+    return {lab: done[lab] for lab in whole}, resumed
 
 
 @pytest.mark.parametrize(

@@ -143,8 +143,10 @@ def over_nodes(one: dict) -> bool:
 
 def needs(one: dict, measured: dict | None = None) -> tuple[float, float]:
     """Return what a budget limits, in bytes: (peak of rank 0; traffic of a step, over nodes only what leaves one)."""
-    peak, traffic = plans.measured_or_planned(one, measured)
-    return peak, plans.leaving_bytes(plans.plan_of(one)) if over_nodes(one) else traffic
+    if over_nodes(one):  # which is planned only
+        plan = plans.plan_of(one)
+        return plans.peak_bytes(plan), plans.leaving_bytes(plan)
+    return plans.measured_or_planned(one, measured)
 
 
 def _shown(value) -> str:

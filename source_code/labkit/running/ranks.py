@@ -164,6 +164,8 @@ def start_here(count: int, device: str, main, config):
         importlib.import_module("torch._dynamo")
     logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)  # failures are reported below
     job, start = uuid.uuid4().hex, random.randrange(12000, 30000)
+    # Until a forked rank handles Ctrl-C by itself, it must wait: Python ignores exceptions from what a module does at a fork
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT} if fork else ())
     ranks = torch.multiprocessing.start_processes(
         _as_local_rank,
         (count, range(start, start + 8), job, os.getpid(), fork, main, config),
@@ -171,6 +173,7 @@ def start_here(count: int, device: str, main, config):
         join=False,
         start_method="fork" if fork else "spawn",
     )
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if getattr(config, "checkpoint", None):
         preemption.forward_signals(ranks.pids())
     try:
@@ -198,6 +201,7 @@ def _as_local_rank(rank: int, count: int, ports, job: str, launcher: int, forked
     if os.getppid() != launcher:  # it ended before PyTorch could make this process end with it
         _end(1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every rank: end without a traceback from each
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     preemption.install_handlers(config)  # (forked ranks inherit them)
     with _reporting_errors():
         rendezvous(rank, count, LOOPBACK, ports, job)
