@@ -389,6 +389,13 @@ def test_any_choice_that_fits_is_right_and_others_are_named(changes, mistakes):
     assert len({mistakes for _, mistakes in WRONG_CHOICES}) > MISTAKES_TO_DISTINGUISH
 
 
+def test_over_nodes_only_what_leaves_one_counts():
+    """With a replica on each node, parameters are gathered inside it; what is sent in all hardly changes."""
+    whole, replicas = (choosing.configured(GIVEN, FITS | {"mesh": mesh}) for mesh in (None, "2x8"))
+    assert choosing.needs(replicas)[1] < 0.6 * choosing.needs(whole)[1]
+    assert plans.sent_bytes(plans.plan_of(replicas)) > 0.9 * plans.sent_bytes(plans.plan_of(whole))
+
+
 def fill(folder, answers: dict):
     paper = json.loads((folder / papers.ANSWERS).read_text())
     paper["answers"] |= answers
