@@ -2,6 +2,7 @@
 """A step extended from three models with few blocks is, to the byte, that of all the blocks."""
 
 import dataclasses
+import os
 import random
 
 import gpt_fsdp
@@ -80,11 +81,12 @@ def test_an_extended_step_of_fsdp1_is_the_whole_one():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", [0, 1, 2, 3])
 def test_drawn_steps_are_extended_to_the_byte_or_not_at_all(seed):
-    found = forked(differences, drawn(6, seed), timeout=600)
+    """Three, and 24 with a new seed."""
+    count = 24 if "FSDP_LABS_SEED" in os.environ else 3
+    found = forked(differences, drawn(count, seed), timeout=900)
     assert [options for options, what in found if what == "different"] == []
-    assert len(found) <= 2
+    assert len(found) <= count / 3
 
 
 def summaries():

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import script
 from labkit.measuring import records
 from labkit.running import fork_server, launch, progress
 from labkit.training import checkpoints
@@ -97,3 +98,26 @@ def test_a_run_that_is_told_to_end_leaves_nothing_half_done(lab, which, number, 
         records.load(tmp_path / "run.json")
     names = {path.name for path in tmp_path.iterdir()} - {"saved", "run.json", "progress"}
     assert not names, names
+
+
+STARTED = """
+import os, signal, time
+import torch.multiprocessing
+from labkit.running import notebook_ranks, ranks
+
+start = torch.multiprocessing.start_processes
+
+def interrupted(*given, **about):
+    os.kill(os.getpid(), signal.SIGINT)
+    return start(*given, **about)
+
+torch.multiprocessing.start_processes = interrupted
+ranks.run(lambda call, me: time.sleep(600), notebook_ranks.Call("", 2, "cpu"))
+"""
+
+
+def test_ctrl_c_before_the_ranks_are_forked_ends_them(tmp_path):
+    """The signal waits in the process that starts them, and its forks do not inherit it."""
+    (tmp_path / "started.py").write_text(STARTED)
+    run = script(tmp_path / "started.py", env=os.environ | {"PYTHONPATH": str(launch.SOURCE)}, timeout=SECONDS)
+    assert run.returncode in (130, -signal.SIGINT), run

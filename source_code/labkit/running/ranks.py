@@ -173,12 +173,17 @@ def start_here(count: int, device: str, main, config):
         join=False,
         start_method="fork" if fork else "spawn",
     )
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if getattr(config, "checkpoint", None):
         preemption.forward_signals(ranks.pids())
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         while not ranks.join():  # it ends the others when one fails
             pass
+    except KeyboardInterrupt:
+        for pid in ranks.pids():  # one that was forked after Ctrl-C did not get it
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGINT)
+        raise
     except torch.multiprocessing.ProcessExitedException as failure:
         if failure.exit_code in REPORTED:
             sys.exit(failure.exit_code)
