@@ -17,8 +17,8 @@ unexport PYTHONDONTWRITEBYTECODE
 LADDER := $(if $(DATA),--data $(DATA)) $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(RANKS),--ranks $(RANKS)) \
           $(if $(BATCH_SIZE),--batch-size $(BATCH_SIZE))
 
-# Notebooks and test files run side by side, one for every two cores and one more: much of it waits, for ranks to start or
-# to end. Of a test's file, one process runs all.
+# Notebooks and test files run side by side, one for every two cores and one more: tests often wait for ranks to start or
+# to end. One worker runs all of a file.
 CORES   := $(shell getconf _NPROCESSORS_ONLN)
 aside    = $(if $(filter-out 0 1,$(1)),-n $(1) --dist loadfile --no-loadscope-reorder)
 TESTS   := python -m pytest -v $(call aside,$(shell expr $(CORES) / 2 + 1))
@@ -35,6 +35,7 @@ install = { $(call pip,$(1)) uv && $(1)/bin/uv pip install --quiet --python $(1)
 run: $(READY)           ## climb the ladder on this machine: eight runs, a table and a picture
 	cd source_code && ../$(BIN)/python ladder.py $(LADDER)
 
+# -p: the tests' own set-up, which pytest would look for beside the notebooks. Their kernels doubt verdicts by it.
 check: $(TEST_READY)    ## before a commit, in a few minutes: lint, links, arithmetic, few ranks, the chapters you changed
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .

@@ -181,6 +181,15 @@ def world_of_one():
 
 
 @pytest.fixture
+def blocks():
+    """The number of blocks of the small model that mesh_runs.py measures, which --preset tiny now names here, too."""
+    import mesh_runs
+
+    with mesh_runs.resized(**mesh_runs.BLOCKS):
+        yield mesh_runs.BLOCKS["num_hidden_layers"]
+
+
+@pytest.fixture
 def stand_in(tmp_path, monkeypatch):
     """Return a folder with a stand-in for Slurm in bin/, first in PATH: commands that write their words to NAME.words."""
     from commands import command

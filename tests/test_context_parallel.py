@@ -4,26 +4,23 @@
 Starting ranks takes as long as several runs: one launch for each number of ranks makes all that is looked at here.
 """
 
-import dataclasses
 import itertools
 import json
-import shutil
 import tempfile
 from collections import Counter
 
-import gpt_fsdp
 import plan
 import pytest
 import torch
 import torch.distributed as dist
 from commands import refused
 from forked import by_value
-from labkit.measuring import foreach_sharding, meters
 from labkit.measuring.differences import largest_difference
 from labkit.running import launch, notebook_ranks, options
 from labkit.training import attention_kernels as kernels
 from labkit.training import context_parallel, models
 from labkit.training.context_parallel import Context
+from mesh_runs import BLOCKS, SAVED_AT, STEPS, losses_of, resized
 from planner import predict
 from planner.cli.commands import fit, plan_from_options
 from planner.models import flops, networks, shapes
@@ -33,9 +30,7 @@ from planner.timing import cost
 from proofs import long_sequences
 from proofs import memory as memory_proof
 
-STEPS, SAVED_AT, SEQUENCES, LENGTH = 4, 2, 4, 16
-BLOCKS = {"num_hidden_layers": 2}  # half of the smallest model's: each is like the others
-SMALL = BLOCKS | {"hidden_size": 32, "intermediate_size": 96}
+SEQUENCES = 4
 FP64 = {"precision": "fp64"}
 RING, GATHER, ULYSSES = ({"context_attention": form} for form in FORMS)
 TRAINED = {
@@ -51,15 +46,6 @@ TRAINED = {
 }
 MEASURED = {"script": "gpt_fsdp.py", "ranks": 4, "config": {"batch_size": 3, "seq_len": 32, "mesh": "context=4"}}
 EVERY = [(form, order) for form in FORMS[:2] for order in ORDERS] + [("ulysses", "natural")]
-
-
-def train(me, **given):
-    parts = gpt_fsdp.Config(**given).arranged(me.world_size).data * given.get("accumulate", 1)
-    if me.world_size == 1:
-        given |= {"strategy": "single"}
-    common = {"max_steps": STEPS, "seq_len": LENGTH, "batch_size": SEQUENCES // parts}
-    result = gpt_fsdp.train(gpt_fsdp.Config(**common | given), me)
-    return [*result["losses"], result["validation_loss"]]
 
 
 def heads(query_heads=8, kv_heads=4):
@@ -94,25 +80,13 @@ def largest_errors(me):
 
 def everything(me, folder):
     """What is looked at: see the tests."""
-    found, tiny = {}, shapes.GPT_SHAPES["tiny"]
+    several = {}
     if me.world_size == 4:
-        shapes.GPT_SHAPES["tiny"] = dataclasses.replace(tiny, **BLOCKS)
-        found["measured"] = memory_proof.measure(me, [MEASURED])[0]
-    meters.TRACED_STEPS = range(0)
-    gpt_fsdp.VALIDATION_SEQUENCES = SEQUENCES
-    shapes.GPT_SHAPES["tiny"] = dataclasses.replace(tiny, **SMALL)
-    cases, checkpoint = dict(TRAINED[me.world_size]), {"checkpoint": folder, "checkpoint_every": SAVED_AT}
+        with resized(**BLOCKS):
+            several["measured"] = memory_proof.measure(me, [MEASURED])[0]
     if me.world_size > 1:
-        found["errors"] = largest_errors(me)
-    with foreach_sharding.once_for_alike():  # the matrix (test_parity.py) is without it
-        if me.world_size == 4:
-            cases["plain"] = cases["plain"] | checkpoint
-        if me.world_size == 2:
-            found["resumed"] = train(me, **FP64 | checkpoint, resume=True)
-        found["losses"] = {name: train(me, **given) for name, given in cases.items()}
-    if me.world_size == 4 and me.rank == 0:
-        shutil.rmtree(f"{folder}/step-{STEPS:06}")  # as if the run had been interrupted before
-    return found
+        several["errors"] = largest_errors(me)
+    return several | losses_of(me, TRAINED[me.world_size], SEQUENCES, folder)
 
 
 @pytest.fixture(scope="module")
@@ -146,14 +120,6 @@ def test_attention_and_its_gradients_are_those_of_one_process(ranks, found):
 def test_checkpoint_resumes_without_context(found):
     reference = found[1][0]["losses"]["plain"]
     assert found[2][0]["resumed"] == pytest.approx(reference[SAVED_AT:], rel=1e-9)
-
-
-@pytest.fixture
-def blocks(monkeypatch):
-    """The model whose memory and traffic were looked at is what --preset tiny names."""
-    tiny = dataclasses.replace(shapes.GPT_SHAPES["tiny"], **BLOCKS)
-    monkeypatch.setitem(shapes.GPT_SHAPES, "tiny", tiny)
-    return tiny.num_hidden_layers
 
 
 def by_dimension(traffic):

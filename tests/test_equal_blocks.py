@@ -42,8 +42,8 @@ def config(**options):
 
 def drawn(count: int, seed: int) -> list[dict]:
     """Draw options that the lab accepts."""
-    draw, found = random.Random(seed), []
-    while len(found) < count:
+    draw, accepted = random.Random(seed), []
+    while len(accepted) < count:
         options = {name: draw.choice(values) for name, values in SETTINGS.items() if draw.random() < 0.5}
         try:
             one = config(**options)
@@ -51,15 +51,15 @@ def drawn(count: int, seed: int) -> list[dict]:
         except UserError:
             continue
         if simulated_lab.few_blocks(gpt_fsdp, one)[0]:
-            found.append(options)
-    return found
+            accepted.append(options)
+    return accepted
 
 
 def differences(all_options: list[dict], further: int = 3) -> list[tuple]:
     """The options with which an extended step is not the whole one, or not extended. In a process of its own."""
     from labkit.measuring.gpu_operators import GpuOperators
 
-    found = []
+    different = []
     for options in all_options:
         one, ranks = config(**options), 1 if options.get("strategy") == "single" else 4
         counts, _ = simulated_lab.few_blocks(gpt_fsdp, one)
@@ -71,8 +71,8 @@ def differences(all_options: list[dict], further: int = 3) -> list[tuple]:
         )
         extended = equal_blocks.extended(few, further)
         if extended != whole:
-            found.append((options, "refused" if extended is None else "different"))
-    return found
+            different.append((options, "refused" if extended is None else "different"))
+    return different
 
 
 def test_an_extended_step_of_fsdp1_is_the_whole_one():
@@ -84,9 +84,9 @@ def test_an_extended_step_of_fsdp1_is_the_whole_one():
 def test_drawn_steps_are_extended_to_the_byte_or_not_at_all(seed):
     """Three, and 24 with a new seed."""
     count = 24 if "FSDP_LABS_SEED" in os.environ else 3
-    found = forked(differences, drawn(count, seed), timeout=900)
-    assert [options for options, what in found if what == "different"] == []
-    assert len(found) <= count / 3
+    others = forked(differences, drawn(count, seed), timeout=900)
+    assert [options for options, what in others if what == "different"] == []
+    assert len(others) <= count / 3  # refused
 
 
 def summaries():

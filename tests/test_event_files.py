@@ -188,7 +188,7 @@ SHARED = {
     "fsdp2": (gpt_fsdp, {}),
     "tensor": (gpt_fsdp, {"mesh": "tensor=2", "batch_size": SEQUENCES}),
     "zero 1": (gpt_zero, {"stage": "1"}),
-    # Its stage 1 is computed by the code of stage 2
+    # DeepSpeed has stages 1 and 2 in one file (runtime/zero/stage_1_and_2.py)
     **{f"deepspeed {stage}": (gpt_zero, {"stage": stage, "engine": "deepspeed"}) for stage in "23"},
     "pipeline": (gpt_pipeline, {"batch_size": SEQUENCES // 2, "accumulate": 2}),
 }

@@ -9,11 +9,11 @@ import gpt_fsdp
 import plan
 import pytest
 import torch
-import torch.distributed as dist
 from forked import by_value
 from labkit.measuring import foreach_sharding, meters, trace
 from labkit.running import launch, notebook_ranks, options
 from labkit.training import expert_parallel, experts, models
+from mesh_runs import measure_with_losses, resized
 from planner import predict
 from planner.models import flops, networks, shapes
 from planner.ops import routing
@@ -75,24 +75,8 @@ def as_run(ranks: int, name: str) -> dict:
 
 def run_all(me, folder):
     """{case: (its losses, what was measured)} of this number of ranks; "resumed", "names of groups": see these functions."""
-    tiny, results, train_step = shapes.GPT_SHAPES["tiny"], {}, gpt_fsdp.train_step
-    shapes.GPT_SHAPES["tiny"] = dataclasses.replace(tiny, **SIZE)
-    with foreach_sharding.once_for_alike():
-        for name in CASES[me.world_size]:
-            losses = []
-
-            def watched(*about, losses=losses):
-                own = train_step(*about)
-                losses.append(sum(own).item())
-                return own
-
-            gpt_fsdp.train_step = watched
-            one = {"script": "gpt_fsdp.py", "ranks": me.world_size, "config": as_run(me.world_size, name)}
-            (measured,) = memory.measure(me, [one])
-            mean = torch.tensor(losses, dtype=torch.float64)
-            dist.all_reduce(mean)
-            results[name] = (mean / me.world_size).tolist(), measured
-        gpt_fsdp.train_step = train_step
+    with resized(**SIZE), foreach_sharding.once_for_alike():
+        results = {name: measure_with_losses(me, as_run(me.world_size, name)) for name in CASES[me.world_size]}
         results["resumed"] = resumed(me, folder)
     if me.world_size == 2:
         results["names of groups"] = names_of_groups(me)

@@ -231,10 +231,9 @@ def test_on_a_machine_with_gpus_runs_on_the_cpu_are_forked_and_no_others(monkeyp
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "value", ["fsdp-labs-that-has-ended", "1"]
-)  # the second uses the one that the first has started
+@pytest.mark.parametrize("value", ["fsdp-labs-that-has-ended", "1"])
 def test_without_one_to_share_there_is_one_of_its_own(value, program, monkeypatch):
+    """The second value uses the fork server that the first has started."""
     monkeypatch.setenv(fork_server.VARIABLE, value)
     process, read = program("import sys; print('torch' in sys.modules)")
     assert process.wait(60) == 0 and read()[0] == "True\n"

@@ -16,6 +16,7 @@ from labkit import UserError
 from labkit.measuring import meters, trace
 from labkit.running import launch, notebook_ranks, options
 from labkit.training import muon
+from mesh_runs import measure_with_losses, resized
 from planner.models import shapes
 from planner.parallel import muon as planned
 from planner.step import simulation
@@ -66,24 +67,11 @@ def as_run(ranks: int, name: str) -> dict:
 
 
 def run_all(me, folder):
-    """{case: ([loss of each step], memory, traffic)} of this number of ranks, and "resumed": what ``resumed`` returns."""
-    tiny, results, train_step = shapes.GPT_SHAPES["tiny"], {}, gpt_fsdp.train_step
+    """{case: (its losses, what was measured)} of this number of ranks, and "resumed": what ``resumed`` returns."""
+    results = {}
     for name, (size, _) in CASES[me.world_size].items():
-        shapes.GPT_SHAPES["tiny"] = dataclasses.replace(tiny, **size)
-        losses = []
-
-        def watched(*about, losses=losses):
-            own = train_step(*about)
-            losses.append(sum(own).item())  # a number, which takes no memory that the trace would see
-            return own
-
-        gpt_fsdp.train_step = watched
-        one = {"script": "gpt_fsdp.py", "ranks": me.world_size, "config": as_run(me.world_size, name)}
-        (measured,) = memory.measure(me, [one])
-        mean = torch.tensor(losses, dtype=torch.float64)
-        dist.all_reduce(mean)
-        results[name] = ((mean / me.world_size).tolist(), measured["memory"], measured["traffic"])
-    gpt_fsdp.train_step = train_step
+        with resized(**size):
+            results[name] = measure_with_losses(me, as_run(me.world_size, name))
     if me.world_size < 4:
         results["resumed"] = resumed(me, folder)
     return results
@@ -123,7 +111,7 @@ def test_losses_are_those_of_one_process(ranks, name, results):
 def test_each_collective_is_as_planned(ranks, name, small, results):
     small(CASES[ranks][name][0])
     keys = ("kind", "bytes", "dimension", "count")
-    found = [tuple(each[key] for key in keys) for each in results[ranks][name][2]]
+    found = [tuple(each[key] for key in keys) for each in results[ranks][name][1]["traffic"]]
     assert sorted(map(str, found)) == sorted(
         str(tuple(each[k] for k in keys)) for each in planned_run(ranks, name).traffic()
     )
@@ -135,7 +123,7 @@ def test_each_collective_is_as_planned(ranks, name, small, results):
 def test_memory_is_as_planned(ranks, name, small, results):
     """To the byte: what persists, the optimizer's step, and the whole step."""
     small(CASES[ranks][name][0])
-    found, of_run = results[ranks][name][1], planned_run(ranks, name)
+    found, of_run = results[ranks][name][1]["memory"], planned_run(ranks, name)
     assert sum(found["start"].values()) - found["start"]["activations"] == sum(of_run.persistent().values())
     in_optimizer = max(sum(moment) for phase, *moment in found["timeline"] if phase == "optimizer")
     assert in_optimizer == of_run.timeline()["optimizer"][0]
@@ -144,7 +132,7 @@ def test_memory_is_as_planned(ranks, name, small, results):
 
 def test_the_optimizers_step_has_the_peak_of_some_runs(results):
     """Else the test above would say less."""
-    assert {results[ranks][name][1]["peak_phase"] for ranks, name in ALL} == {"optimizer", "backward"}
+    assert {results[ranks][name][1]["memory"]["peak_phase"] for ranks, name in ALL} == {"optimizer", "backward"}
 
 
 # The optimizer itself
@@ -203,14 +191,13 @@ def test_a_round_has_matrices_of_about_equal_cost():
 def resumed(me, folder):
     """On two ranks the losses of a run, then of what resumes in its middle; on one those of what resumes there, too."""
     meters.TRACED_STEPS = range(0)
-    tiny = shapes.GPT_SHAPES["tiny"]
-    shapes.GPT_SHAPES["tiny"] = dataclasses.replace(tiny, **UNEVEN)
     common = {"optimizer": "muon", "precision": "fp64", "seq_len": 8, "max_steps": 4, "lr": 0.02}
     common |= {"batch_size": SEQUENCES // me.world_size, "strategy": "fsdp2" if me.world_size > 1 else "single"}
     config = gpt_fsdp.Config(**common, checkpoint=folder, checkpoint_every=2, resume=True)
     losses = []
     for _ in range(me.world_size):
-        losses.append(gpt_fsdp.train(config, me)["losses"])
+        with resized(**UNEVEN):
+            losses.append(gpt_fsdp.train(config, me)["losses"])
         dist.barrier()
         if me.rank == 0:
             shutil.rmtree(f"{folder}/step-000004")

@@ -5,7 +5,6 @@ Starting ranks takes as long as several runs: one launch for each number of rank
 """
 
 import dataclasses
-import shutil
 import tempfile
 from unittest import mock
 
@@ -14,18 +13,16 @@ import pytest
 import torch
 from commands import refused
 from forked import by_value
-from labkit.measuring import foreach_sharding, meters
 from labkit.running import launch, notebook_ranks, options
 from labkit.training import models
+from mesh_runs import BLOCKS, SAVED_AT, STEPS, losses_of, resized
 from planner import predict
 from planner.models import networks, shapes
 from planner.timing import cost
 from proofs import memory as memory_proof
 
 pytestmark = pytest.mark.long
-STEPS, SAVED_AT, SEQUENCES, LENGTH = 4, 2, 8, 16
-BLOCKS = {"num_hidden_layers": 2}  # half of the smallest model's: each is like the others
-SMALL = BLOCKS | {"hidden_size": 32, "intermediate_size": 96}  # a quarter of its width: losses do not depend on it
+SEQUENCES = 8
 FP64 = {"precision": "fp64"}
 CLIPPED = FP64 | {"clip": 0.4, "tied": True}  # below most of the norms that occur
 GRID, TENSOR, REPLICAS = ({"mesh": mesh} for mesh in ("shard=2,tensor=2", "tensor=2", "replicate=2,tensor=2"))
@@ -43,15 +40,6 @@ TRAINED = {
 MEASURED = {"script": "gpt_fsdp.py", "ranks": 4, "config": {"batch_size": 3, "seq_len": 20} | GRID}
 
 
-def train(me, **given):
-    parts = gpt_fsdp.Config(**given).arranged(me.world_size).data * given.get("accumulate", 1)
-    if me.world_size == 1:
-        given |= {"strategy": "single"}
-    common = {"max_steps": STEPS, "seq_len": LENGTH, "batch_size": SEQUENCES // parts}
-    result = gpt_fsdp.train(gpt_fsdp.Config(**common | given), me)
-    return [*result["losses"], result["validation_loss"]]
-
-
 def whole_and_local(me):
     """{name: (placements, shape of this rank's part, the whole)} of each parameter on a mesh, as training starts."""
     with mock.patch.object(models, "DRAWN_AT_ONCE", SMALL_BLOCKS):
@@ -64,23 +52,11 @@ def whole_and_local(me):
 
 def everything(me, folder):
     """What is looked at: see the tests."""
-    found, tiny = {}, shapes.GPT_SHAPES["tiny"]
+    on_four = {}
     if me.world_size == 4:
-        shapes.GPT_SHAPES["tiny"] = dataclasses.replace(tiny, **BLOCKS)
-        found = {"measured": memory_proof.measure(me, [MEASURED])[0], "started": whole_and_local(me)}
-    meters.TRACED_STEPS = range(0)
-    gpt_fsdp.VALIDATION_SEQUENCES = SEQUENCES
-    shapes.GPT_SHAPES["tiny"] = dataclasses.replace(tiny, **SMALL)
-    cases, checkpoint = dict(TRAINED[me.world_size]), {"checkpoint": folder, "checkpoint_every": SAVED_AT}
-    with foreach_sharding.once_for_alike():  # the matrix (test_parity.py) is without it
-        if me.world_size == 4:
-            cases["plain"] = cases["plain"] | checkpoint
-        if me.world_size == 2:
-            found["resumed"] = train(me, **FP64 | checkpoint, resume=True)
-        found["losses"] = {name: train(me, **given) for name, given in cases.items()}
-    if me.world_size == 4 and me.rank == 0:
-        shutil.rmtree(f"{folder}/step-{STEPS:06}")  # as if the run had been interrupted before
-    return found
+        with resized(**BLOCKS):
+            on_four = {"measured": memory_proof.measure(me, [MEASURED])[0], "started": whole_and_local(me)}
+    return on_four | losses_of(me, TRAINED[me.world_size], SEQUENCES, folder)
 
 
 @pytest.fixture(scope="module")
@@ -100,14 +76,6 @@ def test_losses_are_those_of_one_process(ranks, name, found):
     assert len(reference) == STEPS + 1
     assert reference[-1] < reference[0]
     assert found[ranks][0]["losses"][name] == pytest.approx(reference, rel=1e-9)
-
-
-@pytest.fixture
-def blocks(monkeypatch):
-    """The model whose memory and traffic were looked at is what --preset tiny names."""
-    tiny = dataclasses.replace(shapes.GPT_SHAPES["tiny"], **BLOCKS)
-    monkeypatch.setitem(shapes.GPT_SHAPES, "tiny", tiny)
-    return tiny.num_hidden_layers
 
 
 # Along (shard, tensor): columns of a weight (out, in) are its rows, dimension 0, which FSDP then cuts once more.

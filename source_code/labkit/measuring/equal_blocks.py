@@ -4,8 +4,9 @@
   extended([traced(4), traced(5), traced(6)], 120)      the step of 126 blocks; None: these three do not say
 
 A step of equal blocks repeats itself: each further block inserts the same events at the same places, for instance one
-run of them into forward, one into backward, and one into each foreach operator of the optimizer. The places are found by
-comparing the first two traces, and must predict the third to the byte. What grows in any other way is not extended.
+run of them into forward, one into backward, and one into each foreach operator of the optimizer. Comparing the
+first two traces shows the places, which must predict the third trace to the byte. What grows in any other way is not
+extended.
 
 tests/test_equal_blocks.py compares extended steps with whole ones, over what the labs can set.
 """
@@ -29,10 +30,10 @@ def extended(traces: list[Traced], more: int) -> Traced | None:
         As a trace of that step would be; None unless the third trace is what the first two predict.
     """
     starts, (few, some, many), collectives = zip(*traces, strict=True)
-    found, start, collective = _insertions(few, some), _line(starts, more), _line(collectives, more)
-    if None in (found, start, collective):
+    inserted, start, collective = _insertions(few, some), _line(starts, more), _line(collectives, more)
+    if None in (inserted, start, collective):
         return None
-    for insertions in (found, _split(found)):
+    for insertions in (inserted, _split(inserted)):
         if _grown(few, insertions, 2) == many:
             return start, _grown(few, insertions, 2 + more), Counter(collective)
     return None
@@ -40,22 +41,22 @@ def extended(traces: list[Traced], more: int) -> Traced | None:
 
 def _insertions(few: list, many: list) -> list[tuple[int, list]] | None:
     """Return what was inserted into ``few`` to make ``many``, [(position, events), …]; None if anything else was changed."""
-    found = []
+    insertions = []
     for what, begin, _, other_begin, other_end in SequenceMatcher(None, few, many, autojunk=False).get_opcodes():
         if what == "insert":
-            found.append((begin, many[other_begin:other_end]))
+            insertions.append((begin, many[other_begin:other_end]))
         elif what != "equal":
             return None
-    return found
+    return insertions
 
 
 def _split(insertions: list[tuple[int, list]]) -> list[tuple[int, list]]:
     """Split insertions that end one operator's events and begin the next one's: each of both grows by itself."""
-    found = []
+    split = []
     for position, events in insertions:
         runs = [list(run) for _, run in groupby(events, itemgetter(1))]
-        found += [(position, run) for run in runs] if len(runs) == 2 else [(position, events)]
-    return found
+        split += [(position, run) for run in runs] if len(runs) == 2 else [(position, events)]
+    return split
 
 
 def _grown(events: list, insertions: list[tuple[int, list]], times: int) -> list:

@@ -6,7 +6,8 @@
   memory = simulate.step(setup, gpu)       with a GPU's operators (gpu_operators.py)
   with simulate.real_tensors(): …          inside setup, around code that creates device meshes
 
-The result is *simulated*, not measured: FSDP, autograd, and the optimizer run, but allocate nothing.
+The result is *simulated*, not measured: FSDP, autograd, and the optimizer run, but allocate nothing. For many equal blocks it
+may be extended from few (labkit/measuring/equal_blocks.py).
 DDP's reducer cannot run, as it reads the tensors' elements: its buckets are added to the step of one process.
 
 Private PyTorch used here, and only here: ``FakeTensorMode`` and its switch, the "fake" process group, FSDP2's chunking of
@@ -76,8 +77,8 @@ def traced(setup, gpu: GpuOperators | None = None, workspaces: bool = True, ddp_
     with _fake_tensors() as counters:
         model, optimizer, batch, train = setup()
         counters.optimizer = optimizer
-        what = model, optimizer, torch.device("meta")  # the device of fake tensors' storages
-        trace = GpuTrace(gpu, workspaces, *what) if gpu else StepTrace(*what)
+        watched = model, optimizer, torch.device("meta")  # the device of fake tensors' storages
+        trace = GpuTrace(gpu, workspaces, *watched) if gpu else StepTrace(*watched)
         ready = []  # parameters, in the order in which their gradients are
         with gpu or contextlib.nullcontext():
             with _watch_gradients(model if ddp_reductions else None, ready):

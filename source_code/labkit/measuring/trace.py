@@ -332,11 +332,11 @@ def snapshots(start: dict, events: list[tuple]) -> list[dict]:
         [{"phase", "operator", category: bytes, …}, …]; phase is "start", "forward", "backward", or "optimizer".
     """
     live = dict(start)
-    found = [{"phase": "start", "operator": "start", **live}]
+    timeline = [{"phase": "start", "operator": "start", **live}]
     for phase, operator, category, change in events:
         live[category] += change
-        found.append({"phase": phase, "operator": operator, **live})
-    return found
+        timeline.append({"phase": phase, "operator": operator, **live})
+    return timeline
 
 
 def listed(collectives: dict) -> list[dict]:

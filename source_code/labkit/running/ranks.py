@@ -164,7 +164,7 @@ def start_here(count: int, device: str, main, config):
         importlib.import_module("torch._dynamo")
     logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)  # failures are reported below
     job, start = uuid.uuid4().hex, random.randrange(12000, 30000)
-    # Until a forked rank handles Ctrl-C by itself, it must wait: Python ignores exceptions from what a module does at a fork
+    # Delay Ctrl-C until the forked ranks can handle it: Python ignores an exception that is raised while it forks.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT} if fork else ())
     ranks = torch.multiprocessing.start_processes(
         _as_local_rank,

@@ -62,6 +62,7 @@ def with_blocks(config, count: int):
     """Return the options of a model with ``count`` blocks."""
     shape = dataclasses.replace(config.shape, num_hidden_layers=count)
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    # The shape is a property that follows from --preset: a subclass has another one.
     return type(type(config).__name__, (type(config),), {"shape": shape})(**values)
 
 
