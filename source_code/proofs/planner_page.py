@@ -113,8 +113,9 @@ QUESTIONS = {  # question: (options of plan.py, the lines of the output that ans
     "How do I check the plan?": (
         "--preset tiny --ranks 4 --device cpu --simulate",
         [r"simulated, .*"],
-        "`--simulate` runs PyTorch's own code, on tensors without memory. The last line of every plan is the command that "
-        "trains it; its record has the measured peak.",
+        "`--simulate` runs PyTorch's own code, on tensors without memory. Of a GPT with many equal blocks it runs only three "
+        "models with few blocks, and repeats what a block adds; where these three do not predict each other to the byte, it "
+        "runs all blocks. The last line of every plan is the command that trains it; its record has the measured peak.",
     ),
 }
 TOP = """# The planner
