@@ -112,7 +112,7 @@ def settings(config, block: int) -> dict:
         "stage3_max_live_parameters": 0,
         "stage3_max_reuse_distance": 0,
         "stage3_prefetch_bucket_size": 0,
-        "overlap_comm": False,  # stage 3's default is True, with another buffer
+        "overlap_comm": False,  # stage 3's default is True; stages 1 and 2 would have a second bucket
     }
     if config.cpu_offload:
         zero["offload_optimizer"] = {"device": "cpu"}
