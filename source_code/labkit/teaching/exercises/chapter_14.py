@@ -140,7 +140,7 @@ def forward_of_a_device(shards, x):
     def layer(x, shard):
         weight = jax.lax.all_gather(shard, "fsdp", axis=0, tiled=True)  # here, so that only one layer is gathered at a time
         return jnp.tanh(x @ weight), None
-    return jax.lax.scan(layer, x, shards)[0]
+    return jax.lax.scan(layer, x, shards)[0]  # backward uses the gathered weights that scan has saved, layer by layer
 """,
     ),
     "14.2": Do(
