@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Chapter 16: its diagnoses and its check judge fairly, its verdicts fail when what it claims is broken."""
 
+import os
+import signal
+import sys
+
 import faults
 import pytest
 import torch
 import torch.distributed as dist
+from commands import call
 from forked import by_value
 from labkit.measuring import memory_budget, trace
 from labkit.running.symptoms import folded, own_collective
@@ -63,6 +68,20 @@ def test_the_table_has_a_numbered_row_per_fault():
 def test_what_a_rank_was_about_to_call_is_its_own_not_the_others():
     error = "Rank 1 is running collective: (OpType=A, TensorShape=[4, 66], …), but Rank 0 … (OpType=B, TensorShape=[8]"
     assert own_collective(error) == "A of 4, 66 numbers" and own_collective("another error") == ""
+
+
+DDP_ON_GLOO = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+"""
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.15"), reason="the page warns of PyTorch 2.15")
+@pytest.mark.parametrize(("level", "code"), [("OFF", 0), ("DETAIL", -signal.SIGSEGV)])
+def test_ddp_on_gloo_crashes_where_every_collective_is_compared_as_the_page_warns(level, code):
+    environ = os.environ | {"TORCH_DISTRIBUTED_DEBUG": level}
+    assert call(sys.executable, "-c", DDP_ON_GLOO, env=environ, timeout=120).returncode == code
 
 
 @pytest.mark.parametrize(
