@@ -120,7 +120,7 @@ QUESTIONS = {  # question: (plan.py's options, of several runs as a list; the li
         [r"simulated, .*"],
         "`--simulate` runs PyTorch's own code, on tensors without memory. Of a GPT with many equal blocks it runs only three "
         "models with few blocks, and repeats what a block adds; where these three do not predict each other to the byte, it "
-        "runs all blocks. To measure, run the command in the last line of the plan: its record has the peak.",
+        "runs all blocks. To measure, run the command in the last line of the plan: it prints the peak of rank 0.",
     ),
 }
 TOP = """# The planner
