@@ -242,7 +242,7 @@ SOURCES: dict[str, dict[str, str | Callable[[], list]]] = {
     },
     "docs/cluster.md": {
         "more than 5 GB in .venv": lambda: [installed_gb()],
-        "| 4; `mnist-5k`": lambda: [Lab().ranks],
+        "ranks of a run (default: 4)": lambda: [Lab().ranks],
         "`USR1` two minutes before": lambda: [*signal_minutes()],
         "fit into the two minutes": lambda: [*signal_minutes()],
         "a driver of 580 or newer": lambda: [gpus.OLDEST_DRIVER[13]],
