@@ -37,6 +37,7 @@ BEFORE_ANYTHING_STARTS = {
         "--seed 7 --folder FOLDER/text.txt/exam": "--folder text.txt",
         "--judge FOLDER/nowhere": "answers.json --seed",
         "--judge FOLDER/text.txt": "answers.json --seed",
+        "--recheck FOLDER/nowhere.json": "nowhere.json --judge",
         "--recheck FOLDER/torn.py": "torn.py JSON 1",
         "--recheck FOLDER/list.json": "list.json seed answers",
         "--recheck FOLDER/exam-7.json": "exam-7.json 7 edition",

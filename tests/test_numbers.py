@@ -165,6 +165,17 @@ def neighbors() -> list[int]:
     return [min(found), max(found)]
 
 
+def more_in_use() -> list[int]:
+    """Return by how many MiB at least and at most the library's shards of an fp32 file take more in use than other ways."""
+    used = {}
+    for row in rows("loading"):
+        if row["stored"] == "fp32":
+            used[row["ranks"], row["way"]] = loading._largest(row, "in use")
+    (library,) = [name for name, function in loading.WAYS.items() if function is loading.by_the_library]
+    found = [used[ranks, library] - size for (ranks, way), size in used.items() if way != library]
+    return [round(size / loading.MIB) for size in (min(found), max(found))]
+
+
 def minutes_of(number: str) -> tuple[int, int]:
     (chapter,) = [each for each in course.chapters() if each.number == number]
     return chapter.minutes, chapter.exercises
@@ -231,7 +242,7 @@ SOURCES: dict[str, dict[str, str | Callable[[], list]]] = {
     },
     "docs/cluster.md": {
         "more than 5 GB in .venv": lambda: [installed_gb()],
-        "| 4; `mnist-5k`": lambda: [Lab().ranks],
+        "ranks of a run (default: 4)": lambda: [Lab().ranks],
         "`USR1` two minutes before": lambda: [*signal_minutes()],
         "fit into the two minutes": lambda: [*signal_minutes()],
         "a driver of 580 or newer": lambda: [gpus.OLDEST_DRIVER[13]],
@@ -256,6 +267,7 @@ SOURCES: dict[str, dict[str, str | Callable[[], list]]] = {
         "finds 162 MiB for a shard of 41": lambda: [
             of_the_load("fp32", 4, loading.by_the_library, key) for key in ("storage", "shard")
         ],
+        "then has 7 to 10 MiB more than": more_in_use,
         "## 300 MB of text, on 4 ranks": lambda: [round(START["text"] / 1e6), data_start.RANKS],
         "a byte-level BPE of 32,000 tokens": lambda: [data_start.VOCABULARY],
         "| text | 300 MB |": lambda: [round(START["text"] / 1e6)],
@@ -289,7 +301,7 @@ SOURCES: dict[str, dict[str, str | Callable[[], list]]] = {
         "hold and compute as one of 64": EXAMPLE,
     },
     "docs/instructor.md": {
-        'bsub -Is -n 16 -gpu "num=4" -W 2:00': COMMAND,
+        'bsub -Is -n 16 -R "span[hosts=1]" -gpu "num=4" -W 2:00': COMMAND,
         "a step's traffic within 5 %": lambda: [100 * TOLERANCE],
     },
     "docs/troubleshooting.md": {

@@ -6,7 +6,7 @@
   python -m proofs.gpu --dry-run          (make gpu DRY=1) what it would run, and which sentence each step would change
   python -m proofs.gpu --device cpu       a rehearsal of the same steps on the CPU, with small shapes
 
-It needs no network, and of packages what the labs need. Records go to results/reference/<gpu>/ (a rehearsal's to
+It needs no network, and the packages of the tests (make .venv/test-ready). Records go to results/reference/<gpu>/ (a rehearsal's to
 results/runs/gpu-hour/), or to --folder; a table says what holds, what does not, and by how much. Started again, a part
 goes on with what is not done, then with what has failed, until nothing is left. The steps are in gpu_parts.py.
 """

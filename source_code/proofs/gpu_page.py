@@ -11,13 +11,13 @@ PAGE = launch.SOURCE.parent / "docs" / "gpu_hour.md"
 TOP = """# The GPU hour
 
 This page is written by `python -m proofs.gpu_page`, from the steps of [`make gpu`](../source_code/proofs/gpu_parts.py). No GPU
-has run them yet: they were rehearsed on a CPU (`python -m proofs.gpu --device cpu`), except those that compile, those that need
-accelerate, and `check context`, `check groups`, and `check pinned`, whose subject no CPU has. Their rows would correct what the
-last column names.
+has run them yet. They were rehearsed on a CPU (`python -m proofs.gpu --device cpu`), except those that compile, those that need
+accelerate, and `check context`, `check groups`, and `check pinned`, whose subject no CPU has. The last column names the sentence
+or the limit that a part's results would correct.
 
-`make gpu` runs all parts, one after the other, each in at most eight minutes; started again, it goes on where it stopped.
-`make gpu PART=smoke` runs one of them, `make gpu DRY=1` prints its commands. It needs no network. What needs several GPUs is left
-out on one, except that one GPU can be a rank of a larger world (`worlds`, `planner`).
+`make gpu` runs all parts, one after another, each in at most eight minutes; started again, it goes on where it stopped.
+`make gpu PART=smoke` runs one of them; `make gpu DRY=1` prints the commands. It needs no network. One GPU leaves out what needs
+several, except for the parts in which it is a rank of a larger world (`worlds`, `planner`).
 
 | part | steps | would change |
 |---|---|---|

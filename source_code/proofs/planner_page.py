@@ -7,12 +7,15 @@ import subprocess
 import sys
 
 from labkit.running import launch
+from planner.gpus import COMMUNICATOR, REPORTED
 
 PAGE = launch.SOURCE.parent / "docs" / "planner.md"
 MODEL = "--preset llama3-8b --precision bf16"
 STEP = f"{MODEL} --ranks 8 --batch-size 1 --seq-len 8192"
-ANSWER, PEAK = r"(fits|tight|does not fit)\b.*", r"peak of a rank .*"
-QUESTIONS = {  # question: (options of plan.py, the lines of the output that answer it, what to know)
+ANSWER, PEAK, TIME = r"(fits|tight|does not fit)\b.*", r"peak of a rank .*", r"a step takes .*"
+SLOW = f"{MODEL} --ranks 16 --batch-size 1 --seq-len 8192 --recompute full --network 25gbit"
+FEW = f"{MODEL} --ranks 2 --batch-size 1 --seq-len 4096 --recompute full"
+QUESTIONS = {  # question: (plan.py's options, of several runs as a list; the lines that answer it; what to know)
     "Does my model fit?": (
         f"{STEP} --recompute full",
         [ANSWER, r"  [\d.]+ GiB planned.*"],
@@ -22,32 +25,32 @@ QUESTIONS = {  # question: (options of plan.py, the lines of the output that ans
     "How many GPUs do I need?": (
         "--preset llama3-70b --precision bf16 --recompute full --batch-size 1 --seq-len 4096 --find ranks",
         [r"the least .*", r"\(.* needs .*"],
-        "Several answers may be *tight*: the page lists sizes on both sides of the limit.",
+        "The output also lists sizes on both sides of the limit.",
     ),
     "What is the largest batch?": (
         f"{MODEL} --ranks 8 --seq-len 4096 --recompute full --find batch-size",
         [r"the most .*"],
-        "It is the batch of one rank, in sequences.",
+        "All ranks together take `--ranks` times as many.",
     ),
     "What is the longest sequence?": (
         f"{MODEL} --ranks 8 --batch-size 1 --recompute full --find seq-len",
         [r"the most .*"],
-        "For longer ones split the sequence (`--mesh context=N`), or offload activations (`--offload-activations`).",
+        "For a longer one, split the sequence (`--mesh context=N`) or offload activations (`--offload-activations`).",
     ),
     "Which strategy should I use?": (
         "--preset llama3-70b --precision bf16 --ranks 64 --batch-size 1 --seq-len 4096 --sweep",
-        [r" +1 .*", r" +3 .*"],
-        "Rows with the same place differ by less than the times can tell. Those that do not fit say what they lack.",
+        [r" +strategy .*", r" +1 .*", r" +3 .*"],
+        "Rows with the same place are too close for the estimate to rank. Rows that do not fit, left out here, print what they lack.",
     ),
     "Where does the memory go?": (
         f"{STEP} --recompute full --explain",
         [PEAK, r"  (parameters|optimizer state|activations|all-gather|temporary) .*"],
-        "`--explain` adds each term with its size; `--plot plan.png` draws them over the moments of a step.",
+        "`--explain` adds each term with its size; `--plot plan.png` draws the memory over a step.",
     ),
     "What does recomputation save?": (
         f"{STEP} --recompute none",
         [ANSWER, PEAK],
-        "Compare with the first question, which is the same step with `--recompute full`.",
+        "Compare with the first question: the same step with `--recompute full`.",
     ),
     "What does DDP need?": (
         f"{STEP} --recompute full --strategy ddp",
@@ -57,25 +60,26 @@ QUESTIONS = {  # question: (options of plan.py, the lines of the output that ans
     "What if I keep the gathered weights, as ZeRO-2 does?": (
         f"{STEP} --recompute full --reshard-after-forward false",
         [ANSWER, PEAK],
-        "It saves the second all-gather of each unit. `--reshard-after-forward 4` keeps a quarter of each.",
+        "This saves the second all-gather of each block. `--reshard-after-forward 4` keeps a quarter of each block.",
     ),
     "How much is sent, and how long does a step take?": (
         f"{STEP} --recompute full",
-        [r" +\d+ × .*", r"a step takes .*"],
-        "Bytes are counted. Times are bounds: bytes over published bandwidths, and FLOPs over `--efficiency` of the GPU's peak.",
+        [r"collectives of a step .*", r" +\d+ × .*", TIME],
+        "Bytes are calculated. Times are estimates: bytes over published bandwidths, and FLOPs at `--efficiency` of the GPU's peak. "
+        "*Overlapped* hides as much communication as the order of the step allows; *serial* hides none.",
     ),
     "How long will training take, and what will it cost?": (
         f"{STEP} --recompute full --tokens 15e9 --price 2.5",
         [r" +.*GPU-hours.*"],
-        "`--price` is what a GPU-hour costs you, in any currency.",
+        "`--price` is the price of a GPU-hour, in any currency. The ranges are from overlapped to serial.",
     ),
     "My network between nodes is slow. Should I use HSDP?": (
-        f"{MODEL} --ranks 16 --batch-size 1 --seq-len 8192 --recompute full --mesh 2x8 --network 25gbit",
-        [ANSWER, r" +\d+ × .*", r"a step takes .*"],
-        "`--mesh 2x8` shards within a node and replicates over two. Compare with the same line without `--mesh`.",
+        [SLOW, f"{SLOW} --mesh 2x8"],
+        [ANSWER, TIME],
+        "`--mesh 2x8` shards within a node and replicates over two. Here that saves time and costs memory.",
     ),
     "What does CPU offload save?": (
-        f"{MODEL} --ranks 2 --batch-size 1 --seq-len 4096 --recompute full --cpu-offload",
+        [FEW, f"{FEW} --cpu-offload"],
         [ANSWER, PEAK, r"in the CPU's memory .*"],
         "The last line is what each rank pins of its node's memory.",
     ),
@@ -92,7 +96,8 @@ QUESTIONS = {  # question: (options of plan.py, the lines of the output that ans
     "What does tensor parallelism change?": (
         "--preset llama3-70b --precision bf16 --ranks 64 --batch-size 1 --seq-len 8192 --recompute full --mesh shard=8,tensor=8",
         [ANSWER, PEAK],
-        "Each extra process group holds memory of its own; the answer counts it, by a reported figure.",
+        f"Each further communicator takes memory on the GPU. The answer assumes {COMMUNICATOR:g} GiB for each; reports range from "
+        f"{REPORTED[0]:g} to {REPORTED[1]:g}.",
     ),
     "And pipeline parallelism?": (
         f"{MODEL} --ranks 4 --mesh pipeline=4 --accumulate 8 --batch-size 1 --seq-len 4096 --recompute full",
@@ -104,32 +109,32 @@ QUESTIONS = {  # question: (options of plan.py, the lines of the output that ans
         [ANSWER, PEAK],
         "The stages are `deepspeed-0` to `deepspeed-3`, with the settings of `gpt_zero.py`.",
     ),
-    "Can I plan a model of Hugging Face's?": (
+    "Can I plan a Hugging Face model?": (
         "--config samples/llama_small.json --ranks 8 --precision bf16 --batch-size 1 --seq-len 4096",
         [r"[\d,]+ parameters.*", ANSWER, PEAK],
         "[families.md](families.md) lists each family: planned by arithmetic, simulated by the library's own code, or refused. "
-        "`--module my_model.py:build` simulates a module of your own.",
+        "`--module my_model.py:build` simulates your own module.",
     ),
     "How do I check the plan?": (
         "--preset tiny --ranks 4 --device cpu --simulate",
         [r"simulated, .*"],
         "`--simulate` runs PyTorch's own code, on tensors without memory. Of a GPT with many equal blocks it runs only three "
         "models with few blocks, and repeats what a block adds; where these three do not predict each other to the byte, it "
-        "runs all blocks. The last line of every plan is the command that trains it; its record has the measured peak.",
+        "runs all blocks. To measure, run the command in the last line of the plan: it prints the peak of rank 0.",
     ),
 }
 TOP = """# The planner
 
 `plan.py` says whether a training run fits on your GPUs, what it sends, and how long it takes, before you queue it. It needs only
-Python. It takes the options of `gpt_fsdp.py`: replace that name by `plan.py` in a command to see what the command needs.
-`python plan.py --help` lists all options; `--json` prints the plan as data.
+Python (`--simulate`, `--plot`, and `--module` need PyTorch). It takes the options of `gpt_fsdp.py`: replace that name by
+`plan.py` in a command to see what the command needs. `python plan.py --help` lists all options; `--json` prints the plan as data.
 
-It predicts. For the CPU's kernels its peaks were compared with measured ones, in [listed]({reference}/memory-listed-amd-epyc-2-cores.json)
+Everything is predicted. For the CPU's kernels the peaks were compared with measured ones, in [listed]({reference}/memory-listed-amd-epyc-2-cores.json)
 and in [drawn]({reference}/memory-drawn-amd-epyc-2-cores.json) configurations; for a GPU's kernels, with PyTorch's own code on tensors without memory. **No GPU
 has been compared yet.** [What ran where](what_ran_where.md) has the details.
 
-The answers below are its own (`python -m proofs.planner_page` writes them, and a test compares them). The GPU is an H100 unless the
-command names another.
+The answers below are lines of its output (`python -m proofs.planner_page` writes them, and a test compares them). The GPU is an
+H100 unless the command names another.
 """.format(reference="../source_code/results/reference")
 
 
@@ -146,11 +151,17 @@ def chosen(output: str, wanted: list[str]) -> list[str]:
     return [line.rstrip() for line in lines if any(re.fullmatch(pattern, line) for pattern in wanted)]
 
 
-def answered(command: str, wanted: list[str], remark: str) -> str:
-    """Return the answer to a question: the command, the lines that it prints, and what to know of them."""
+def answered(commands: str | list[str], wanted: list[str], remark: str) -> str:
+    """Return the answer to a question: one command or several, the lines that they print, and what to know of them."""
+    commands = [commands] if isinstance(commands, str) else commands
+    outputs = [f"$ python plan.py {command}\n{printed(command)}" for command in commands]
+    return "\n".join(["```", *chosen("\n".join(outputs), [r"\$ .*", *wanted]), "```", "", remark])
+
+
+def printed(command: str) -> str:
+    """Return what plan.py prints with these options."""
     words = [sys.executable, "plan.py", *shlex.split(command)]
-    output = subprocess.run(words, cwd=launch.SOURCE, capture_output=True, text=True, check=True, timeout=300).stdout
-    return "\n".join(["```", f"$ python plan.py {command}", *chosen(output, wanted), "```", "", remark])
+    return subprocess.run(words, cwd=launch.SOURCE, capture_output=True, text=True, check=True, timeout=300).stdout
 
 
 def page() -> str:

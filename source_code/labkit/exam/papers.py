@@ -101,7 +101,8 @@ def read(path: Path, expected: int | None = None) -> tuple[int, list, dict]:
     try:
         paper = json.loads(path.read_text(), parse_constant=str, parse_float=_finite)  # a report has numbers only
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): give what exam.py --seed has written") from None
+        writer = "--seed" if path.name == ANSWERS else "--judge"
+        raise UserError(f"{path} cannot be read ({error.strerror}): give what exam.py {writer} has written") from None
     except (ValueError, RecursionError) as error:
         where = f"line {error.lineno}" if isinstance(error, json.JSONDecodeError) else "it"
         raise UserError(f"{path} is no JSON: look at {where}") from None
