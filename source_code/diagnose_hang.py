@@ -128,7 +128,8 @@ def _of_failures(places: dict, valid_until: dict) -> list[str]:
         if place.left == "Aborted" and place.inside and not aborted:
             sentence = (
                 f"rank {rank} was aborted in {place.inside}(): gloo aborts a rank that receives more bytes than it expects, so "
-                "a rank has another shape or dtype; start again with TORCH_DISTRIBUTED_DEBUG=DETAIL to see which"
+                "a rank has another shape or dtype; start again with TORCH_DISTRIBUTED_DEBUG=DETAIL to see which "
+                "(in PyTorch 2.15 DDP crashes with it)"
             )
             findings.append(_row(sentence, "", place.line).strip())
         elif place.left not in (None, "finished") and not LOST_CONTACT.search(place.left) and not aborted:
