@@ -256,7 +256,7 @@ WRONG_PEAKS = {
     "gathered parameters forgotten": without("all-gather"),
     "activations forgotten": without("activations"),
     "computed for fp32": lambda peak: other(precision="fp32")[0],
-    "more than 5% off": lambda peak: peak * 1.06,
+    "more than 5 % off": lambda peak: peak * 1.06,
 }
 WRONG_TRAFFIC = {
     "no answer": lambda traffic: "",
@@ -267,7 +267,7 @@ WRONG_TRAFFIC = {
     "backward's all-gathers forgotten": lambda traffic: other(reshard_after_forward="false")[1],
     "counted once for each rank": lambda traffic: traffic * 16,
     "twice the traffic": lambda traffic: traffic * 2,
-    "more than 5% off": lambda traffic: traffic * 1.06,
+    "more than 5 % off": lambda traffic: traffic * 1.06,
 }
 
 

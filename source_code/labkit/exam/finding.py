@@ -185,7 +185,7 @@ class Memory:
             return Verdict(True, (), f"a run with {fault!r} has this profile", "plan")
         phase, category, *sizes = _largest_difference(*map(plans.profile, (theirs, true)))
         would, does = (f"{size / 2**20:,.2f} MiB" for size in sizes)
-        sentence = f"row {phase}, planned: with {fault!r}, {category} would be {would}, but for this run it is {does}"
+        sentence = f"row {phase}, planned: {category} {would} with {fault!r}, but {does} for this run"
         mistake = "false alarm" if self.fault == CONTROL else "fault overlooked" if fault == CONTROL else "wrong fault"
         return Verdict(False, (mistake,), sentence, "plan")
 

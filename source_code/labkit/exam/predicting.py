@@ -46,7 +46,7 @@ class Predict:
         return [
             *(f"- {line}" for line in plans.in_words(self.one)),
             "",
-            f"Predict two numbers, each within {TOLERANCE:.0%}:",
+            f"Predict two numbers, each within {100 * TOLERANCE:g} %:",
             "",
             f"- the peak memory of rank 0 in {peak}: live tensors, in a step after the first",
             f"- the traffic of a step in {traffic}: the whole tensor of each collective that rank 0 calls (count × size each, as "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from textwrap import shorten
 
 TOLERANCE = 0.05  # of a predicted number
-TOO_FAR = f"more than {TOLERANCE:.0%} off"  # what is wrong with a number that no known mistake explains
+TOO_FAR = f"more than {100 * TOLERANCE:g} % off"  # what is wrong with a number that no known mistake explains
 MANY = 3  # times: from here on, percents are hard to read
 ALIKE = 0.01  # a wrong number this close to that of a known mistake is taken for it
 
@@ -119,7 +119,7 @@ def of_number(name: str, unit: str, given, true: float, mistaken: Callable[[], d
     number, given_unit = unit_of(given, unit)
     value, mistake, sentence = number_of(number)
     if value is None:
-        return mistake, f"{name}: {sentence}"
+        return mistake, f"{name}: {sentence}" + " (write 1536.5, or 1,536.5)" * (mistake == "not a number")
     size = value * UNIT_SCALES[given_unit]
     shown = f"{name}: {value:,.6g} {given_unit}"
     if abs(size / true - 1) <= TOLERANCE:
