@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Take the course's exam: twelve tasks drawn by a seed, judged by running and planning. No two learners need the same seed.
+"""Take the course's exam: twelve tasks drawn by a seed, judged by running and planning. Each learner takes another seed.
 
   python exam.py --seed 7                    write the tasks of seed 7 to exam-7/: exam.md, answers.json, evidence
-  python exam.py --judge exam-7              judge the answers; write the report exam-7/exam-7.json, and a page of it
+  python exam.py --judge exam-7              judge the answers; write the report exam-7/exam-7.json, and exam-7.md to read
   python exam.py --recheck exam-7/exam-7.json --seed 7      for instructors: judge a report's answers again
 
 Four tasks ask for a prediction of peak memory and traffic within 5 %, four for the fault in a run's evidence, and four for
-a configuration that fits a budget. Everything that the course has may be used: plan.py, the labs, diagnose_hang.py.
+a configuration that fits a budget. You may use all of the course: plan.py, the labs, diagnose_hang.py.
 
-Evidence comes from runs on this machine, which take a minute: flight records and a memory profile of 4 ranks with a
-fault. A record is kept if diagnose_hang.py names the fault in it. To judge, small configurations run here and are
+Evidence comes from runs on this machine, which take a minute or several: flight records and a memory profile of 4 ranks with a
+fault. Records are handed out if diagnose_hang.py names the fault in them. To judge, small configurations run here and are
 measured; with --no-run they are planned, like the large ones.
 """
 
@@ -30,7 +30,7 @@ TRIES = 3  # runs for a hang's records, until they show their fault
 
 @dataclass(frozen=True)
 class Config(Options):
-    """What to do. The command line is made from these fields."""
+    """Define the command line by these fields."""
 
     conflicts = (
         Conflict(
@@ -73,7 +73,7 @@ class Config(Options):
 
 
 def measure(some: list[dict]) -> list[dict]:
-    """Train in each configuration, and return what rank 0's meters say: [{"memory", "traffic", …}, …], in order."""
+    """Train in each configuration, and return what rank 0's meters report: [{"memory", "traffic", …}, …], in order."""
     from labkit.running import notebook_ranks
     from proofs import memory
 
@@ -91,14 +91,14 @@ def record_hang(task: finding.Hang, folder: Path):
     """Run a training with a task's fault, and copy its flight records into a new folder.
 
     Raises:
-        UserError: the records do not show the fault, again and again.
+        UserError: the records of all ``TRIES`` runs do not show the fault.
     """
     from proofs import diagnosis
 
     wanted = (diagnosis.NOTHING, []) if task.kind == finding.CONTROL else (task.kind, [task.rank])
     for _ in range(TRIES):
         with diagnosis.recorded(diagnosis.Draw(task.kind, task.layout, task.rank, task.step)) as flight:
-            shutil.copytree(flight, folder)  # now: what a run writes at its end replaces what it wrote in the hang
+            shutil.copytree(flight, folder)  # now: at its end, a run writes over the files that it wrote in the hang
         if diagnosis.named(diagnosis.diagnose_hang.report(folder)) == wanted:
             return
         shutil.rmtree(folder)
@@ -111,7 +111,7 @@ def record_hang(task: finding.Hang, folder: Path):
 
 
 def write_tasks(seed: int, folder: Path) -> str:
-    """Draw the tasks of a seed, run what their evidence comes from, and write them to a new folder. Return what to say.
+    """Draw the tasks of a seed, run for their evidence, and write them to a new folder. Return the sentence to print.
 
     Raises:
         UserError: the folder exists, or cannot be made, or a run failed.
@@ -124,10 +124,10 @@ def write_tasks(seed: int, folder: Path) -> str:
     except OSError as error:
         raise UserError(f"{folder} cannot be made ({error.strerror}): name another --folder") from None
     hangs = [task for task in drawn if isinstance(task, finding.Hang)]
-    print("the tasks' evidence comes from runs, which take a minute", flush=True)
+    print("the tasks' evidence comes from runs, which take a minute, or several on a busy machine", flush=True)
     profiled = [task for task in drawn if isinstance(task, finding.Memory)]
     try:
-        # What the ranks print would tell. Most of the time the runs wait.
+        # The ranks' output would give the faults away. All run at once, since most of the time they wait.
         with contextlib.redirect_stdout(io.StringIO()), ThreadPoolExecutor(len(hangs)) as threads:
             recorded = [threads.submit(record_hang, task, folder / f"task-{task.number:02}") for task in hangs]
             measured = measure([task.run_with(task.fault) for task in profiled])

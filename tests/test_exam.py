@@ -8,6 +8,7 @@ import csv
 import io
 import json
 import math
+import re
 from functools import cache
 from itertools import product
 
@@ -255,7 +256,7 @@ WRONG_PEAKS = {
     "gathered parameters forgotten": without("all-gather"),
     "activations forgotten": without("activations"),
     "computed for fp32": lambda peak: other(precision="fp32")[0],
-    "another number": lambda peak: peak * 1.06,
+    "more than 5 % off": lambda peak: peak * 1.06,
 }
 WRONG_TRAFFIC = {
     "no answer": lambda traffic: "",
@@ -264,8 +265,9 @@ WRONG_TRAFFIC = {
     "divided by the ranks": lambda traffic: traffic / 16,
     "only one micro-batch": lambda traffic: other(accumulate=1)[1],
     "backward's all-gathers forgotten": lambda traffic: other(reshard_after_forward="false")[1],
+    "counted once for each rank": lambda traffic: traffic * 16,
     "twice the traffic": lambda traffic: traffic * 2,
-    "another number": lambda traffic: traffic * 1.06,
+    "more than 5 % off": lambda traffic: traffic * 1.06,
 }
 
 
@@ -296,6 +298,43 @@ def test_persistent_memory_that_is_not_divided_is_named():
     assert verdict.mistakes == ("not divided by the ranks",)
 
 
+FORMS = [  # of 1,536.5 MiB, as learners type it
+    (1536.5, ""),
+    ("1536.5", ""),
+    ("1,536.5", ""),  # as plan.py prints
+    ("1.5365e3", ""),
+    ("1536.5 MiB", ""),
+    ("1.5005GiB", ""),
+    (" 1.611 gb ", ""),
+    ("1,611,136,000 bytes", ""),
+    ("", "no answer"),
+    (" ", "no answer"),
+    (None, "no answer"),
+    ("1536,5", "not a number"),
+    ("1536.5 MiB/s", "not a number"),
+    ("1536.5 furlongs", "not a number"),
+    ("MiB", "not a number"),
+    ("nan", "not a number"),
+    ("inf MiB", "not a number"),
+    (-1536.5, "not a number"),
+    (True, "not a number"),
+    ([1536.5], "not a number"),
+    (1.5005, "wrong unit"),  # GiB
+    ("1.5005 MiB", "wrong unit"),
+    ("1536.5 GiB", "wrong unit"),
+    (1_611_137_024, "wrong unit"),  # bytes, as --json prints
+    (1_611_137, "wrong unit"),  # KB
+]
+
+
+@pytest.mark.parametrize(("given", "mistake"), FORMS, ids=str)
+def test_a_number_may_have_thousands_separated_and_a_unit(given, mistake):
+    found, sentence = verdicts.of_number("peak", "MiB", given, 1536.5 * 2**20, dict)
+    assert found == mistake
+    if mistake == "not a number":
+        assert repr(given) in sentence  # the learner sees what was read
+
+
 @pytest.mark.parametrize("share", [0.951, 1.049, 0.949, 1.051])
 def test_five_percent_are_allowed(share):
     answer = {name: value * share for name, value in predicted(TASK).items()}
@@ -323,12 +362,15 @@ MEMORY = finding.Memory(8, {"script": "gpt_fsdp.py", "ranks": 4, "config": CONFI
 WRONG_FAULTS = [
     (HANG, {"fault": "stuck outside", "rank": 2}, ()),
     (HANG, {"fault": " Stuck Outside ", "rank": "2"}, ()),
+    (HANG, {"fault": "stuck_outside", "rank": 2.0}, ()),
     (HANG, {"fault": None, "rank": 2}, ("no answer",)),
     (HANG, {"fault": "gremlins", "rank": 2}, ("not a choice",)),
     (HANG, {"fault": ["killed"], "rank": 2}, ("not a choice",)),
     (HANG, {"fault": "stuck outside", "rank": 1}, ("right fault, wrong rank",)),
     (HANG, {"fault": "stuck outside", "rank": None}, ("no answer",)),
-    (HANG, {"fault": "stuck outside", "rank": 4}, ("not a number",)),
+    (HANG, {"fault": "stuck outside", "rank": 4}, ("not a choice",)),
+    (HANG, {"fault": "stuck outside", "rank": 2.5}, ("not a choice",)),
+    (HANG, {"fault": "stuck outside", "rank": "nan"}, ("not a choice",)),
     (HANG, {"fault": "killed", "rank": 2}, ("right rank, wrong fault",)),
     (HANG, {"fault": "killed", "rank": 0}, ("wrong fault",)),
     (HANG, {"fault": "healthy"}, ("fault overlooked",)),
@@ -340,11 +382,13 @@ WRONG_FAULTS = [
     (LOSS, {"fault": "bad sample", "rank": 0, "step": 8}, ("right fault, wrong rank and step",)),
     (LOSS, {"fault": "flipped bit", "rank": 2, "step": 9}, ("right rank and step, wrong fault",)),
     (LOSS, {"fault": "older checkpoint", "step": 3}, ("wrong fault",)),
-    (LOSS, {"fault": "bad sample", "rank": 2, "step": 24}, ("not a number",)),
+    (LOSS, {"fault": "bad sample", "rank": 2, "step": 24}, ("not a choice",)),
     (LOSS, {"fault": "healthy"}, ("fault overlooked",)),
     (finding.Loss(7, 11, losses.Fault("healthy")), {"fault": "same batches"}, ("false alarm",)),
     (MEMORY, {"fault": "no recomputation"}, ()),
     (MEMORY, {"fault": "fp32"}, ("wrong fault",)),
+    (MEMORY, {"fault": "healthy"}, ("fault overlooked",)),
+    (finding.Memory(8, MEMORY.one, "healthy"), {"fault": "fp32"}, ("false alarm",)),
     (MEMORY, {}, ("no answer",)),
 ]
 
@@ -354,6 +398,20 @@ def test_a_wrong_fault_is_named(task, answer, mistakes):
     verdict = task.judge(answer)
     assert (verdict.right, verdict.mistakes) == (not mistakes, mistakes)
     assert len({mistakes for _, _, mistakes in WRONG_FAULTS}) > MISTAKES_TO_DISTINGUISH
+
+
+def test_a_sentence_on_a_wrong_fault_helps_and_does_not_give_the_fault_away():
+    assert "0 to 3" in HANG.judge({"fault": "killed", "rank": 4}).sentence
+    assert "0 to 23" in LOSS.judge({"fault": "bad sample", "rank": 2, "step": -1}).sentence
+    for task, answer, mistakes in WRONG_FAULTS:
+        true = getattr(task, "kind", None) or getattr(task.fault, "kind", task.fault)
+        if mistakes and true not in ("healthy", answer.get("fault")) and mistakes != ("not a choice",):
+            assert true not in task.judge(answer).sentence, answer
+    for fault in finding.PROFILES:  # what differs most, in a row and a column of the evidence
+        verdict = MEMORY.judge({"fault": fault})
+        assert verdict.right or re.match(
+            rf"row (start|forward|backward|optimizer), .* ({'|'.join(CATEGORIES)}) ", verdict.sentence
+        )
 
 
 def test_two_faults_with_the_same_profile_are_both_right():
@@ -369,6 +427,12 @@ WRONG_CHOICES = [
     ({}, ()),
     ({"wrap": "blocks+embeddings"}, ()),
     ({"reshard_after_forward": True}, ()),  # as JSON has it
+    ({"loss_chunks": "8"}, ()),
+    ({"loss_chunks": 8.0}, ()),
+    ({"strategy": " FSDP2", "precision": "BF16"}, ()),
+    ({"mesh": "null"}, ()),
+    ({"mesh": ""}, ()),
+    ({"mesh": "2X8"}, ()),
     ({"recompute": "none", "loss_chunks": 1, "precision": "fp32"}, ("does not fit", "too much traffic")),
     ({"strategy": "ddp"}, ("does not fit",)),
     ({"precision": "fp32"}, ("too much traffic",)),
@@ -378,6 +442,9 @@ WRONG_CHOICES = [
     ({"mesh": "pipeline=4"}, ("not a choice",)),
     ({"recompute": "some"}, ("not a choice",)),
     ({"loss_chunks": True}, ("not a choice",)),
+    ({"loss_chunks": 2}, ("not a choice",)),
+    ({"recompute": ["full"]}, ("not a choice",)),
+    ({"strategy": " "}, ("no answer",)),
     ({"strategy": None}, ("no answer",)),
 ]
 

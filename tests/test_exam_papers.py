@@ -9,7 +9,7 @@ import exam
 import pytest
 from commands import refused
 from labkit import UserError
-from labkit.exam import finding, losses, papers, tasks
+from labkit.exam import finding, losses, papers, plans, tasks
 from proofs import diagnosis
 from test_exam import fill, predicted
 
@@ -61,6 +61,9 @@ def papers_digested(content: dict) -> dict:
     ("text", "words"),
     [
         ("{", ["JSON", "1"]),
+        ('{"seed": 7,\n "answers": {"3": {"peak_GiB": 1,024}}}', ["JSON", "line 2", "commas"]),
+        ('{"seed": 7,\n "answers": {"3": {"peak_GiB": 1.5GiB}}}', ["JSON", "line 2", "units"]),
+        ('{"seed": 7,\n "answers": {"5": {"fault": killed}}}', ["JSON", "line 2", "quotes"]),
         ("\x00", ["JSON"]),
         ("[" * 100_000, ["JSON"]),
         ("7", ["no seed"]),
@@ -113,6 +116,15 @@ def test_the_paper_gives_nothing_away(folder, seven):
         every = {5: finding.HANGS, 6: finding.HANGS, 7: losses.FAULTS, 8: finding.PROFILES}[number]
         assert all(section.count(f"`{kind}`") == 1 for kind in every)
     assert all(value is None for task in seven for value in task.fields.values())
+
+
+def test_a_hybrid_layout_and_the_buckets_of_ddp_are_stated_in_the_courses_words():
+    assert "HSDP" in finding.Hang(5, "killed", "mesh", 2, 3).statement()[0]
+    ddp = {"script": "mnist_fsdp.py", "ranks": 4, "batch_size": 8, "config": {"strategy": "ddp"}}
+    lines = plans.in_words(ddp)
+    assert "4 ranks" in lines[0] and not any(
+        "one gradient reduction" in line for line in lines
+    )  # there are two buckets
 
 
 def test_a_folder_that_exists_is_not_written_over(tmp_path):

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from labkit import UserError
 from labkit.exam import plans
-from labkit.exam.verdicts import UNITS, Verdict
+from labkit.exam.verdicts import UNITS, Verdict, empty, one_of, quoted
 
 CHOICES = {
     "strategy": ("ddp", "fsdp1", "fsdp2"),
@@ -25,8 +25,10 @@ CHOICES = {
     "reshard_after_forward": ("true", "false"),
     "loss_chunks": (1, 8),
 }
+NOTES = {"mesh": "; null is no mesh, and a mesh is written such as 2x4"}
 DEFAULTS = {"strategy": "fsdp2", "mesh": None, "wrap": "blocks", "precision": "fp32", "weights": "fp32"}
 DEFAULTS |= {"recompute": "none", "reshard_after_forward": "true", "loss_chunks": 1}
+NO_MESH = ("", "null", "none")
 ROOM = (1.02, 1.08)  # how much more a budget is than the drawn configuration needs
 LARGEST = 76 * 2**30  # bytes of a budget: an H100's, less what a process has there besides tensors
 
@@ -69,42 +71,47 @@ class Choose:
         """Return the lines of the task."""
         config, (memory, traffic) = self.one["config"], self.units
         where = "ranks on the CPU" if self.runs_here else "H100 GPUs"
-        how = "runs your choice here and measures" if self.runs_here else "plans your choice"
+        how = "runs your choice here, and measures" if self.runs_here else "plans your choice"
         counted = (
-            f"leave a node of {plans.NODE} GPUs" if self.over_nodes else "pass, as whole tensors of all collectives,"
+            f"that leave a node of {plans.NODE} GPUs, with rings (a plan's *leave a node, in all*, added up)"
+            if self.over_nodes
+            else "of whole tensors (the count × size each of all collectives in a plan, added up)"
         )
-        limits = [f"- `{name}` must be {' or '.join(map(_shown, some))}" for name, some in self.allowed.items()]
+        limits = [f"- `{name}` must be {one_of(map(_shown, some))}" for name, some in self.allowed.items()]
         return [
-            f"Train the transformer {config['preset']} with AdamW on {self.one['ranks']} {where}; a micro-batch has "
-            f"{config['batch_size']} × {config['seq_len']:,} tokens on each rank. Budget:",
+            f"Train the transformer {config['preset']} with AdamW on {self.one['ranks']} {where}; a step has one micro-batch, "
+            f"of {config['batch_size']} × {config['seq_len']:,} tokens on each rank. Budget:",
             "",
-            f"- a peak of at most {self.memory:,.6g} {memory} of tensors on rank 0",
-            f"- at most {self.traffic:,.6g} {traffic} that {counted} in a step",
+            f"- memory: a peak of at most {self.memory:,.6g} {memory} of live tensors on rank 0, in a step after the first",
+            f"- traffic of a step: at most {self.traffic:,.6g} {traffic} {counted}",
             *limits,
             "",
-            "Choose every option; any choice that fits is right:",
+            f"Choose a value of each option, as of `{self.one['script']}`; any choice that fits is right:",
             "",
-            *(f"- `{name}`: {', '.join(map(_shown, some))}" for name, some in CHOICES.items()),
+            *(f"- `{name}`: {one_of(map(_shown, some))}{NOTES.get(name, '')}" for name, some in CHOICES.items()),
             "",
             f"The judge {how}.",
         ]
 
     def chosen(self, answer: dict) -> tuple[dict | None, str, str]:
         """Return (the chosen configuration or None, the mistake, the sentence)."""
-        given = {name: answer.get(name) for name in CHOICES}
-        if isinstance(given["reshard_after_forward"], bool):  # JSON has true and false, too
-            given["reshard_after_forward"] = str(given["reshard_after_forward"]).lower()
-        if empty := [name for name, value in given.items() if value is None and name != "mesh"]:
-            return None, "no answer", f"{empty[0]}: there is no answer"
-        for name, value in given.items():
-            if name != "mesh" and (isinstance(value, (bool, float)) or value not in CHOICES[name]):
-                return None, "not a choice", f"{name}: {value!r} is none of {', '.join(map(_shown, CHOICES[name]))}"
-        if given["mesh"] is not None and not re.fullmatch(r"\d+x\d+", str(given["mesh"])):
-            return None, "not a choice", f'mesh: {given["mesh"]!r} is not null, nor REPLICASxSHARDS such as "2x4"'
+        if unanswered := [name for name in CHOICES if empty(answer.get(name)) and name != "mesh"]:
+            return None, "no answer", f"there is no answer for {', '.join(unanswered)}"
+        chosen = {}
+        for name, choices in CHOICES.items():
+            value = answer.get(name)
+            word = _word(value)
+            if name == "mesh" and (word in NO_MESH or re.fullmatch(r"\d+x\d+", word)):
+                chosen[name] = None if word in NO_MESH else word
+            elif name != "mesh" and word in map(str, choices):
+                chosen[name] = next(choice for choice in choices if str(choice) == word)
+            else:
+                return None, "not a choice", f"{name} must be {one_of(map(_shown, choices))}, but is {quoted(value)}"
         for name, some in self.allowed.items():
-            if given[name] not in some:
-                return None, "against the rules", f"{name} must be {' or '.join(map(_shown, some))}, not {given[name]}"
-        one = configured(self.one, given)
+            if chosen[name] not in some:
+                rule = f"{name} must be {one_of(map(_shown, some))} in this task, but is {_shown(chosen[name])}"
+                return None, "against the rules", rule
+        one = configured(self.one, chosen)
         try:
             plans.plan_of(one)
         except UserError as error:
@@ -147,6 +154,13 @@ def needs(one: dict, measured: dict | None = None) -> tuple[float, float]:
         plan = plans.plan_of(one)
         return plans.peak_bytes(plan), plans.leaving_bytes(plan)
     return plans.measured_or_planned(one, measured)
+
+
+def _word(value) -> str:
+    """Return a chosen value as an option has it: "fsdp2" for " FSDP2", "true" for true, "8" for 8.0."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return "" if value is None else str(value).strip().casefold()
 
 
 def _shown(value) -> str:

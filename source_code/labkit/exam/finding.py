@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tasks 5 to 8: find the fault in a run's evidence: the flight records of two hangs, the losses of a run, a memory profile.
+"""Tasks 5 to 8: find the fault in a run's evidence: the flight records of two runs, the losses of a third, a memory profile.
 
-What was drawn is put into a real run, and the evidence is what that run leaves. The judge puts the answered fault into the
-same training, where that takes no ranks, and compares what it leaves: a fault with the same losses, or with the same memory
-profile, is right.
+A fault is drawn and injected into a real run, which leaves the evidence. The judge injects the answered fault into the same
+training if that needs no ranks: a fault that leaves the same losses, or has the same planned memory profile, is right.
 """
 
 import json
@@ -15,34 +14,35 @@ from typing import ClassVar
 
 from labkit import UserError
 from labkit.exam import losses, plans
-from labkit.exam.verdicts import Verdict, number_of, text_of
+from labkit.exam.verdicts import Verdict, number_of, quoted, text_of
 from labkit.measuring import records
 
-# What may be behind a hang, or a job that ends early: of the kinds of proofs/diagnosis.py, those that the records of a run
-# that is over still show. {kind: what it is}
+# Why a run hangs, ends early, or is slow: the kinds of proofs/diagnosis.py that still show in the records of a run after it
+# has ended. {kind: what it is}
 HANGS = {
     "exception": "a rank raises an exception of the training's code",
     "broken GPU": "a rank's GPU fails",
-    "stuck outside": "a rank waits outside of any collective, for something that does not come",
+    "stuck outside": "a rank waits for something other than a collective, and it never comes",
     "fewer batches": "a rank has fewer batches than the others, and finishes early",
     "lone collective": "a rank calls a collective that the others do not call",
-    "other shape": "a rank calls a collective with a tensor of another shape",
+    "other shape": "a rank calls the same collective as the others, with a tensor of another shape",
     "straggler": "a rank is slower than the others in each step; nothing hangs",
     "bad sample": "a rank's batch has a value that is not finite",
     "flipped bit": "a bit of a rank's weights flips",
     "killed": "a rank's process is killed",
-    "healthy": "nothing is wrong, and no rank is to blame (leave rank out)",
+    "healthy": "nothing is wrong (rank stays null)",
 }
+LAYOUTS = {"ddp": "DDP", "fsdp2": "FSDP2", "mesh": "HSDP, 2x2 (replicas × shards)"}  # of proofs/diagnosis.py
 CONTROL = "healthy"
-ALIKE = 1e-4  # relative: what the same training leaves twice
+ALIKE = 1e-4  # relative difference of losses that are taken for the same
 
-# What a run does not do as intended. {fault: (the options that it has instead, what it is)}
+# How a run differs from what was intended. {fault: (the options that it has instead, what it is)}
 PROFILES = {
     "not sharded": ({"strategy": "ddp"}, "the model is replicated by DDP instead of sharded"),
     "parameters kept": ({"reshard_after_forward": "false"}, "gathered parameters are not freed after forward"),
     "no recomputation": ({"recompute": "none"}, "nothing is recomputed"),
     "fp32": ({"precision": "fp32"}, "it computes in fp32"),
-    "gradients wait": ({"sync": "last"}, "gradients are reduced after the last micro-batch only"),
+    "gradients wait": ({"sync": "last"}, "gradients are reduced only after the last micro-batch"),
     "twice the batch": ({}, "each micro-batch has twice as many sequences"),
     "no optimizer state": ({"optimizer": "sgd"}, "the optimizer keeps no state"),
     "healthy": ({}, "the run does what it should"),
@@ -69,8 +69,9 @@ class Hang:
     def statement(self) -> list[str]:
         """Return the lines of the task."""
         return [
-            f"A run on 4 ranks ({self.layout}) hangs, ends early, or seems slow. Its flight records are in "
-            f"`task-{self.number:02}/`: read them with `python diagnose_hang.py --folder FOLDER`. Name the fault and its rank.",
+            f"A run on 4 ranks ({LAYOUTS[self.layout]}) hung, ended early, was slow, or was healthy. Its flight records are in "
+            f"`task-{self.number:02}/`: read them with `python diagnose_hang.py --folder FOLDER`. Name the fault, and the rank "
+            "that has it (from 0).",
             "",
             *(f"- `{kind}`: {what}" for kind, what in HANGS.items()),
         ]
@@ -83,10 +84,12 @@ class Hang:
         kind, mistake, sentence = text_of(answer.get("fault"), HANGS)
         if kind is None:
             return Verdict(False, (mistake,), f"fault: {sentence}", "fault")
-        rank, wrong = _whole(answer.get("rank")) if self.kind != CONTROL and kind != CONTROL else (None, "")
-        if wrong:
-            return Verdict(False, (wrong,), f"rank: {wrong}", "fault")
-        return _located(kind, self.kind, [("rank", rank, self.rank if self.kind != CONTROL else None)])
+        if CONTROL in (self.kind, kind):
+            return _located(kind, self.kind, [])
+        rank, mistake, sentence = _whole(answer.get("rank"))
+        if rank is None:
+            return Verdict(False, (mistake,), f"rank: {sentence}", "fault")
+        return _located(kind, self.kind, [("rank", rank, self.rank)])
 
 
 @dataclass(frozen=True)
@@ -103,12 +106,13 @@ class Loss:
         """Return the lines of the task."""
         lines = []
         for kind, (has_rank, has_step, what) in losses.FAULTS.items():
-            asked = [name for name, has in (("rank", has_rank), ("step", has_step)) if has]
-            lines.append(f"- `{kind}`: {what} ({' and '.join(asked) or 'neither rank nor step'} asked)")
+            asked = " and ".join(name for name, has in (("rank", has_rank), ("step", has_step)) if has)
+            lines.append(f"- `{kind}`: {what} ({f'give its {asked}' if asked else 'rank and step stay null'})")
         return [
-            f"`task-{self.number:02}.csv` has the losses of a data-parallel training on 4 ranks: in each step every rank's "
-            "training loss, and the loss of every rank's replica on one validation batch, the same on all ranks. Name the "
-            "fault, and, where they are asked, its rank and the step in which it first shows. Both count from 0.",
+            f"`task-{self.number:02}.csv` has the losses of a data-parallel training on 4 ranks (as under DDP, all ranks apply "
+            "the mean of their gradients). A row has a step's losses: `training 2` is rank 2's, on its own batch, and "
+            "`validation 2` is that of rank 2's replica on a validation batch, the same for all ranks and steps. Name the fault, "
+            "and, where the list says so, the rank that has it and the first step whose row shows it (both from 0).",
             "",
             *lines,
         ]
@@ -128,9 +132,9 @@ class Loss:
         has = losses.FAULTS[kind]
         given = {}
         for name, asked, below in (("rank", has[0], losses.RANKS), ("step", has[1], losses.STEPS)):
-            given[name], wrong = _whole(answer.get(name), below) if asked else (None, "")
-            if wrong:
-                return Verdict(False, (wrong,), f"{name}: {wrong}", "run")
+            given[name], mistake, sentence = _whole(answer.get(name), below) if asked else (None, "", "")
+            if mistake:
+                return Verdict(False, (mistake,), f"{name}: {sentence}", "run")
         if kind == "older checkpoint" and given["step"] < losses.AWAY:
             return _located(kind, self.fault.kind, [("step", given["step"], self.fault.step)], "run")
         if _alike(losses.train(self.data, losses.Fault(kind, **given)), self.rows()):
@@ -141,7 +145,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Memory:
-    """A task: the memory profile of a run that does not do as intended. one: the intended configuration."""
+    """A task: the memory profile of a run that may differ from what was intended. one: the intended configuration."""
 
     number: int
     one: dict
@@ -156,8 +160,8 @@ class Memory:
             "",
             *(f"- {line}" for line in plans.in_words(self.one)),
             "",
-            f"`task-{self.number:02}.csv` has the memory of rank 0 in each phase of a step, at its highest, measured: bytes by "
-            "category. What does the run do instead?",
+            f"`task-{self.number:02}.csv` has the memory of rank 0, measured in a run: for each phase of a step, the bytes of "
+            "each category when their sum is highest. What does the run do instead? All else is as it was meant.",
             "",
             *(f"- `{fault}`: {what}" for fault, (_, what) in PROFILES.items()),
         ]
@@ -179,37 +183,61 @@ class Memory:
         theirs, true = (plans.plan_of(self.run_with(each)) for each in (fault, self.fault))
         if plans.profile(theirs) == plans.profile(true):
             return Verdict(True, (), f"a run with {fault!r} has this profile", "plan")
-        sizes = [f"{plans.peak_bytes(each) / 1e6:,.2f} MB" for each in (theirs, true)]
-        return Verdict(
-            False, ("wrong fault",), f"with {fault!r} its peak would be {sizes[0]}, and it is {sizes[1]}", "plan"
-        )
+        phase, category, *sizes = _largest_difference(*map(plans.profile, (theirs, true)))
+        would, does = (f"{size / 2**20:,.2f} MiB" for size in sizes)
+        sentence = f"row {phase}, planned: {category} {would} with {fault!r}, but {does} for this run"
+        mistake = "false alarm" if self.fault == CONTROL else "fault overlooked" if fault == CONTROL else "wrong fault"
+        return Verdict(False, (mistake,), sentence, "plan")
 
 
-def _whole(given, below: int = losses.RANKS) -> tuple[int | None, str]:
-    """Read a rank or a step: (the number or None, the mistake)."""
-    value, mistake, _ = number_of(given, included=True)
+def _largest_difference(one: list[dict], other: list[dict]) -> tuple[str, str, int, int]:
+    """Return where two profiles differ most in the rows of the evidence: (phase, category, bytes of one, of the other)."""
+    sizes = [
+        {(phase, name): size for phase, of in _rows(profile).items() for name, size in of.items()}
+        for profile in (one, other)
+    ]
+    cells = [(*cell, *(of.get(cell, 0) for of in sizes)) for cell in sizes[0] | sizes[1]]
+    return max(cells, key=lambda cell: abs(cell[2] - cell[3]))
+
+
+def _rows(profile: list[dict]) -> dict[str, dict]:
+    """Return a planned profile in the evidence's rows, {phase: {category: bytes}}: a meter counts the loss to forward."""
+    found = {}
+    for row in profile:
+        phase = row["phase"].split()[0].replace("loss", "forward")
+        sizes = {name: size for name, size in row.items() if name != "phase"}
+        if phase not in found or sum(sizes.values()) > sum(found[phase].values()):
+            found[phase] = sizes
+    return found
+
+
+def _whole(given, below: int = losses.RANKS) -> tuple[int | None, str, str]:
+    """Read a rank or a step: (the number or None, the mistake, the sentence)."""
+    value, mistake, sentence = number_of(given, included=True)
+    if mistake == "no answer":
+        return None, mistake, sentence
     if value is None or value != int(value) or value >= below:
-        return None, mistake or "not a number"
-    return int(value), ""
+        return None, "not a choice", f"it must be a whole number from 0 to {below - 1}, but is {quoted(given)}"
+    return int(value), "", ""
 
 
 def _located(kind: str, true: str, where: list[tuple], judged_by: str = "fault") -> Verdict:
     """Judge a kind, and where it is: [(name, given, true or None if there is none), …]."""
     apart = [name for name, given, at in where if at is not None and given != at]
     if kind == true and not apart:
-        return Verdict(True, (), f"it was {kind}", judged_by)
+        return Verdict(True, (), f"it was {kind!r}", judged_by)
     if kind == true:
         what = " and ".join(apart)
-        return Verdict(False, (f"right fault, wrong {what}",), f"it was {kind}, but with another {what}", judged_by)
-    if true == "healthy":
-        return Verdict(False, ("false alarm",), f"nothing was wrong, and {kind} was answered", judged_by)
-    if kind == "healthy":
-        return Verdict(False, ("fault overlooked",), f"something was wrong: {true}", judged_by)
+        return Verdict(False, (f"right fault, wrong {what}",), f"it was {kind!r}, but the {what} differs", judged_by)
+    if true == CONTROL:
+        return Verdict(False, ("false alarm",), f"nothing was wrong, but the answer is {kind!r}", judged_by)
+    if kind == CONTROL:
+        return Verdict(False, ("fault overlooked",), "something was wrong: look again", judged_by)
     compared = [name for name, given, at in where if None not in (given, at)]
     if compared and not apart:
         what = " and ".join(compared)
-        return Verdict(False, (f"right {what}, wrong fault",), f"the {what} is right, and it was not {kind}", judged_by)
-    return Verdict(False, ("wrong fault",), f"it was not {kind}", judged_by)
+        return Verdict(False, (f"right {what}, wrong fault",), f"right: {what}; but it was not {kind!r}", judged_by)
+    return Verdict(False, ("wrong fault",), f"it was not {kind!r}", judged_by)
 
 
 def _alike(some: list[dict], others: list[dict]) -> bool:

@@ -14,15 +14,15 @@ import torch.nn.functional as F
 
 RANKS, STEPS, BATCH, INPUTS, CLASSES = 4, 24, 32, 32, 8
 RATE, HIGH_RATE = 0.5, 400.0
-AWAY = 6  # steps between the checkpoint that a run resumes from and the one that it should resume from
+AWAY = 6  # steps that the run repeats when it resumes from an older checkpoint
 FLIPPED_BIT = 25  # of the exponent (fp32): 16 times as large, or as small
 
 FAULTS = {  # {fault: (whether its rank is asked, whether its step is asked, what it is)}
     "bad sample": (True, True, "a batch of one rank has a value that is not finite"),
-    "flipped bit": (True, True, "bits of one rank's weights flip before a step"),
+    "flipped bit": (True, True, "bits flip in one rank's weights, just before a step"),
     "same batches": (False, False, "all ranks read the same batches"),
     "no update": (False, False, "the optimizer has other tensors than the model"),
-    "older checkpoint": (False, True, "the run is requeued before a step, and resumes from an older checkpoint"),
+    "older checkpoint": (False, True, "the run is requeued, and resumes from an older checkpoint than its last"),
     "high learning rate": (False, False, "the learning rate is far too high"),
     "healthy": (False, False, "nothing is wrong"),
 }

@@ -2,8 +2,8 @@
 """The exam's files: a learner's tasks and answers, the judge's report, and its recheck by an instructor.
 
 A folder has exam.md (the tasks), answers.json (to fill in), and task-NN… (evidence). The judge adds exam-<seed>.json, the
-report, and exam-<seed>.md, a page of it. A report carries a digest of its content, so that an edit is seen. Whoever edits
-it may compute the digest anew: the recheck therefore judges the answers again.
+report, and exam-<seed>.md, the same to read. A report has a digest of its content, which shows an edit. Whoever edits it can
+also compute a new digest, so the recheck judges the answers again.
 """
 
 import csv
@@ -22,9 +22,14 @@ from labkit.measuring.trace import CATEGORIES
 
 TASKS, ANSWERS = "exam.md", "answers.json"
 HOW_TO = """\
-Fill in the answers in `answers.json`: replace each null. Numbers are numbers, words are in quotes. All means of the course
-are allowed. Then, in `source_code/`: `python exam.py --judge FOLDER`, with this folder.
+Fill in `answers.json`: replace each null by your answer, except where a task says that it stays null. Write numbers without
+commas and units (1536.5), and words in double quotes ("fsdp2"). You may use all of the course. In `source_code/`:
+
+- `python plan.py --help` plans a transformer; with `--json` its sizes are in bytes.
+- `python gpt_fsdp.py --help` and `python mnist_fsdp.py --help` train one; with `--dry-run` they only plan.
+- `python exam.py --judge FOLDER`, with this folder, judges your answers, as often as you like.
 """
+RULES = "numbers have no commas or units, words are in double quotes, and no comma follows the last answer"
 
 
 def evidence(drawn: list, profiles: dict[int, list[dict]]) -> dict[str, str]:
@@ -63,7 +68,7 @@ def _table(head: list[str], rows: list[list]) -> str:
 
 def page(seed: int, drawn: list) -> str:
     """Return exam.md."""
-    parts = [f"# Exam {seed}", HOW_TO]
+    parts = [f"# Exam {seed}", HOW_TO.strip()]
     for task in drawn:
         kind = tasks.kind_of(task.number)
         keys = ", ".join(f"`{name}`" for name in task.fields)
@@ -89,14 +94,14 @@ def write(folder: Path, seed: int, drawn: list, files: dict[str, str]):
 
 
 def read(path: Path, expected: int | None = None) -> tuple[int, list, dict]:
-    """Read answers, or a report: return (seed, its tasks, what the file has).
+    """Read answers, or a report: return (seed, its tasks, the file's content).
 
     Args:
         path: the file.
         expected: the seed that it must be of; None: any.
 
     Raises:
-        UserError: the file cannot be read, has not what it should have, or is of other tasks.
+        UserError: the file cannot be read, is damaged, or answers other tasks.
     """
     try:
         paper = json.loads(path.read_text(), parse_constant=str, parse_float=_finite)  # a report has numbers only
@@ -104,26 +109,28 @@ def read(path: Path, expected: int | None = None) -> tuple[int, list, dict]:
         writer = "--seed" if path.name == ANSWERS else "--judge"
         raise UserError(f"{path} cannot be read ({error.strerror}): give what exam.py {writer} has written") from None
     except (ValueError, RecursionError) as error:
-        where = f"line {error.lineno}" if isinstance(error, json.JSONDecodeError) else "it"
-        raise UserError(f"{path} is no JSON: look at {where}") from None
+        where = f" at line {error.lineno} ({error.msg})" if isinstance(error, json.JSONDecodeError) else ""
+        raise UserError(f"{path} is not valid JSON{where}: {RULES}") from None
     seed = paper.get("seed") if isinstance(paper, dict) else None
     answers = paper.get("answers") if isinstance(paper, dict) else None
     if type(seed) is not int or not isinstance(answers, dict):
         raise UserError(f"{path} has no seed or no answers: it is not of an exam, or it is damaged")
     if not all(isinstance(answer, dict) for answer in answers.values()):
-        raise UserError(f"{path} has an answer that is not of the form in which it was written")
+        raise UserError(f"{path} has an answer in another form than exam.py wrote it: a task's answer is {{...}}")
     if expected is not None and seed != expected:
         raise UserError(f"{path} is of seed {seed}, not of {expected}: give the --seed of this learner, or none")
     drawn = tasks.draw(seed)
     if paper.get("tasks") != tasks.digest(drawn):
-        raise UserError(f"{path} is of other tasks than those of seed {seed} here: of another seed, or another edition")
+        raise UserError(
+            f"{path} answers other tasks than seed {seed} has here: its seed was edited, or another edition of the course wrote it"
+        )
     if unknown := sorted({*answers} - {str(task.number) for task in drawn}):
         raise UserError(f"{path} has an answer to a task {unknown[0]}, and there are {len(drawn)}")
     return seed, drawn, paper
 
 
 def _finite(text: str) -> float | str:
-    """Return a number of a file, or its text if it is too large to be one."""
+    """Return a number of a file, or its text if it is too large for a float."""
     return float(text) if math.isfinite(float(text)) else text
 
 
@@ -215,5 +222,5 @@ def recheck(path: Path, expected: int | None = None, measure=None) -> dict:
     if kept != found or score != again["score"]:
         other = next((row[0] for row, mine in zip(kept, found, strict=False) if row != mine), "")
         where = f"task {other}" if other else "the score"
-        raise UserError(f"{path} has a verdict that the answers do not get here: look at {where}, and judge them again")
+        raise UserError(f"{path} has another verdict than its answers get here: look at {where}, and judge them again")
     return stored

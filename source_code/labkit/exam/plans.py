@@ -92,7 +92,7 @@ def in_words(one: dict) -> list[str]:
     if one["script"] != "mnist_fsdp.py":
         lines += [f"Optimizer: {OPTIMIZER_NAMES[config.get('optimizer', 'adamw')]}; {_recompute(config)}."]
     if config.get("accumulate", 1) > 1:
-        when = "after every micro-batch" if config.get("sync", "every") == "every" else "after the last one only"
+        when = "after every micro-batch" if config.get("sync", "every") == "every" else "only after the last one"
         lines.append(f"A step has {config['accumulate']} micro-batches; the ranks reduce gradients {when}.")
     return [line for line in lines if line]
 
@@ -105,7 +105,10 @@ def _recompute(config: dict) -> str:
 
 def _network(one: dict, config: dict) -> str:
     if one["script"] == "mnist_fsdp.py":
-        return f"The course's MNIST network, with dropout and Adadelta; {one['batch_size']} images on each rank."
+        return (
+            f"The course's MNIST network, with dropout and Adadelta, on {one['ranks']} ranks on the CPU; "
+            f"{one['batch_size']} images on each rank."
+        )
     where = "H100 GPUs" if one["script"] == PLANNED else "ranks on the CPU"
     sizes = f"{config['batch_size']} × {config['seq_len']:,} tokens"
     return f"The transformer {config['preset']}, on {one['ranks']} {where}; a micro-batch has {sizes} on each rank."
@@ -114,7 +117,7 @@ def _network(one: dict, config: dict) -> str:
 def _strategy(ranks: int, config: dict) -> str:
     strategy = config["strategy"]
     if strategy == "ddp":
-        return f"Strategy: DDP on {ranks} ranks, one gradient reduction at the default bucket size."
+        return f"Strategy: DDP on {ranks} ranks, with buckets of the default size."
     mesh = config.get("mesh")
     layout = f"HSDP, {mesh} (replicas × shards)" if mesh else f"sharded over all {ranks} ranks"
     kept = "kept until backward" if config.get("reshard_after_forward") == "false" else "freed after forward"

@@ -13,7 +13,7 @@ from planner import predict
 from planner.step.plan import Plan
 
 from labkit.exam import plans
-from labkit.exam.verdicts import Verdict, of_number
+from labkit.exam.verdicts import TOLERANCE, Verdict, of_number
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,17 @@ class Predict:
     def statement(self) -> list[str]:
         """Return the lines of the task."""
         peak, traffic = self.units
-        how = "runs it here and measures" if self.runs_here else "plans it"
+        how = "runs this here, and measures" if self.runs_here else "plans this for GPUs"
         return [
             *(f"- {line}" for line in plans.in_words(self.one)),
             "",
-            f"Predict the peak memory of rank 0 in {peak} (tensors of a step after the first; nothing that a process has "
-            f"besides), and the traffic of a step in {traffic}: the whole tensors of all collectives, added up, as records "
-            f"and plans list them. Both within 5 %. The judge {how}.",
+            f"Predict two numbers, each within {100 * TOLERANCE:g} %:",
+            "",
+            f"- the peak memory of rank 0 in {peak}: live tensors, in a step after the first",
+            f"- the traffic of a step in {traffic}: the whole tensor of each collective that rank 0 calls (count × size each, as "
+            "plans and records list them), added up; not what a rank sends, and not times the ranks",
+            "",
+            f"The judge {how}.",
         ]
 
     def to_run(self, answer: dict) -> dict | None:
@@ -86,7 +90,7 @@ def mistaken_peaks(one: dict) -> dict[str, float]:
         "gathered parameters forgotten": peak - terms.get("all-gather", 0),
         "gradients forgotten": peak - terms.get("gradients", 0) - terms.get("reduce-scatter", 0),
         "activations forgotten": peak - terms.get("activations", 0),
-        "only what persists between steps": persistent,
+        "only the persistent memory": persistent,
     }
     return found | _of_other_formats(one, plans.peak_bytes)
 
@@ -105,6 +109,7 @@ def mistaken_traffic(one: dict) -> dict[str, float]:
     found |= {
         "only what one rank sends in a ring": plans.sent_bytes(plan),
         "divided by the ranks": total / plan.shards,
+        "counted once for each rank": total * plan.ranks,
         "all-gathers forgotten": total - gathers,
         "only the all-gathers": gathers,
     }

@@ -6,7 +6,7 @@ from random import Random
 
 from labkit.exam import choosing, finding, predicting
 
-EDITION = 1  # a part of each draw's seed; what else changes the tasks of a seed, changes their digest
+EDITION = 1  # a part of each draw's seed; any other change of a seed's tasks changes their digest
 KINDS = {"predict": range(1, 5), "find the fault": range(5, 9), "choose": range(9, 13)}
 DRAWS = {"predict": predicting.draw, "find the fault": finding.draw, "choose": choosing.draw}
 
@@ -25,5 +25,5 @@ def kind_of(number: int) -> str:
 
 
 def digest(drawn: list) -> str:
-    """Return a short digest of tasks, by which answers are known to be of them."""
+    """Return a short digest of tasks: answers have it, too, so that they are judged by the same tasks."""
     return hashlib.sha256("\n".join(map(repr, drawn)).encode()).hexdigest()[:16]
