@@ -23,13 +23,13 @@ def fails(lines: list[str], claim: str) -> bool:
     return any(line.startswith(f"FAIL  {claim}") for line in lines)
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_a_wrong_reduction_fails():
     lines = run_broken("00", {"dist.ReduceOp.SUM": "dist.ReduceOp.MAX"})
     assert fails(lines, "the sum over all ranks")
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_another_batch_than_the_predicted_one_fails():
     other = 'ladder.predicted_peak(record | {"config": record["config"] | {"batch_size": 31}})'
     breaks = {"ladder.predicted_peak(record)": other}
@@ -37,7 +37,7 @@ def test_another_batch_than_the_predicted_one_fails():
     assert len(lines) == 2 and all(line.startswith("FAIL") for line in lines)
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_a_resume_at_another_learning_rate_and_another_bias_fail():
     breaks = {"resume=True, ranks=other": "resume=True, ranks=other, lr=0.1"}
     breaks |= {"model.load_state_dict(load_file(file))": "model.load_state_dict({**load_file(file), **other_bias})"}

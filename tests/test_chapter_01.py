@@ -14,14 +14,14 @@ def failed(lines, claim):
     return any(line.startswith(f"FAIL  {claim}") for line in lines)
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_a_bypassed_wrapper_is_seen():
     lines = run_broken("01", {SYNCED: "synced = flat_gradient(ddp.module, x, y, reduction)"})
     assert not failed(lines, "each other rank's own gradient")
     assert failed(lines, "after backward, before any step()")
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_a_sum_one_slice_for_all_and_a_step_on_every_rank_are_seen():
     mine = "mine = slice(me.rank * EACH, (me.rank + 1) * EACH)"
     breaks = {SYNCED: f"{SYNCED} * me.world_size", mine: "mine = slice(EACH)", "if me.rank == 0:": "if me.rank >= 0:"}
@@ -35,7 +35,7 @@ def test_a_sum_one_slice_for_all_and_a_step_on_every_rank_are_seen():
         assert failed(lines, claim)
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_a_parameter_without_a_gradient_is_outside_the_claim():
     """Its bucket, which in the first step has all gradients, is never reduced."""
     unused = "net.unused = torch.nn.Parameter(torch.zeros(1))"
@@ -46,7 +46,7 @@ def test_a_parameter_without_a_gradient_is_outside_the_claim():
     assert failed(run_broken("01", breaks), "after backward, before any step()")
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_buckets_that_average_nothing_or_are_too_large_are_seen():
     """``finish`` is not called; all gradients fit into one bucket, as they do if the limit is left to DDP's 25 MiB."""
     until, skip = "largest difference of the gradients", ()
@@ -58,7 +58,7 @@ def test_buckets_that_average_nothing_or_are_too_large_are_seen():
 SKIPPED = ("relative_difference(", "by_hooks", "figures.", "learn(")
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_memory_that_is_not_as_predicted_is_seen():
     """Another strategy has fewer parameters, another batch fewer activations."""
     breaks = {'strategy="ddp", batch_size=8': 'strategy="fsdp2", batch_size=24'}
@@ -66,7 +66,7 @@ def test_memory_that_is_not_as_predicted_is_seen():
     assert failed(lines, "between steps, parameters") and failed(lines, "at the peak, activations")
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_other_precisions_are_outside_the_claim():
     breaks = {
         'strategy="ddp", batch_size=8': 'strategy="ddp", precision="fp64", batch_size=8',

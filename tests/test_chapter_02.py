@@ -12,7 +12,7 @@ NO_SUM = "lambda me, chunks, shift: [shift(chunks[me.rank - 1]) for _ in range(m
 WHOLE = "lambda me, chunks, shift: chunks[me.rank] + shift(torch.stack(chunks))[me.rank]"  # on two ranks
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 @pytest.mark.parametrize(
     "breaks, failing",
     [
@@ -37,7 +37,7 @@ def test_a_broken_all_reduce_fails(breaks, failing):
     assert all(claim in line for claim, line in zip(failing, failed, strict=True))
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_the_claim_fails_where_fp32_rounds_the_sums():
     """Its condition: sums that fp32 represents exactly. Our ring of four adds in another order than gloo."""
     lines = run_broken("02", {".float().to(me.device)": ".float().div(7).to(me.device)"}, ranks=4)
@@ -45,7 +45,7 @@ def test_the_claim_fails_where_fp32_rounds_the_sums():
     assert len(failed) == 1 and "our ring differs" in failed[0]
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_an_unwrapped_unit_is_gathered_once_less():
     """The lab is not wrapped as the arithmetic assumes, but the step that Linux counts is."""
     breaks = {'strategy="fsdp2", wrap="size"': 'strategy="fsdp2", wrap="unit"'}
@@ -55,7 +55,7 @@ def test_an_unwrapped_unit_is_gathered_once_less():
     assert [claim in line for claim, line in zip(claims, failed, strict=True)] == [True] * 2
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_a_collective_too_many_is_seen_by_linux():
     breaks = {
         "dist.all_gather_into_tensor(whole, part)),": "(dist.all_gather_into_tensor(whole, part), dist.all_reduce(whole))),"

@@ -11,13 +11,13 @@ from notebooks import run_broken
 FEW = {"STEPS, BATCH = 10, 8": "STEPS, BATCH = 3, 8"}
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_a_sum_where_a_mean_belongs_fails():
     lines = run_broken("03", FEW | {"return gradient.div_(self.world)": "return gradient"})
     assert len(lines) == 1 and lines[0].startswith("FAIL  stage 0: losses"), lines
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 @pytest.mark.parametrize(
     "breaks",
     [
@@ -31,7 +31,7 @@ def test_outside_the_claims_conditions_the_losses_fail(breaks):
     assert any(line.startswith("FAIL  stage 3") for line in lines), lines
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_each_broken_stage_fails_and_no_other():
     breaks = {
         # Stage 1, and 2 after it: no rank receives an update

@@ -28,14 +28,14 @@ TABLES = ("constructed", "held", "learned", "together", "peak_and_time")
 SHORT = {"batch, steps = 32, 27": "batch, steps = 32, 6"}  # the time is not judged
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_another_batch_is_noticed():
     breaks = {"mine = slice(None) if": "mine = slice(0, 1) if"}
     lines = run_broken("04", breaks, until="largest difference of the losses", skip=("held", "pandas"))
     assert lines[-1].startswith("FAIL  largest difference of the losses"), lines
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 @pytest.mark.parametrize("case", BREAKS)
 def test_verdicts_can_fail(case):
     breaks, claims = BREAKS[case]
@@ -45,7 +45,7 @@ def test_verdicts_can_fail(case):
         assert any(line.startswith("FAIL") and claim in line for line in lines), lines
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_claim_fails_at_8_images(ranks):
     """DDP's peak is then in the optimizer, whose temporaries FSDP saves, too; and FSDP1's where it packs gradients."""
@@ -56,7 +56,7 @@ def test_claim_fails_at_8_images(ranks):
     assert any(line.startswith("PASS  peak of FSDP2") for line in lines), lines  # which is planned for any batch
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_a_layer_in_a_unit_of_its_own_is_noticed():
     breaks = SHORT | {
         "for ranks in {2, 3} - {lab.ranks}": "for ranks in {2}",

@@ -24,7 +24,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks cannot 
 MNIST = ("lab.run(", "runs[", "runs.items")  # in its cells, which the GPT's do not need
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_the_peak_does_not_move_without_the_unit():
     lines = run_broken("05", {"wrap=wrap, batch_size=32": 'wrap="unit", batch_size=32'}, until="units by size lower")
     failed = [line for line in lines if line.startswith("FAIL")]
@@ -32,7 +32,7 @@ def test_the_peak_does_not_move_without_the_unit():
     assert "units by size lower FSDP2's peak by" in failed[-1]
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_units_that_are_not_made_are_noticed():
     """No block is a unit where each should be; and where embedding and head should be too, each block alone is."""
     breaks = {"for block in model.blocks:": "for block in []:", "    chosen: wrap,": "    chosen: blocks_together,"}
@@ -41,7 +41,7 @@ def test_units_that_are_not_made_are_noticed():
         assert any(line.startswith("FAIL") and claim in line for line in lines), lines
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_the_headline_fails_with_more_tokens_than_it_names():
     lines = run_broken("05", {"TOKENS = 16": "TOKENS = 512"}, until="memory that a step adds, as", skip=MNIST)
     (claim,) = [line for line in lines if "memory that a step adds" in line]

@@ -16,14 +16,14 @@ def failed(lines, claim):
     return any(line.startswith("FAIL") and claim in line for line in lines)
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_without_the_policy_nothing_crosses_the_bus():
     lines = run_broken("06", {"runs = [(CPUOffloadPolicy(pin_memory=False), None)": "runs = [(OffloadPolicy(), None)"})
     assert failed(lines, "up per step, parameters") and failed(lines, "down per step, gradients")
     assert not failed(lines, "computing in bf16") and not failed(lines, "largest difference")
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_a_wrong_side_another_run_and_inputs_that_stay_are_seen():
     lines = run_broken(
         "06",
@@ -45,7 +45,7 @@ def test_a_wrong_side_another_run_and_inputs_that_stay_are_seen():
     assert not failed(lines, "device peak, recomputed") and not failed(lines, "all ways")
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_weights_kept_in_the_other_micro_batches_are_noticed():
     swapped = {
         '"all except the last": (True,)': '"all except the last": (False,)',

@@ -69,7 +69,7 @@ BREAKS = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 @pytest.mark.parametrize("what", BREAKS)
 def test_verdicts_can_fail(what):
     breaks, only, claims = BREAKS[what]

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from notebooks import run_broken
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_verdicts_notice_a_root_that_is_not_sharded_and_a_loop_that_frees_parameters_between_micro_batches():
     """With such a root, embedding, norm and head are whole on every rank: no DTensors. One run for both: it takes long."""
     lines = run_broken(

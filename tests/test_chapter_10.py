@@ -22,7 +22,7 @@ from notebooks import FOLDER, code_cells, lines_of_verdicts, read, run_broken, r
 SOURCE = FOLDER.parent / "source_code"
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_the_bytes_that_leave_a_node_tell_a_swapped_mesh():
     swap = {'"HSDP 2x2": grid(2, 2)}': '"HSDP 2x2": [[0, 2], [1, 3]]}'}
     failed = [line for line in run_broken("10", swap, skip=("where_am_i", "lab.run(")) if line.startswith("FAIL")]

@@ -17,7 +17,7 @@ from notebooks import FOLDER, code_cells, read, run_broken
 GIB = chapter_11.GIB
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_a_plan_that_forgets_the_options_is_found_out():
     three = ["FSDP1", "FSDP2", "FSDP2, parameters kept"]
     breaks = {f'    "{name}": {{"strategy"': f'    # "{name}": {{"strategy"' for name in three}  # two are enough

@@ -34,14 +34,14 @@ def failed(lines):
     return [line for line in lines if line.startswith("FAIL")]
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_another_length_is_other_arithmetic():
     lines = run_broken("12", {"ranks=2, max_steps=12)": "ranks=2, max_steps=9, seq_len=64)"})
     (line,) = failed(lines)
     assert "floating-point operations per token" in line
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_the_trace_counts_what_ran():
     """A step that is made twice, against the plan of one."""
     twice = {"trace_steps(steps[name], 3)": "trace_steps(lambda step=steps[name]: (step(), step()), 3)"}
@@ -51,14 +51,14 @@ def test_the_trace_counts_what_ran():
     assert len(lines) == 6 and failed(lines) == lines
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_gathers_are_not_called_early_by_themselves():
     unasked = {'"FSDP2, gathering ahead": {"prefetch": 1, "wait": False}': '"FSDP2, gathering ahead": {}'}
     early, waited = failed(run_broken("12", ALONE | unasked, until=LAST, only=TRACED))
     assert "gathering ahead, gathers called early" in early and "not waited for on the spot any more" in waited
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_gradients_added_up_where_they_should_be_averaged_are_noticed():
     """With two micro-batches they are twice as large: as a learning rate twice as high."""
     summed = {"**by_sgd | options": '**by_sgd | {"lr": 0.1 * options.get("accumulate", 1)} | options'}

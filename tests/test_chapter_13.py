@@ -100,7 +100,7 @@ def failed(lines):
 FIRST = ("cell-01", "cell-02", "cell-03", "cell-08", "cell-10", "cell-11")
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_a_stage_that_shares_nothing_is_noticed():
     """Each stage's record is that of DDP with plain AdamW."""
     ddp = """found = lab.on_ranks(gpt_zero.train_several, [SMALL | {"stage": "0"}])[0] * 4
@@ -117,7 +117,7 @@ def test_a_stage_that_shares_nothing_is_noticed():
     ]
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_deepspeed_that_saves_what_the_formula_says_is_noticed():
     """Stage 3 without its buffers is a record in which they are not counted: the headline's verdicts must fail."""
     free = """start = {name: size for name, size in start.items() if name not in ("reduce-scatter", "gradients")}
@@ -132,14 +132,14 @@ def test_deepspeed_that_saves_what_the_formula_says_is_noticed():
     assert "DeepSpeed, 2 → 3" in wrong and "DeepSpeed by default, stage 3" in wrong
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_clipping_that_is_not_forgotten_is_noticed():
     breaks = {' if key != "gradient_clipping"}': "}", "in list(runs.items())[1:]": "in []"}
     lines = run_broken("13", breaks, only=("cell-01", "cell-02", "cell-03", "cell-42", "cell-43"))
     assert failed(lines) == ["clipping left to its default"]
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_without_deepspeed_pytorch_alone_is_shown():
     absent = {"    deepspeed_zero.check()": '    raise UserError("DeepSpeed is not installed")'}
     lines = run_broken("13", absent, until="no cell has this")

@@ -208,7 +208,7 @@ RUN = ("01", "02", "04", "06", "11", "09", "cures", "cures-run", "14", "57a", "2
 RUN += ("60", "bf16-run", "53", "55", "56")
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_what_is_not_sharded_gathered_or_refused_is_noticed():
     """Each strategy's program is another's; the activations are not constrained; the trap is not on the Explicit mesh."""
     breaks = {

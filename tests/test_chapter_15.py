@@ -118,7 +118,7 @@ def test_an_optimizer_alone_sums_what_is_partial():
             assert "Partial" in placed and apart < 1e-12 < 1e-3 < moved, name
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_mistakes_that_are_not_made_are_noticed():
     """The chapter says that SGD shows both, and AdamW not the second."""
     breaks = {

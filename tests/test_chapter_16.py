@@ -206,7 +206,7 @@ def failed(lines):
 SET_UP = ("cell-01", "cell-02", "cell-04")
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_reports_of_another_fault_and_cures_that_cure_nothing_are_noticed():
     breaks = {
         "meet(1)\nreport = who(1)": "meet(4)\nreport = who(4)",
@@ -221,7 +221,7 @@ def test_reports_of_another_fault_and_cures_that_cure_nothing_are_noticed():
     assert len(failed(lines)) == len(lines) == 9, lines
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_faults_that_are_not_mended_are_noticed():
     breaks = {
         "found_6 = meet(6)": "found_6 = {'rows': [[step] for step in range(48)]}",
@@ -240,7 +240,7 @@ def test_faults_that_are_not_mended_are_noticed():
     assert len(failed(lines)) == len(lines) == 10, lines
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 @pytest.mark.parametrize(
     ("breaks", "at"), [("True, True", "False, False"), ("report_16 = who(16)", "report_16 = who(13)")]
 )

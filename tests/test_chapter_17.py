@@ -245,7 +245,7 @@ def failed(lines):
     return [line.split(": measured")[0].removeprefix("FAIL  ") for line in lines if line.startswith("FAIL")]
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_a_model_sharded_elsewhere_and_weights_that_were_not_read_are_noticed():
     """Other units change no weight, and the weights no peak."""
     breaks = {'shard = yours_or_ours("17.0", shard)': "def shard(model, mesh):\n    fully_shard(model, mesh=mesh)"}

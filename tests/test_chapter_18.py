@@ -93,7 +93,7 @@ def test_the_solution_of_18_2_is_what_the_planner_says(capsys):
     assert ": right" in capsys.readouterr().out
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_a_muon_that_computes_shard_by_shard_is_noticed():
     """The exchange is left out: each rank orthogonalizes its own rows of its matrix."""
     broken = {"mine = newton_schulz(to_owner(shards, shapes, me))": "mine = newton_schulz(shards[me.rank])"}
@@ -102,7 +102,7 @@ def test_a_muon_that_computes_shard_by_shard_is_noticed():
     assert [line.split(":")[0] for line in lines] == ["FAIL  owners' results against one process"]
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_a_matrix_that_is_not_cut_by_columns_is_noticed():
     lines = run_broken(
         "18", {"return Shard(1)": "return Shard(0)"}, until="by_columns", only=("c18-01", "c18-02", "c18-07", "c18-25")

@@ -149,7 +149,7 @@ def test_the_solution_of_19_3_counts_as_its_answer_does(capsys):
 BY_HAND = ("c19-01", "c19-04", "c19-06", "c19-07", "c19-13", "c19-15", "c19-17", "c19-17b")
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_outputs_that_return_in_another_order_are_noticed():
     broken = {
         "outputs[order.argsort()]": "outputs",
@@ -159,13 +159,13 @@ def test_outputs_that_return_in_another_order_are_noticed():
     assert len(lines) == 4 and all(line.startswith("FAIL  ") for line in lines)
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_a_router_that_is_not_summed_is_noticed():
     lines = run_broken("19", {"dist.all_reduce(mine[1].grad)": "None"}, until="never", only=BY_HAND)
     assert [line[:31] for line in lines if line.startswith("FAIL")] == ["FAIL  gradients of the router, "]
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_a_lab_that_clips_each_mesh_by_its_own_norm_is_noticed():
     """Of the lab's norms the last one, of the experts, takes the place of the whole one."""
     only = ("c19-01", "c19-27", "c19-39", "c19-40")

@@ -98,7 +98,7 @@ def test_the_solution_of_20_3_is_what_the_planner_says():
     assert names["answer"] == pytest.approx(chapter_20.HIDING)
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_a_ring_that_merges_nothing_is_noticed():
     broken = {
         'yours_or_ours("20.0", ring_attention)': "own_part",
@@ -109,7 +109,7 @@ def test_a_ring_that_merges_nothing_is_noticed():
     assert [line.split(":")[0] for line in lines] == ["FAIL  ring attention against one process"]
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_orders_and_forms_that_are_not_what_is_claimed_are_noticed():
     """Both orders are the natural one; every rank takes the first tokens."""
     broken = {"me.rank, me.world_size, order)": 'me.rank, me.world_size, "natural")', "tokens=2048": "tokens=256"}
@@ -122,7 +122,7 @@ def test_orders_and_forms_that_are_not_what_is_claimed_are_noticed():
     assert verdicts == {"bytes sent": "PASS", "results and gradients, difference": "FAIL"}
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_positions_that_are_right_are_noticed():
     """The mistake is repaired, so there is nothing to see."""
     broken = {"model.positions = torch.arange": "pass", "losses_of, SPLIT)": "losses_of, SPLIT[:1])"}

@@ -121,7 +121,7 @@ def test_a_number_of_micro_batches_is_told_its_mistake(name, capsys):
     assert said in capsys.readouterr().out
 
 
-@pytest.mark.long
+@pytest.mark.breaks
 def test_runs_that_the_planner_is_wrong_about_are_noticed():
     """They train on shorter sequences than their records say. One process peaks in the optimizer's step, whatever its tokens."""
     broken = {"gpt_fsdp.train(config, me)": "gpt_fsdp.train(replace(config, seq_len=32), me)"}
