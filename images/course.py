@@ -35,7 +35,7 @@ LAWS = {  # what to remember of each chapter, in a few words; its notebook has t
     "18": f"{claims.LAWS['18']}: let each have an owner",
     "19": "send tokens to experts, not experts to tokens",
     "20": "split the sequence: only attention communicates",
-    "21": "a sentence about FSDP holds under a condition, or not at all",
+    "21": "most sentences about FSDP hold under a condition",
 }
 ROWS = {
     "one small network": range(4),

@@ -30,12 +30,14 @@ FOUND |= {"activations": HOLDS, "130 MB": NEVER, "90 against 80": NEVER}
 FOUND |= dict.fromkeys(["OffloadPolicy", "checkpointing option"], NEVER)
 MODELS = ("1b", "llama3-8b", "llama3-70b")
 WIDE = {  # sizes, ranks, and formats that the notebook does not show
-    "1/N": grid(
-        part=("kept", "peak"), ranks=(2, 16, 512, 2048), model=("1b", "llama3-70b"), precision=("fp32", "bf16")
+    "1/N": grid(part=("kept", "peak"), ranks=(2, 16, 512, 2048), model=("1b", "llama3-70b"), precision=("fp32", "bf16"))
+    + grid(
+        part=("peak",), ranks=(2, 8, 16), model=("llama3-70b", "llama3-405b"), tokens=(64, 4096), precision=("bf16",)
     ),
     "4P": grid(
         strategy=("ddp", "fsdp1", "fsdp2"), ranks=(2, 64), model=("1b", "llama3-70b"), precision=("fp32", "bf16")
-    ),
+    )
+    + grid(strategy=("fsdp1", "fsdp2"), ranks=(7, 512), model=("tiny", "small")),
     "activations": grid(
         ranks=(2, 16, 4096), model=("1b", "llama3-70b"), precision=("fp32", "bf16"), recompute=("none", "full")
     ),
@@ -51,11 +53,13 @@ WIDE = {  # sizes, ranks, and formats that the notebook does not show
     "FSDP1 = FSDP2": grid(model=("mnist",), batch=(1, 4, 128, 1024), ranks=(2, 8))
     + grid(model=("1b", "llama3-8b"), batch=(16, 4096, 16384), ranks=(2, 64), precision=("fp32", "bf16"))
     + grid(model=("1b", "llama3-8b"), batch=(64, 16384), ranks=(2, 64), lora=(8,)),
-    "bf16": grid(tokens=(16, 256, 8192, 65536), weights=("fp32", "bf16"), model=MODELS, ranks=(2, 256)),
+    "bf16": grid(tokens=(16, 256, 8192, 65536), weights=("fp32", "bf16"), model=MODELS, ranks=(2, 256))
+    + grid(tokens=(1024,), weights=("fp32",), model=("llama3-8b",), ranks=(64, 1024)),
     "50 to 80 %": grid(
         layers=(2, 6, 10, 24, 40, 60, 126), recompute=("full", "selective"), tokens=(512, 16384), ranks=(8, 256)
     ),
-    "no_sync": grid(tokens=(16, 32768), ranks=(2, 512), model=("1b", "llama3-8b"), recompute=("none", "full"))
+    "no_sync": grid(tokens=(16, 32768), ranks=(2, 4, 512), model=("1b", "llama3-8b"), recompute=("none", "full"))
+    + grid(tokens=(64, 4096), ranks=(2, 4), model=("llama3-70b",))
     + grid(tokens=(16,), ranks=(2,), model=("tiny", "1b"), precision=("fp32",))
     + grid(tokens=(16, 32768), units=("one unit",), ranks=(2, 64))
     + grid(tokens=(16, 32768), strategy=("fsdp1",), ranks=(2, 64)),

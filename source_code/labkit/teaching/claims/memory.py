@@ -29,11 +29,16 @@ def per_rank(part, ranks, model="llama3-8b", tokens=4096, precision="fp32"):
     return measure(many) * ranks / measure(one)
 
 
-def falls_to_one_nth(part, ranks, model="llama3-8b", **_):
-    if part == "peak":
+def falls_to_one_nth(part, ranks, model="llama3-8b", tokens=4096, precision="fp32"):
+    if part == "peak" and plan(model, tokens, ranks=ranks, precision=precision).peak()[0] != "optimizer":
         return None if ranks < 8 else False
+    return True if _divides(ranks, model) else None
+
+
+def _divides(ranks: int, model: str) -> bool:
+    """Return whether all ranks have equally many rows of every parameter."""
     shapes = [shape for module in plan(model).blueprint.modules for shape in module.parameters.values()]
-    return True if all(shape[0] % ranks == 0 for shape in shapes) else None
+    return all(shape[0] % ranks == 0 for shape in shapes)
 
 
 def per_rank_measured(evidence) -> list[Case]:
@@ -61,6 +66,12 @@ def state(strategy, view=False, ranks=8, model="llama3-8b", precision="fp32"):
     names = ("parameters", "gradients", "optimizer state", "all-reduce buckets")
     share = ranks if found.shards_parameters else 1
     return sum(terms.get(name, 0) for name in names) * share / (4 * parameter_bytes(found))
+
+
+def state_takes_4p(strategy, view=False, ranks=8, model="llama3-8b", **_):
+    if strategy == "ddp":
+        return view
+    return True if _divides(ranks, model) else None
 
 
 def state_measured(evidence) -> list[Case]:
@@ -144,7 +155,9 @@ def bf16_over_fp32(tokens, weights, model="llama3-8b", ranks=64):
 
 def bf16_halves(tokens, weights, model="llama3-8b", ranks=64):
     if weights == "fp32":
-        return False if model != "llama3-70b" else True if tokens >= 8192 and ranks >= 256 else None
+        if model == "llama3-70b":
+            return True if tokens >= 8192 and ranks >= 256 else None
+        return False if tokens >= 4096 or ranks <= 64 else None
     few, many = (1024, 4096) if model == "llama3-8b" else (256, INFINITY)
     return True if tokens <= few else False if tokens >= many else None
 
@@ -172,14 +185,12 @@ def whole_gradients(
     return (peak(last) - peak(every)) / parameter_bytes(last) / (1 - 1 / ranks)
 
 
-def needs_whole_gradients(tokens, units="blocks", strategy="fsdp2", precision="bf16", model="llama3-8b", **_):
+def needs_whole_gradients(tokens, ranks=8, units="blocks", strategy="fsdp2", precision="bf16", model="llama3-8b", **_):
     if strategy == "fsdp1":
         return False if precision == "bf16" else None
-    if tokens >= 4096:
-        return True
-    if units == "one unit":
+    if units == "one unit" and tokens < 4096:
         return False if tokens <= 64 and model == "llama3-8b" else None
-    return None if model in ("tiny", "small", "1b") else True
+    return True if ranks >= 4 and (tokens >= 4096 or model not in ("tiny", "small", "1b")) else None
 
 
 def state_dict_over_room(model, what, room):
@@ -214,7 +225,8 @@ CLAIMS = {
         "04",
         "times 1/N of one process's",
         (0.99, 1.01),
-        "you count what a rank keeps between steps (parameters and moments), and N divides the rows of each; not the peak on 8 ranks or more",
+        "you count what a rank keeps between steps (parameters and moments), or the peak is in the optimizer's step (few tokens of "
+        "a large model), and N divides the rows of each; not a peak in backward on 8 ranks or more",
         per_rank,
         grid(part=("kept", "peak"), ranks=(2, 8, 64)),
         falls_to_one_nth,
@@ -226,11 +238,11 @@ CLAIMS = {
         "01",
         "times 4P, or 4P/N",
         (0.98, 1.02),
-        "it is FSDP, in the optimizer's step, or DDP with gradient_as_bucket_view=True; by default, DDP's "
+        "it is FSDP, in the optimizer's step, and N divides the rows of each, or DDP with gradient_as_bucket_view=True; by default, DDP's "
         "buckets add one more P (AdamW's foreach temporaries add a P, or P/N, for a moment)",
         state,
         grid(strategy=("ddp", "fsdp1", "fsdp2"), view=(False,)),
-        lambda strategy, view=False, **_: strategy != "ddp" or view,
+        state_takes_4p,
         measured=state_measured,
     ),
     "activations": Claim(
@@ -323,7 +335,7 @@ CLAIMS = {
         "09",
         "times (1 − 1/N) of all gradients, on top of the peak",
         (0.75, 1.5),
-        "it is FSDP2, with a unit per block of a large model, or thousands of tokens; in one unit with few tokens, whole gradients are at the "
+        "it is FSDP2 on 4 ranks or more, with a unit per block of a large model, or thousands of tokens; in one unit with few tokens, whole gradients are at the "
         "peak anyway, and FSDP1 accumulates them in bf16",
         whole_gradients,
         grid(tokens=(64, 4096, 65536), units=("blocks", "one unit"), ranks=(8,))
