@@ -48,10 +48,11 @@ types: $(READY)         ## read the planner's types with pyright (basic), which 
 
 # Of the tests that break a notebook every third: they take longest, each notebook's verdicts are doubted as it runs
 # (tests/doubts.py), and make check takes all of a chapter that changed, make nightly all of all.
+test: export FSDP_LABS_ONE_IN := 3
 test: $(TEST_READY)     ## run everything a contributor must keep green
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
-	FSDP_LABS_ONE_IN=3 $(BIN)/$(TESTS) --durations=30 --nbval-lax -m "not slurm and not browser and not chance" notebooks tests
+	$(BIN)/$(TESTS) --durations=30 --nbval-lax -m "not slurm and not browser and not chance" notebooks tests
 
 # A failure is repeated with make nightly SEED=…, the number that pytest prints first
 nightly: SEED ?= $(shell od -An -N3 -tu4 /dev/urandom)
