@@ -225,8 +225,8 @@ CLAIMS = {
         "04",
         "times 1/N of one process's",
         (0.99, 1.01),
-        "you count what a rank keeps between steps (parameters and moments), or the peak is in the optimizer's step (few tokens of "
-        "a large model), and N divides the rows of each; not a peak in backward on 8 ranks or more",
+        "you count what a rank keeps between steps (parameters and moments), or the peak is in the optimizer's step (a large "
+        "model, few tokens), and N divides the rows of each parameter; not a peak in backward on 8 ranks or more",
         per_rank,
         grid(part=("kept", "peak"), ranks=(2, 8, 64)),
         falls_to_one_nth,
@@ -238,7 +238,7 @@ CLAIMS = {
         "01",
         "times 4P, or 4P/N",
         (0.98, 1.02),
-        "it is FSDP, in the optimizer's step, and N divides the rows of each, or DDP with gradient_as_bucket_view=True; by default, DDP's "
+        "it is FSDP, in the optimizer's step, and N divides the rows of each parameter, or DDP with gradient_as_bucket_view=True; by default, DDP's "
         "buckets add one more P (AdamW's foreach temporaries add a P, or P/N, for a moment)",
         state,
         grid(strategy=("ddp", "fsdp1", "fsdp2"), view=(False,)),
