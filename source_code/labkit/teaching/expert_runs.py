@@ -19,7 +19,7 @@ STEPS = 4  # the meters watch the second to fourth
 def forced(me, gpt_fsdp, cases: list[tuple[float, float | None]], options: dict) -> list[dict]:
     """Train while experts are chosen at random, those of rank 0 more often. Collective.
 
-    Each expert gets a random liking in [0, 1) for each token, those of rank 0 a tilt more, and a token goes to the
+    Each expert gets a random score in [0, 1) for each token, those of rank 0 a tilt more, and a token goes to the
     experts with the largest.
 
     Args:
