@@ -54,14 +54,15 @@ WIDE = {  # sizes, ranks, and formats that the notebook does not show
     + grid(model=("1b", "llama3-8b"), batch=(16, 4096, 16384), ranks=(2, 64), precision=("fp32", "bf16"))
     + grid(model=("1b", "llama3-8b"), batch=(64, 16384), ranks=(2, 64), lora=(8,)),
     "bf16": grid(tokens=(16, 256, 8192, 65536), weights=("fp32", "bf16"), model=MODELS, ranks=(2, 256))
-    + grid(tokens=(1024,), weights=("fp32",), model=("llama3-8b",), ranks=(64, 1024)),
+    + grid(tokens=(1024,), weights=("fp32",), model=("small", "llama3-8b"), ranks=(64, 1024))
+    + grid(tokens=(8192,), weights=("fp32",), model=("llama3-405b",), ranks=(128,)),
     "50 to 80 %": grid(
         layers=(2, 6, 10, 24, 40, 60, 126), recompute=("full", "selective"), tokens=(512, 16384), ranks=(8, 256)
     ),
     "no_sync": grid(tokens=(16, 32768), ranks=(2, 4, 512), model=("1b", "llama3-8b"), recompute=("none", "full"))
     + grid(tokens=(64, 4096), ranks=(2, 4), model=("llama3-70b",))
     + grid(tokens=(16,), ranks=(2,), model=("tiny", "1b"), precision=("fp32",))
-    + grid(tokens=(16, 32768), units=("one unit",), ranks=(2, 64))
+    + grid(tokens=(16, 32768), units=("one unit",), ranks=(2, 64), precision=("fp32", "bf16"))
     + grid(tokens=(16, 32768), strategy=("fsdp1",), ranks=(2, 64)),
     "full state dict": grid(
         model=("tiny", "small", "llama-65b"), what=("weights", "weights and moments"), room=("GPU", "host")

@@ -157,7 +157,7 @@ def bf16_halves(tokens, weights, model="llama3-8b", ranks=64):
     if weights == "fp32":
         if model == "llama3-70b":
             return True if tokens >= 8192 and ranks >= 256 else None
-        return False if tokens >= 4096 or ranks <= 64 else None
+        return False if model in ("1b", "llama3-8b") and (tokens >= 4096 or ranks <= 64) else None
     few, many = (1024, 4096) if model == "llama3-8b" else (256, INFINITY)
     return True if tokens <= few else False if tokens >= many else None
 
@@ -189,7 +189,7 @@ def needs_whole_gradients(tokens, ranks=8, units="blocks", strategy="fsdp2", pre
     if strategy == "fsdp1":
         return False if precision == "bf16" else None
     if units == "one unit" and tokens < 4096:
-        return False if tokens <= 64 and model == "llama3-8b" else None
+        return False if tokens <= 64 and (model, precision) == ("llama3-8b", "bf16") else None
     return True if ranks >= 4 and (tokens >= 4096 or model not in ("tiny", "small", "1b")) else None
 
 
@@ -226,7 +226,7 @@ CLAIMS = {
         "times 1/N of one process's",
         (0.99, 1.01),
         "you count what a rank keeps between steps (parameters and moments), or the peak is in the optimizer's step (a large "
-        "model, few tokens), and N divides the rows of each parameter; not a peak in backward on 8 ranks or more",
+        "model, few tokens, few ranks), and N divides the rows of each parameter; not a peak in backward on 8 ranks or more",
         per_rank,
         grid(part=("kept", "peak"), ranks=(2, 8, 64)),
         falls_to_one_nth,
@@ -310,8 +310,8 @@ CLAIMS = {
         "08",
         "times the peak in fp32",
         (0, 0.53),
-        "weights and moments are bf16, too, and tokens are few, or a 70B model's activations are nearly all; "
-        "the loss's fp32 logits keep Llama 3 8B above half",
+        "weights and moments are bf16, too, and tokens are few, or activations are nearly all, as of a 70B model on 256 ranks; "
+        "from 4,096 tokens on, the loss's fp32 logits keep Llama 3 8B above half",
         bf16_over_fp32,
         grid(tokens=(64, 1024, 4096, 16384), weights=("fp32", "bf16"))
         + grid(tokens=(16384,), weights=("fp32",), model=("llama3-70b",), ranks=(256,)),
@@ -335,8 +335,8 @@ CLAIMS = {
         "09",
         "times (1 − 1/N) of all gradients, on top of the peak",
         (0.75, 1.5),
-        "it is FSDP2 on 4 ranks or more, with a unit per block of a large model, or thousands of tokens; in one unit with few tokens, whole gradients are at the "
-        "peak anyway, and FSDP1 accumulates them in bf16",
+        "it is FSDP2 on 4 ranks or more, with a unit per block of a large model, or thousands of tokens; in one unit with few tokens, in bf16, "
+        "whole gradients are at the peak anyway, and FSDP1 accumulates them in bf16",
         whole_gradients,
         grid(tokens=(64, 4096, 65536), units=("blocks", "one unit"), ranks=(8,))
         + grid(tokens=(64, 4096), strategy=("fsdp1",), ranks=(64,)),
