@@ -4,6 +4,7 @@
 import os
 import signal
 import sys
+from pathlib import Path
 
 import faults
 import pytest
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from commands import call
 from forked import by_value
 from labkit.measuring import memory_budget, trace
-from labkit.running.symptoms import folded, own_collective
+from labkit.running import launch
+from labkit.running.symptoms import Bench, folded, own_collective
 from labkit.teaching.exercises import check
 from labkit.teaching.exercises.chapter_16 import CAUSES, EXERCISES, Diagnose, table, units
 from torch.distributed.device_mesh import init_device_mesh
@@ -45,6 +47,13 @@ def test_a_wrong_cause_is_told_what_it_would_look_like(number, capsys):
 def test_a_cause_that_is_right_from_another_side_is_taken(number, answer, said, capsys):
     check(number, answer)
     assert said in capsys.readouterr().out
+
+
+def test_a_fault_can_be_met_again_when_the_notebook_has_been_run_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "RUNS", tmp_path)
+    bench = Bench(lab=None, patience=1)
+    bench.close()
+    assert Path(bench.folder(8)).is_dir()
 
 
 def test_units_are_what_is_gathered_together_not_who_owns_a_parameter(world_of_one):

@@ -59,7 +59,7 @@ class Bench:
     def folder(self, fault: int) -> str:
         """Return the folder of a fault, with its ranks' flight records once it has run."""
         path = Path(self._scratch.name) / f"fault-{fault}"
-        path.mkdir(exist_ok=True)
+        path.mkdir(exist_ok=True, parents=True)  # after close(), if a cell is run again
         return str(path)
 
     def calls(self, fault: int) -> dict[int, str]:
