@@ -36,7 +36,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from labkit import Diverged, UserError
-from labkit.running import gpus, job_status, lab_options, preemption, progress, slurm
+from labkit.running import gpus, half_on_cpu, job_status, lab_options, preemption, progress, slurm
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 RENDEZVOUS_SECONDS = 300  # how long ranks wait for one another: importing torch from a cold file system takes minutes
@@ -395,9 +395,13 @@ def _own_device(device: str, local_rank: int) -> torch.device:
 
 
 def configure_cpu():
-    """Configure a rank on the CPU: OMP_NUM_THREADS threads (default 1, since ranks share the cores), and cached memory."""
+    """Configure a rank on the CPU: its threads, products of bf16 in fp32 where that is faster, and cached memory.
+
+    It has OMP_NUM_THREADS threads, by default 1, since ranks share the cores.
+    """
     threads = re.match(r"\s*0*([1-9]\d*)", os.environ.get("OMP_NUM_THREADS", ""))  # may be empty, or a list: 4,1
     torch.set_num_threads(int(threads[1]) if threads else 1)
+    half_on_cpu.compute_in_fp32()
     _cache_freed_memory()
 
 

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Products of bf16 and fp16 that are computed in fp32: they are fp32's, rounded, and leave no other trace."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from forked import forked
+from labkit.running import half_on_cpu
+from labkit.running.half_on_cpu import ATTENTION
+
+
+def products(dtype: torch.dtype) -> dict:
+    """{what: the result} of every operator that is replaced, and of their gradients, with the same factors."""
+    generator = torch.Generator().manual_seed(0)
+
+    def matrix(*sizes):  # its numbers are the same in every type
+        return torch.randn(sizes, generator=generator).bfloat16().to(dtype).requires_grad_()
+
+    left, right, row = matrix(16, 32), matrix(32, 24), matrix(24)
+    many, others, sums = matrix(3, 16, 32), matrix(3, 32, 8), matrix(3, 16, 8)
+    heads = [matrix(2, 4, 32, 16) for _ in range(3)]
+    results = {
+        "mm": left @ right,
+        "mm, transposed": right.t() @ left.t(),
+        "addmm": torch.addmm(row, left, right, beta=0.5, alpha=2),
+        "linear": F.linear(many, right.t(), row),
+        "bmm": many @ others,
+        "baddbmm": torch.baddbmm(sums, many, others, alpha=3),
+        "attention": F.scaled_dot_product_attention(*heads, is_causal=True),
+        "with a mask": F.scaled_dot_product_attention(*heads, attn_mask=torch.ones(32, 32, dtype=dtype).tril()),
+    }
+    for result in results.values():
+        result.sum().backward()
+    results |= {
+        f"gradient {place}": each.grad for place, each in enumerate((left, right, row, many, others, sums, *heads))
+    }
+    with torch.no_grad():  # autograd would give these results their types
+        forward, backward = (getattr(torch.ops.aten, name) for name in (ATTENTION, f"{ATTENTION}_backward"))
+        output, logsumexp = forward(*heads, 0.0, True)
+        for name, each in zip("qkv", backward(output, *heads, output, logsumexp, 0.0, True), strict=True):
+            results[f"attention's gradient of {name}"] = each
+    return {name: result.detach() for name, result in results.items()}
+
+
+def before_and_after(*dtypes):
+    """The products as PyTorch computes them, and as they are then, on any CPU."""
+    before = [products(dtype) for dtype in dtypes]
+    half_on_cpu.needed = lambda: True
+    half_on_cpu.compute_in_fp32()
+    half_on_cpu.compute_in_fp32()  # a second time changes nothing
+    return before, [products(dtype) for dtype in dtypes]
+
+
+@pytest.mark.parametrize("dtype", half_on_cpu.HALF, ids=str)
+def test_products_are_those_of_fp32_rounded(dtype):
+    (theirs, wide), (ours, same) = forked(before_and_after, dtype, torch.float32)
+    for name, result in ours.items():
+        assert (result.dtype, result.stride()) == (dtype, theirs[name].stride()), name
+        # what is added up in a gradient has been rounded before, so it is a few roundings away from fp32's
+        torch.testing.assert_close(result.float(), wide[name], rtol=4 * torch.finfo(dtype).eps, atol=0.01, msg=name)
+        assert torch.equal(wide[name], same[name]), f"{name} in fp32 has changed"
+    for name in ("mm", "mm, transposed", "bmm", "addmm"):
+        assert torch.equal(ours[name], wide[name].to(dtype)), name
+
+
+def replaced() -> bool:
+    """Whether a rank on this CPU computes a product in fp32: with one that PyTorch's own loop rounds differently."""
+    from labkit.running import ranks
+
+    ranks.configure_cpu()
+    return half_on_cpu._library is not None
+
+
+def test_a_rank_computes_so_where_the_cpu_needs_it():
+    assert forked(replaced) == half_on_cpu.needed()
