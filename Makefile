@@ -46,9 +46,9 @@ check: $(TEST_READY)    ## before a commit, in a few minutes: lint, links, arith
 types: $(READY)         ## read the planner's types with pyright (basic), which is fetched once; CI does it, too
 	$(BIN)/uv tool run --quiet --from 'pyright[nodejs]==1.1.414' pyright
 
-# Of the tests that break a notebook every third: they take longest, each notebook's verdicts are doubted as it runs
-# (tests/doubts.py), and make check takes all of a chapter that changed, make nightly all of all.
-test: export FSDP_LABS_ONE_IN := 3
+# Of the tests that break a notebook, and of a long test's sets of parameters, every fourth: they take longest. Each
+# notebook's verdicts are doubted as it runs (tests/doubts.py), and make nightly takes all.
+test test-lowest: export FSDP_LABS_ONE_IN ?= 4
 test: $(TEST_READY)     ## run everything a contributor must keep green
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
@@ -56,8 +56,8 @@ test: $(TEST_READY)     ## run everything a contributor must keep green
 
 # A failure is repeated with make nightly SEED=…, the number that pytest prints first
 nightly: SEED ?= $(shell od -An -N3 -tu4 /dev/urandom)
-nightly: $(TEST_READY)  ## what draws at random, with a new seed (SEED=7: with this one), what depends on chance, all broken notebooks
-	FSDP_LABS_SEED=$(strip $(SEED)) $(BIN)/$(TESTS) -m "drawn or chance or breaks" tests
+nightly: $(TEST_READY)  ## all long tests, and what draws at random, with a new seed (SEED=7: with this one)
+	FSDP_LABS_SEED=$(strip $(SEED)) $(BIN)/$(TESTS) -m "(drawn or chance or long) and not slurm and not browser" tests
 
 # Every process writes a file; ranks, too ([tool.coverage.run] in pyproject.toml)
 coverage: $(TEST_READY)         ## run the short tests, list the lines for a GPU that none of their processes executes

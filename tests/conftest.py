@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -60,21 +61,35 @@ def _place(name: str) -> int:
 MARKERS = {"slurm_installed": "slurm", "seed": "drawn"}  # what uses the fixture has the marker
 
 
+def _one_in(number: int, items: list) -> list:
+    """Return the items without most of those that repeat one another.
+
+    Of the tests that break a notebook, and of each long test's sets of parameters, it keeps the first of every ``number``.
+    """
+    repeated = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("breaks"):
+            repeated["breaks"].append(item)
+        elif item.get_closest_marker("long") and hasattr(item, "callspec"):
+            repeated[item.path, item.originalname].append(item)
+    left_out = {item for alike in repeated.values() for index, item in enumerate(alike) if index % number}
+    return [item for item in items if item not in left_out]
+
+
 def pytest_collection_modifyitems(config, items):
     """Order the files, and mark tests by their fixtures: ``make test`` leaves a Slurm to CI, ``make nightly`` takes seeds.
 
-    FSDP_LABS_ONE_IN=3 takes every third of the tests that break a notebook, and leaves out the others.
+    FSDP_LABS_ONE_IN=4 takes the first of every four tests that repeat one another (``_one_in``), and leaves out the others.
     """
     items.sort(key=lambda item: (item.path.suffix != ".ipynb", _place(item.path.stem)))
-    breaks = [item for item in items if item.get_closest_marker("breaks")]
-    taken = set(breaks[:: int(os.environ.get("FSDP_LABS_ONE_IN", "1"))])
-    config.hook.pytest_deselected(items=[item for item in breaks if item not in taken])
-    items[:] = [item for item in items if item in taken or item not in breaks]
-    for item in breaks:
-        item.add_marker("long")
     for item in items:
         for fixture in set(MARKERS) & set(getattr(item, "fixturenames", ())):
             item.add_marker(MARKERS[fixture])
+        if item.get_closest_marker("breaks"):
+            item.add_marker("long")
+    taken = _one_in(int(os.environ.get("FSDP_LABS_ONE_IN", "1")), items)
+    config.hook.pytest_deselected(items=list(set(items) - set(taken)))
+    items[:] = taken
 
 
 def pytest_report_header() -> str | None:

@@ -398,6 +398,8 @@ def test_metadata_of_every_python_is_read_and_getattr_serves_for_nothing_else():
 
     member = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
     assert read(Called(getattr, _MEM_FORMAT_ENCODING, member.name)) is read(member) is member
+    path = pickle.dumps(Path("a file"), 0).replace(b"cpathlib\n", b"cpathlib._local\n")  # as Python 3.13 does
+    assert dcp_reading._Restricted(io.BytesIO(path)).load() == Path("a file")
     with pytest.raises(pickle.UnpicklingError, match="its metadata names __init__ of"):
         read(Called(getattr, torch.Size, "__init__"))
 

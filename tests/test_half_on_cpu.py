@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Products of bf16 and fp16 that are computed in fp32: they are fp32's, rounded, and leave no other trace."""
+"""Matmuls in bf16 and fp16 that are computed in fp32: they are fp32's, rounded; what PyTorch refuses is refused."""
 
 import pytest
 import torch
@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from forked import forked
 from labkit.running import half_on_cpu
 from labkit.running.half_on_cpu import ATTENTION
+
+HALF = [torch.bfloat16, torch.float16]
 
 
 def products(dtype: torch.dtype) -> dict:
@@ -19,6 +21,7 @@ def products(dtype: torch.dtype) -> dict:
     left, right, row = matrix(16, 32), matrix(32, 24), matrix(24)
     many, others, sums = matrix(3, 16, 32), matrix(3, 32, 8), matrix(3, 16, 8)
     heads = [matrix(2, 4, 32, 16) for _ in range(3)]
+    mask = torch.zeros(32, 32).masked_fill(torch.ones(32, 32).triu(1).bool(), -torch.inf)
     results = {
         "mm": left @ right,
         "mm, transposed": right.t() @ left.t(),
@@ -27,7 +30,8 @@ def products(dtype: torch.dtype) -> dict:
         "bmm": many @ others,
         "baddbmm": torch.baddbmm(sums, many, others, alpha=3),
         "attention": F.scaled_dot_product_attention(*heads, is_causal=True),
-        "with a mask": F.scaled_dot_product_attention(*heads, attn_mask=torch.ones(32, 32, dtype=dtype).tril()),
+        "with a mask": F.scaled_dot_product_attention(*heads, attn_mask=mask.to(dtype)),
+        "with a mask in fp32": F.scaled_dot_product_attention(*heads, attn_mask=mask),
     }
     for result in results.values():
         result.sum().backward()
@@ -45,31 +49,60 @@ def products(dtype: torch.dtype) -> dict:
 def before_and_after(*dtypes):
     """The products as PyTorch computes them, and as they are then, on any CPU."""
     before = [products(dtype) for dtype in dtypes]
-    half_on_cpu.needed = lambda: True
+    half_on_cpu.slow_dtypes = lambda: HALF
     half_on_cpu.compute_in_fp32()
     half_on_cpu.compute_in_fp32()  # a second time changes nothing
     return before, [products(dtype) for dtype in dtypes]
 
 
-@pytest.mark.parametrize("dtype", half_on_cpu.HALF, ids=str)
+def largest(numbers: torch.Tensor) -> float:
+    return numbers.abs().max().item()
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_products_are_those_of_fp32_rounded(dtype):
     (theirs, wide), (ours, same) = forked(before_and_after, dtype, torch.float32)
     for name, result in ours.items():
         assert (result.dtype, result.stride()) == (dtype, theirs[name].stride()), name
         # what is added up in a gradient has been rounded before, so it is a few roundings away from fp32's
-        torch.testing.assert_close(result.float(), wide[name], rtol=4 * torch.finfo(dtype).eps, atol=0.01, msg=name)
+        assert largest(result.float() - wide[name]) <= 4 * torch.finfo(dtype).eps * largest(wide[name]), name
         assert torch.equal(wide[name], same[name]), f"{name} in fp32 has changed"
     for name in ("mm", "mm, transposed", "bmm", "addmm"):
         assert torch.equal(ours[name], wide[name].to(dtype)), name
 
 
-def replaced() -> bool:
-    """Whether a rank on this CPU computes a product in fp32: with one that PyTorch's own loop rounds differently."""
+def refused() -> list[str]:
+    """The matmuls of mixed dtypes that are not refused."""
+    half_on_cpu.slow_dtypes = lambda: HALF
+    half_on_cpu.compute_in_fp32()
+    wide, half = torch.ones(2, 2), torch.ones(2, 2).bfloat16()
+    calls = {
+        "half by fp32": lambda: half @ wide,
+        "fp32 by half": lambda: wide @ half,
+        "a weight in fp32": lambda: F.linear(half, wide),
+        "a bias in half": lambda: F.linear(wide, wide, half[0]),
+        "batches": lambda: half[None] @ wide[None],
+    }
+    accepted = []
+    for name, call in calls.items():
+        try:
+            call()
+            accepted.append(name)
+        except RuntimeError as error:
+            assert "dtype" in str(error) or "scalar type" in str(error), error
+    return accepted
+
+
+def test_a_forgotten_cast_is_refused_as_elsewhere():
+    assert forked(refused) == []
+
+
+def replaced_by_a_rank() -> bool:
     from labkit.running import ranks
 
     ranks.configure_cpu()
     return half_on_cpu._library is not None
 
 
-def test_a_rank_computes_so_where_the_cpu_needs_it():
-    assert forked(replaced) == half_on_cpu.needed()
+def test_a_rank_replaces_operators_where_the_cpu_needs_it():
+    assert forked(replaced_by_a_rank) == bool(half_on_cpu.slow_dtypes())

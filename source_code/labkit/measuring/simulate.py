@@ -99,16 +99,6 @@ def traced(setup, gpu: GpuOperators | None = None, workspaces: bool = True, ddp_
     return start, events, collectives
 
 
-def optimizer_step(setup):
-    """Take the optimizer's first step, with gradients but without a forward and a backward pass. setup: see ``step``."""
-    with _fake_tensors() as counters:
-        model, optimizer, *_ = setup()
-        counters.optimizer = optimizer
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-
-
 def summary(start: dict, events: list[tuple], collectives: Counter) -> dict:
     """Return what ``step`` does, of what ``traced`` returned."""
     timeline = snapshots(start, events)

@@ -3,8 +3,8 @@
 
 Importing torch and FSDP takes most of a short run's time. ``start`` keeps one fork server running. Each fork executes
 the program with the argv, environment, working directory, and output passed to ``start``, in a session of its own, and
-ends with the process that started it. Of what the fork server imports, a fork keeps third-party modules only: each program
-imports scripts, labkit, and planner itself, so that an edit takes effect at once.
+ends with the process that started it. The fork server imports third-party modules only: each program imports scripts,
+labkit, and planner itself, so that an edit takes effect at once.
 
   FSDP_LABS_WARM     0: never fork, always start a new Python. Or the address of a fork server to share (tests
                      set it). Otherwise the first ``start`` starts one, which ends with this process.
@@ -55,8 +55,14 @@ READ_AT_IMPORT = (
     "LC_",
     "LD_",
     "MALLOC_",
+    "ATEN_",
+    "DNNL_",
+    "ONEDNN_",
     "OMP_",
+    "GOMP_",
+    "KMP_",
     "MKL_",
+    "OPENBLAS_",
     "TORCH_",
     "TORCHDYNAMO_",
     "HF_",
@@ -194,19 +200,12 @@ def serve(name: str, *modules: str) -> tuple:
     for module in (*MODULES, *modules):
         importlib.import_module(module)
     gc.freeze()  # garbage collection in the forks skips these objects, so that their pages stay shared
-    from labkit.running import warm_sharding  # it imports torch
-
-    to_fill = list(warm_sharding.LABS)
     while True:
-        ready, _, _ = select.select([listener, sys.stdin], [], [], 0 if to_fill else None)
-        if not ready:  # nobody waits
-            warm_sharding.fill(*to_fill.pop(0))
-            gc.freeze()
-            continue
+        ready, _, _ = select.select([listener, sys.stdin], [], [])
         if sys.stdin in ready:
             os._exit(0)
         connection, _ = listener.accept()
-        _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        _, user, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if user == os.getuid() and os.fork() == 0:
             listener.close()
             return supervise(connection)

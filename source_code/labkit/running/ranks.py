@@ -395,7 +395,7 @@ def _own_device(device: str, local_rank: int) -> torch.device:
 
 
 def configure_cpu():
-    """Configure a rank on the CPU: its threads, products of bf16 in fp32 where that is faster, and cached memory.
+    """Configure a rank on the CPU: its threads, bf16 and fp16 in fp32 where that is faster, and cached memory.
 
     It has OMP_NUM_THREADS threads, by default 1, since ranks share the cores.
     """

@@ -32,7 +32,6 @@ ALLOWED = {
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
     ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # its name in Python 3.13
 }
 
 
@@ -40,6 +39,8 @@ class _Restricted(pickle.Unpickler):
     def find_class(self, module, name):
         if (module, name) == ("builtins", "getattr"):
             return _member
+        if (module, name) == ("pathlib._local", "PosixPath"):  # its name in Python 3.13, which others do not have
+            module = "pathlib"
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in ALLOWED:
             return super().find_class(module, name)
@@ -47,7 +48,7 @@ class _Restricted(pickle.Unpickler):
 
 
 def _member(kind, name: str):
-    """Return a member of DCP's enum: Python 3.11.2 pickles it as a call of ``getattr``, 3.11.7 as one of the enum."""
+    """Return a member of DCP's enum: Python 3.11.2 pickles it as a call of ``getattr``, 3.11.7 as a call of the enum's class."""
     if kind is not _MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError(f"its metadata names {name} of {kind!r}, which no checkpoint needs")
     return kind[name]
