@@ -226,7 +226,7 @@ COUNTED = "tests/test_chapter_07.py counts them"
 SOURCES: dict[str, dict[str, str | Callable[[], list]]] = {
     "README.md": {
         "predicted for Llama 3 8B on 8 ranks": lambda: [readme.LLAMA["ranks"]],
-        "8 ranks with 4,096 tokens each": lambda: [readme.LLAMA["ranks"], readme.LLAMA["seq_len"]],
+        "8 ranks with one sequence of 4,096 tokens each": lambda: [readme.LLAMA["ranks"], readme.LLAMA["seq_len"]],
         "a tiny GPT on 4 ranks": lambda: [*{run["ranks"] for run in readme.measured().values()}],
         "an H100 sold as 80 GB": lambda: [int(re.search(r"(\d+)gb", GPUS["h100"].named)[1])],
         "more than 5 GB on disk": lambda: [installed_gb()],
@@ -325,7 +325,7 @@ SOURCES: dict[str, dict[str, str | Callable[[], list]]] = {
         ],
         "and to within 0.01 % in": lambda: [within(1e-4, "memory-drawn")],
         "shapes on up to 1,024 ranks": lambda: [max(ranks_in("memory-simulated"))],
-        "times were within 14 % of": lambda: [within(0.14, "step-time")],
+        "shorter than the measured medians by at most 14 %": lambda: [within(0.14, "step-time")],
         "at 100, 200 and 400 Mbit/s": lambda: RATES,
     },
     "notebooks/glossary.md": {
