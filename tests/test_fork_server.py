@@ -218,6 +218,12 @@ def test_where_it_is_never_used(monkeypatch, tmp_path):
     monkeypatch.setattr(fork_server, "GPU_FILES", (str(tmp_path),))
     assert not fork_server.possible({}) and not fork_server.possible({"CUDA_VISIBLE_DEVICES": "0"})
     assert fork_server.possible({"CUDA_VISIBLE_DEVICES": ""})  # it is meant for the CPU
+    refused = OSError(1, "as in some containers")
+    monkeypatch.setattr(os, "pidfd_open", lambda pid: (_ for _ in ()).throw(refused))
+    fork_server._can_watch.cache_clear()
+    assert not fork_server.possible({"CUDA_VISIBLE_DEVICES": ""})
+    monkeypatch.undo()
+    fork_server._can_watch.cache_clear()
 
 
 def test_on_a_machine_with_gpus_runs_on_the_cpu_are_forked_and_no_others(monkeypatch, tmp_path):

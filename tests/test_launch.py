@@ -20,6 +20,7 @@ import pytest
 import torch.distributed as dist
 from commands import assert_about, call, command, refused, run_job, script, ways
 from forked import forked
+from labkit import UserError
 from labkit.measuring import records
 from labkit.running import fork_server, launch, progress, ranks, site
 from labkit.running.lab import Lab
@@ -73,6 +74,7 @@ def test_launch_run_and_submit_on_slurm(slurm, losses_of_four):
     options = "strategy='fsdp2', wrap='size', precision='fp64', dropout=False, global_batch_size=12, data='mnist-5k', max_steps=3"
     code = f"""
 import json
+from labkit import UserError
 from labkit.running import launch
 ran = launch.run("mnist_fsdp.py", ranks=4, nodes=2, {options})
 queued = launch.submit("mnist_fsdp.py", ranks=4, nodes=2, {options}).wait()
@@ -116,6 +118,7 @@ import sys
 sys.path.insert(0, {str(SOURCE)!r})
 import torch, torch.distributed as dist
 from dataclasses import dataclass
+from labkit import UserError
 from labkit import UserError
 from labkit.running import ranks
 
@@ -223,6 +226,14 @@ def test_threads_are_as_many_as_openmp_is_told(told, threads, monkeypatch):
     assert asked == [threads]
 
 
+def test_ports_that_are_in_use_are_named_with_what_to_do(monkeypatch):
+    monkeypatch.setattr(ranks.dist, "TCPStore", lambda *given, **named: (_ for _ in ()).throw(RuntimeError))
+    with pytest.raises(UserError, match="ports 12000 to 12007 are in use on .*: start the run again"):
+        ranks._open(2, range(12000, 12008))
+    with pytest.raises(UserError, match="port 29500 is in use on .*: set MASTER_PORT"):
+        ranks._open(2, ["29500"])
+
+
 def test_a_progress_that_cannot_be_written_ends_no_training(tmp_path, monkeypatch):
     """A full disk, a file system that is away: the training may have nothing to do with them."""
     monkeypatch.setenv(progress.VARIABLE, str(tmp_path))  # a folder, which nothing can be written to
@@ -270,6 +281,7 @@ NAMED = f"""
 import os, pathlib, sys
 sys.path.insert(0, {str(SOURCE)!r})
 import mnist_fsdp
+from labkit import UserError
 from labkit.running import options, ranks
 
 def main(config, me):
@@ -319,6 +331,7 @@ def start(words: list[str], env: dict, err):
 ASK = f"""
 import ctypes, os, sys
 sys.path.insert(0, {str(SOURCE)!r})
+from labkit import UserError
 from labkit.running import fork_server, launch
 ctypes.CDLL = None  # as if another thread of this process had been loading a library, and held the lock
 launch.follow([sys.executable, "-u", sys.argv[1]], on_progress=lambda pid, total: print(pid, flush=True))

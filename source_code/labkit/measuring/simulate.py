@@ -118,9 +118,11 @@ def _watch_gradients(model, ready: list):
     """Append each parameter of a model to ``ready`` when its gradient is accumulated; None: watch nothing."""
     trained = [p for p in model.parameters() if p.requires_grad] if model is not None else []
     handles = [parameter.register_post_accumulate_grad_hook(ready.append) for parameter in trained]
-    yield
-    for handle in handles:
-        handle.remove()
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def tracked_peak(setup) -> int:

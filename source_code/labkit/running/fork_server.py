@@ -87,7 +87,17 @@ IMPORTED_WITH = _read_at_import(os.environ)
 def possible(environ=os.environ) -> bool:
     """Return whether a program with this environment can be forked here."""
     no_gpus = not any(Path(file).exists() for file in GPU_FILES) or environ.get("CUDA_VISIBLE_DEVICES") == ""
-    return sys.platform == "linux" and environ.get(VARIABLE) != "0" and no_gpus
+    return sys.platform == "linux" and environ.get(VARIABLE) != "0" and no_gpus and _can_watch()
+
+
+@functools.cache
+def _can_watch() -> bool:
+    """Return whether a process can wait for another by a file descriptor: some containers and Pythons do not allow it."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
 
 
 def start(words: list[str], cwd, env: dict, stdout, stderr) -> "Process":

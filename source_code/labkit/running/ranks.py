@@ -322,6 +322,8 @@ def _open(world_size, ports):
             )
         except (dist.DistNetworkError, RuntimeError):
             continue
+    if len(ports) > 1:  # this file's own choice
+        raise UserError(f"ports {ports[0]} to {ports[-1]} are in use on {socket.gethostname()}: start the run again")
     raise UserError(f"port {ports[0]} is in use on {socket.gethostname()}: set MASTER_PORT to a free one")
 
 
