@@ -48,7 +48,7 @@ types: $(READY)         ## read the planner's types with pyright (basic), which 
 
 # Of the tests that break a notebook, and of a long test's sets of parameters, every fourth: they take longest. Each
 # notebook's verdicts are doubted as it runs (tests/doubts.py), and make nightly takes all.
-test test-lowest: export FSDP_LABS_ONE_IN ?= 4
+test: export FSDP_LABS_ONE_IN ?= 4
 test: $(TEST_READY)     ## run everything a contributor must keep green
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
@@ -69,8 +69,8 @@ coverage: $(TEST_READY)         ## run the short tests, list the lines for a GPU
 test-cluster: $(TEST_READY)     ## what needs a Slurm to start, and a browser (CI runs it after make test)
 	$(BIN)/python -m pytest -v -m "slurm or browser" tests
 
-test-lowest: $(LOWEST)/ready    ## arithmetic, equality, memory, checkpoints, pipelines and tensor parallelism on the oldest supported versions
-	$(LOWEST)/bin/$(TESTS) -m "not slurm" tests/test_models.py tests/test_predict.py tests/test_equality.py \
+test-lowest: $(LOWEST)/ready    ## arithmetic, equality, memory, checkpoints, pipelines and tensor parallelism on the oldest supported versions (SHORT=1: without long tests)
+	$(LOWEST)/bin/$(TESTS) -m "not slurm$(if $(SHORT), and not long)" tests/test_models.py tests/test_predict.py tests/test_equality.py \
 	  tests/test_memory.py tests/test_mesh.py tests/test_zero_plan.py tests/test_pipeline.py tests/test_tensor_parallel.py \
 	  tests/test_checkpoints.py tests/test_saving.py tests/test_ownership.py
 
