@@ -537,6 +537,7 @@ VARIES = (
     (r"\(supported formats: .*?\)", "(supported formats: …)"),
     (r"[\d.,]+ (GiB|cores?)\b", r"… \1"),
     (r"\bat most \d+$", "at most …"),
+    (r"the \d+ tokens of the validation text", "the … tokens of the validation text"),  # of this Python's documentation
 )
 
 
