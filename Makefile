@@ -52,12 +52,12 @@ test: export FSDP_LABS_ONE_IN ?= 4
 test: $(TEST_READY)     ## run everything a contributor must keep green
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
-	$(BIN)/$(TESTS) --durations=30 --nbval-lax -m "not slurm and not browser and not chance" notebooks tests
+	$(BIN)/$(TESTS) --durations=30 --nbval-lax -m "not slurm and not browser and not chance and not nightly" notebooks tests
 
 # A failure is repeated with make nightly SEED=…, the number that pytest prints first
 nightly: SEED ?= $(shell od -An -N3 -tu4 /dev/urandom)
 nightly: $(TEST_READY)  ## all long tests, and what draws at random, with a new seed (SEED=7: with this one)
-	FSDP_LABS_SEED=$(strip $(SEED)) $(BIN)/$(TESTS) -m "(drawn or chance or long) and not slurm and not browser" tests
+	FSDP_LABS_SEED=$(strip $(SEED)) $(BIN)/$(TESTS) -m "(drawn or chance or long or nightly) and not slurm and not browser" tests
 
 # Every process writes a file; ranks, too ([tool.coverage.run] in pyproject.toml)
 coverage: $(TEST_READY)         ## run the short tests, list the lines for a GPU that none of their processes executes
@@ -66,8 +66,8 @@ coverage: $(TEST_READY)         ## run the short tests, list the lines for a GPU
 	@$(BIN)/python -m coverage combine -q
 	@$(BIN)/python tests/gpu_branches.py
 
-test-cluster: $(TEST_READY)     ## what needs a Slurm to start, and a browser (CI runs it after make test)
-	$(BIN)/python -m pytest -v -m "slurm or browser" tests
+test-cluster: $(TEST_READY)     ## what needs a Slurm to start, and a browser (SHORT=1: without long tests, as CI runs it)
+	$(BIN)/python -m pytest -v -m "(slurm or browser)$(if $(SHORT), and not long)" tests
 
 test-lowest: $(LOWEST)/ready    ## arithmetic, equality, memory, checkpoints, pipelines and tensor parallelism on the oldest supported versions (SHORT=1: without long tests)
 	$(LOWEST)/bin/$(TESTS) -m "not slurm$(if $(SHORT), and not long)" tests/test_models.py tests/test_predict.py tests/test_equality.py \

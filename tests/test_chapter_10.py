@@ -299,6 +299,7 @@ def leaving(record, backend="gloo"):
     return cost.inter_node_bytes(made.traffic(), made, record["link"]["node_size"], backend)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("strategy", link_sweep.STRATEGIES)
 def test_no_communication_is_shorter_than_what_a_full_bucket_leaves_over_bandwidth(live, strategy, rate):
@@ -308,6 +309,7 @@ def test_no_communication_is_shorter_than_what_a_full_bucket_leaves_over_bandwid
     assert min(record["link"]["communication"]) > 0.85 * left / practice_link.bytes_per_second(rate)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", link_sweep.STRATEGIES)
 def test_bytes_of_a_step_at_the_interface(live, strategy):
     for rate in RATES:
@@ -316,6 +318,7 @@ def test_bytes_of_a_step_at_the_interface(live, strategy):
             assert moved == pytest.approx(leaving(record), rel=0.05)
 
 
+@pytest.mark.long
 def test_the_notebook_measures_on_two_hosts(live):
     lines, _ = live
     assert sum("at its interface" in line for line in lines) == len(link_sweep.STRATEGIES)

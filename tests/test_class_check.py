@@ -136,6 +136,7 @@ def test_a_practice_cluster_is_fit_for_a_class(slurm, tmp_path):
     assert code == ("NO" in said)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings, words, check",
     [
@@ -160,6 +161,7 @@ def in_node(env: dict, node: int, space: str, *words: str):
     subprocess.run(["nsenter", "--target", pids[sorted(names)[node]], f"--{space}", *words], check=True, timeout=30)
 
 
+@pytest.mark.long
 def test_a_folder_that_the_second_node_does_not_see_is_said(linked, tmp_path):
     (tmp_path / "runs").mkdir()
     in_node(linked, 1, "mount", "mount", "-t", "tmpfs", "none", str(tmp_path / "runs"))
@@ -170,6 +172,7 @@ def test_a_folder_that_the_second_node_does_not_see_is_said(linked, tmp_path):
     assert code == 1 and f"does not see {tmp_path / 'runs'}" in said, said
 
 
+@pytest.mark.long
 def test_a_blocked_port_is_said(linked, tmp_path):
     address = subprocess.run(
         ["srun", "-p", "gpu", "-N1", "-w", first_node(linked), "hostname", "-I"],

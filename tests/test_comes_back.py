@@ -91,6 +91,7 @@ def ended(job: str, folder: Path, env):
 # ---- on the practice cluster
 
 
+@pytest.mark.long
 def test_preempted_jobs_go_on(slurm, uninterrupted, tmp_path):
     """Two of templates and one of submitit, sent away by one job."""
     folders = one, two, three = [tmp_path / name for name in ("one node", "two", "submitit")]
@@ -192,6 +193,7 @@ def test_a_job_whose_node_fails_goes_on(slurm, uninterrupted, tmp_path):
     assert same(uninterrupted("gpt_fsdp"), tmp_path / "c")
 
 
+@pytest.mark.long
 def test_a_job_of_which_a_rank_fails_goes_on_without_its_node(slurm, uninterrupted, tmp_path):
     """The exception of one rank ends the others by a lost contact, or by srun: what the first has noted decides."""
     env = slurm | {"EXCLUDE_FAILED_NODE": "1"}
@@ -207,6 +209,7 @@ def test_a_job_of_which_a_rank_fails_goes_on_without_its_node(slurm, uninterrupt
     assert same(uninterrupted("gpt_fsdp"), tmp_path / "c")
 
 
+@pytest.mark.long
 def test_a_job_that_fails_at_the_same_step_every_time_ends(slurm, tmp_path):
     env = slurm | {"MAX_RESTARTS": "2"}
     words = ["--ntasks-per-node=1", "--gres=gpu:1"]
