@@ -58,8 +58,8 @@ def _place(name: str) -> int:
     return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
 
-# Files left to make nightly: notebook 14's verdicts, the tests of equality, and those of families show the same on fewer cases.
-# Only the nightly shows that an installation may be read-only.
+# Files that only make nightly runs. In make test, notebook 14's verdicts, test_equality, test_gpt_equality, and test_families cover
+# less of the same; a read-only installation is tested in the nightly only.
 NIGHTLY = ("test_gpt_jax", "test_parity", "test_census", "test_class_installation")
 MARKERS = {"slurm_installed": "slurm", "seed": "drawn"}  # what uses the fixture has the marker
 

@@ -98,7 +98,7 @@ def test_draws_repeat_with_their_seed_and_fit_their_layouts():
 def test_faults_that_no_traceback_shows_are_named_and_without_them_nothing_is():
     """The straggler is one by its own delay only: the same draw as a control names nobody.
 
-    One after the other: what twelve ranks on two cores wait for each other could hide the delay.
+    One after the other: with twelve ranks on two busy cores, a rank of the healthy run was once named as a straggler.
     """
     rows = [diagnosis.judged(diagnosis.Draw(kind, "mesh", 3, 2)) for kind in ("straggler", "bad sample", "healthy")]
     named = [(row["named"], row["ranks_named"]) for row in rows]

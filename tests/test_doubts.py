@@ -7,7 +7,9 @@ import linecache
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import conftest
 import doubts
 import nbformat
 import pytest
@@ -213,3 +215,25 @@ verdict("a share", min(1, abs(apart)), at_most={most})"""
     words[-2:] = ["-p", "tests.conftest", tmp_path / "small.ipynb"]
     asked = call(sys.executable, *words[1:], cwd=ROOT, timeout=90)
     assert asked.returncode == ("CannotFail" in asked.stdout) == (most == 1), asked.stdout
+
+
+def test_of_what_repeats_one_another_every_fourth_is_taken_and_of_each_test_the_first():
+    def alike(function: str, count: int, *markers: str) -> list:
+        return [
+            SimpleNamespace(
+                path="test_x.py",
+                originalname=function,
+                callspec=number,
+                get_closest_marker=lambda name: name if name in markers else None,
+            )
+            for number in range(count)
+        ]
+
+    breaks, long, short = (
+        alike("a", 3, "breaks", "long") + alike("b", 3, "breaks"),
+        alike("c", 5, "long"),
+        alike("d", 5),
+    )
+    once = alike("e", 1, "long")
+    assert conftest._one_in(4, breaks + long + short + once) == [breaks[0], breaks[4], long[0], long[4], *short, *once]
+    assert conftest._one_in(1, breaks + long) == breaks + long

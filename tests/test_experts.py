@@ -101,9 +101,8 @@ def small(monkeypatch):
 @pytest.mark.parametrize(("ranks", "name"), IN_FP64)
 def test_losses_are_those_of_one_process(ranks, name, results):
     reference, losses = (results[n][0][which][0] for n, which in ((1, name.split(",")[0]), (ranks, name)))
-    assert (
-        len(losses) == memory.STEPS and min(reference) < reference[0]
-    )  # on some texts the last step's is not the least
+    assert len(losses) == memory.STEPS
+    assert min(reference) < reference[0]  # on the text of some Pythons the last step's is not the least
     assert losses == pytest.approx(reference, rel=1e-9)
 
 

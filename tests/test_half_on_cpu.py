@@ -11,11 +11,11 @@ from labkit.running.half_on_cpu import ATTENTION
 HALF = [torch.bfloat16, torch.float16]
 
 
-def products(dtype: torch.dtype) -> dict:
-    """{what: the result} of every operator that is replaced, and of their gradients, with the same factors."""
+def outputs(dtype: torch.dtype) -> dict:
+    """{name: output} of every operator that is replaced, and of their gradients, for the same inputs."""
     generator = torch.Generator().manual_seed(0)
 
-    def matrix(*sizes):  # its numbers are the same in every type
+    def matrix(*sizes):  # with the same elements in every dtype
         return torch.randn(sizes, generator=generator).bfloat16().to(dtype).requires_grad_()
 
     left, right, row = matrix(16, 32), matrix(32, 24), matrix(24)
@@ -36,9 +36,9 @@ def products(dtype: torch.dtype) -> dict:
     for result in results.values():
         result.sum().backward()
     results |= {
-        f"gradient {place}": each.grad for place, each in enumerate((left, right, row, many, others, sums, *heads))
+        f"gradient {index}": each.grad for index, each in enumerate((left, right, row, many, others, sums, *heads))
     }
-    with torch.no_grad():  # autograd would give these results their types
+    with torch.no_grad():  # autograd would cast these outputs
         forward, backward = (getattr(torch.ops.aten, name) for name in (ATTENTION, f"{ATTENTION}_backward"))
         output, logsumexp = forward(*heads, 0.0, True)
         for name, each in zip("qkv", backward(output, *heads, output, logsumexp, 0.0, True), strict=True):
@@ -47,12 +47,12 @@ def products(dtype: torch.dtype) -> dict:
 
 
 def before_and_after(*dtypes):
-    """The products as PyTorch computes them, and as they are then, on any CPU."""
-    before = [products(dtype) for dtype in dtypes]
+    """The outputs of PyTorch's operators, and of those that replace them, on any CPU."""
+    before = [outputs(dtype) for dtype in dtypes]
     half_on_cpu.slow_dtypes = lambda: HALF
     half_on_cpu.compute_in_fp32()
     half_on_cpu.compute_in_fp32()  # a second time changes nothing
-    return before, [products(dtype) for dtype in dtypes]
+    return before, [outputs(dtype) for dtype in dtypes]
 
 
 def largest(numbers: torch.Tensor) -> float:
@@ -60,11 +60,11 @@ def largest(numbers: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_products_are_those_of_fp32_rounded(dtype):
+def test_outputs_are_those_of_fp32_rounded(dtype):
     (theirs, wide), (ours, same) = forked(before_and_after, dtype, torch.float32)
     for name, result in ours.items():
         assert (result.dtype, result.stride()) == (dtype, theirs[name].stride()), name
-        # what is added up in a gradient has been rounded before, so it is a few roundings away from fp32's
+        # a gradient is a sum of rounded terms, so it is a few roundings away from fp32's
         assert largest(result.float() - wide[name]) <= 4 * torch.finfo(dtype).eps * largest(wide[name]), name
         assert torch.equal(wide[name], same[name]), f"{name} in fp32 has changed"
     for name in ("mm", "mm, transposed", "bmm", "addmm"):

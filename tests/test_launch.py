@@ -74,7 +74,6 @@ def test_launch_run_and_submit_on_slurm(slurm, losses_of_four):
     options = "strategy='fsdp2', wrap='size', precision='fp64', dropout=False, global_batch_size=12, data='mnist-5k', max_steps=3"
     code = f"""
 import json
-from labkit import UserError
 from labkit.running import launch
 ran = launch.run("mnist_fsdp.py", ranks=4, nodes=2, {options})
 queued = launch.submit("mnist_fsdp.py", ranks=4, nodes=2, {options}).wait()
@@ -118,7 +117,6 @@ import sys
 sys.path.insert(0, {str(SOURCE)!r})
 import torch, torch.distributed as dist
 from dataclasses import dataclass
-from labkit import UserError
 from labkit import UserError
 from labkit.running import ranks
 
@@ -281,7 +279,6 @@ NAMED = f"""
 import os, pathlib, sys
 sys.path.insert(0, {str(SOURCE)!r})
 import mnist_fsdp
-from labkit import UserError
 from labkit.running import options, ranks
 
 def main(config, me):
@@ -331,7 +328,6 @@ def start(words: list[str], env: dict, err):
 ASK = f"""
 import ctypes, os, sys
 sys.path.insert(0, {str(SOURCE)!r})
-from labkit import UserError
 from labkit.running import fork_server, launch
 ctypes.CDLL = None  # as if another thread of this process had been loading a library, and held the lock
 launch.follow([sys.executable, "-u", sys.argv[1]], on_progress=lambda pid, total: print(pid, flush=True))

@@ -2,7 +2,7 @@
 """Compute bf16 and fp16 matrix multiplications in fp32 on x86 CPUs that have no instructions for them.
 
 PyTorch leaves them to oneDNN if the CPU has AVX-512 (for bf16) or AVX512-FP16 (for fp16), and otherwise computes them in a
-loop of its own: on an AMD EPYC with AVX2 5 to 80 times slower than fp32, depending on which factor is transposed (256×256 by
+loop of its own: on an AMD EPYC with AVX2 5 to 80 times slower than fp32, depending on which input is transposed (256×256 by
 256×1024, PyTorch 2.15, one thread; https://github.com/pytorch/pytorch/issues/146508 has other machines). A lab in bf16 would
 spend most of its time there.
 
@@ -14,7 +14,6 @@ Compiled code (``--compile``) calls other operators, and is as slow as before.
 Private PyTorch used here, and only here: the name of attention's operator on the CPU, and oneDNN's two checks.
 """
 
-import contextlib
 import platform
 import warnings
 
@@ -31,12 +30,9 @@ def slow_dtypes() -> list[torch.dtype]:
     """Return which of bf16 and fp16 this CPU has no instructions for: none on other CPUs than x86."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return []
-    checks = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-    return [dtype for dtype, check in checks.items() if hasattr(torch.ops.mkldnn, check) and not _call(check)]
-
-
-def _call(check: str) -> bool:
-    return getattr(torch.ops.mkldnn, check)()
+    names = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    checks = {dtype: getattr(torch.ops.mkldnn, name, None) for dtype, name in names.items()}
+    return [dtype for dtype, supported in checks.items() if supported and not supported()]
 
 
 def compute_in_fp32():
@@ -48,7 +44,7 @@ def compute_in_fp32():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch 2.11 warns of every replaced operator
         for name, rounded in OPERATORS.items():
-            with contextlib.suppress(RuntimeError):  # a later PyTorch may name it differently: it stays slow, and right
+            if hasattr(torch.ops.aten, name):  # otherwise a later PyTorch names it differently, and it stays slow
                 kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
                 operator = _in_fp32(kernel, dtypes, rounded, mixed=name.startswith(ATTENTION))
                 library.impl(name, operator, "CPU", with_keyset=True, allow_override=True)
