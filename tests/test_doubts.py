@@ -217,23 +217,21 @@ verdict("a share", min(1, abs(apart)), at_most={most})"""
     assert asked.returncode == ("CannotFail" in asked.stdout) == (most == 1), asked.stdout
 
 
+class Item(SimpleNamespace):
+    """A test, as pytest describes it to conftest.py."""
+
+    __hash__ = object.__hash__
+
+
 def test_of_what_repeats_one_another_every_fourth_is_taken_and_of_each_test_the_first():
     def alike(function: str, count: int, *markers: str) -> list:
+        marker = {name: name for name in markers}.get
         return [
-            SimpleNamespace(
-                path="test_x.py",
-                originalname=function,
-                callspec=number,
-                get_closest_marker=lambda name: name if name in markers else None,
-            )
-            for number in range(count)
+            Item(path="x", originalname=function, callspec=place, get_closest_marker=marker) for place in range(count)
         ]
 
-    breaks, long, short = (
-        alike("a", 3, "breaks", "long") + alike("b", 3, "breaks"),
-        alike("c", 5, "long"),
-        alike("d", 5),
-    )
-    once = alike("e", 1, "long")
-    assert conftest._one_in(4, breaks + long + short + once) == [breaks[0], breaks[4], long[0], long[4], *short, *once]
+    breaks = alike("a", 3, "breaks") + alike("b", 3, "breaks")
+    long, once, short = alike("c", 5, "long"), alike("d", 1, "long"), alike("e", 5)
+    taken = conftest._one_in(4, breaks + long + once + short)
+    assert taken == [breaks[0], breaks[4], long[0], long[4], *once, *short]
     assert conftest._one_in(1, breaks + long) == breaks + long
