@@ -97,6 +97,14 @@ def pytest_collection_modifyitems(config, items):
     items[:] = taken
 
 
+@pytest.fixture(scope="module")
+def selected(request):
+    """A function: of some values of parameters, those that a test of this file has in this run; others need no training."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    values = [value for item in items for value in item.callspec.params.values()]
+    return lambda candidates: [each for each in candidates if each in values]
+
+
 def pytest_report_header() -> str | None:
     """Show a seed that is not the fixed one, with the command that repeats these tests."""
     if seed := os.environ.get("FSDP_LABS_SEED"):

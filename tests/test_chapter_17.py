@@ -89,8 +89,8 @@ def on_ranks(function, answers, *arguments, ranks):
 
 
 @pytest.fixture(scope="module")
-def cut():
-    return on_ranks(chapter_17._trained, CUTS, ranks=WORLD)
+def cut(selected):
+    return on_ranks(chapter_17._trained, selected(CUTS), ranks=WORLD)
 
 
 @pytest.mark.long
@@ -167,11 +167,11 @@ FILLS = {
 
 
 @pytest.fixture(scope="module")
-def filled(tmp_path_factory):
+def filled(tmp_path_factory, selected):
     folders = [str(tmp_path_factory.mktemp(name)) for name in ("untied", "tied")]
     for folder in folders:
         _model(tied=folder is folders[1]).bfloat16().save_pretrained(folder)
-    return on_ranks(chapter_17._filled, FILLS, folders, ranks=2)
+    return on_ranks(chapter_17._filled, selected(FILLS), folders, ranks=2)
 
 
 @pytest.mark.long

@@ -97,10 +97,11 @@ STARTED = {4: ON_FOUR, 3: [name for name in STARTS if "2x2" not in name]}
 
 
 @pytest.fixture(scope="module")
-def starts():
+def starts(selected):
     """{(name, ranks): what ``started`` found on each rank}"""
     found = {}
     for count, names in STARTED.items():
+        names = selected(names)
         every = on_ranks(started, names, count=count)
         found |= {(name, count): [of_rank[name] for of_rank in every] for name in names}
     return found

@@ -110,16 +110,16 @@ def reference_of(options: dict) -> str:
     return json.dumps(kept, sort_keys=True)
 
 
-def jobs(ranks: int) -> dict[str, dict]:
-    """What the program does on that many ranks: {key: options}."""
-    mine = {str(case): options_of(*case) for case in CASES if case[1] == ranks}
+def jobs(ranks: int, cases: list, near: list) -> dict[str, dict]:
+    """What the program does on that many ranks, of some of CASES and of NEAR: {key: options}."""
+    mine = {str(case): options_of(*case) for case in cases if case[1] == ranks}
     if ranks == 1:
-        references = {reference_of(options_of(*case)) for case in CASES}
+        references = {reference_of(options_of(*case)) for case in cases}
         return mine | {"pure": PURE} | {key: json.loads(key) for key in references}
-    return mine | ({str(("pure", name)): options | PURE for name, options in NEAR.items()} if ranks == 2 else {})
+    return mine | ({str(("pure", name)): NEAR[name] | PURE for name in near} if ranks == 2 else {})
 
 
-def train_all(me):
+def train_all(me, cases, near):
     """{key: the losses of the steps, then the validation loss} of every job, one after the other."""
     sizes = shapes.GPT_SHAPES
     sizes["tiny"] = dataclasses.replace(sizes["tiny"], **SMALL)
@@ -127,7 +127,7 @@ def train_all(me):
     gpt_fsdp.VALIDATION_SEQUENCES = EVALUATED
     losses = {}
     with foreach_sharding.once_for_alike():  # a third of the time is DTensor's, for results that are the same
-        for key, options in jobs(me.world_size).items():
+        for key, options in jobs(me.world_size, cases, near).items():
             batch = SEQUENCES // me.world_size // options.get("accumulate", 1)
             options = {"strategy": "single", "max_steps": STEPS, "seq_len": 32, "batch_size": batch} | options
             result = gpt_fsdp.train(gpt_fsdp.Config(**options), me)
@@ -136,10 +136,10 @@ def train_all(me):
 
 
 @pytest.fixture(scope="module")
-def losses():
-    found = {}
+def losses(selected):
+    some, found = (selected(CASES), selected(NEAR)), {}
     for ranks in (1, 2, 4):
-        found |= notebook_ranks.on_ranks(by_value(train_all), ranks=ranks, cluster=HERE, timeout=900)[0]
+        found |= notebook_ranks.on_ranks(by_value(train_all), *some, ranks=ranks, cluster=HERE, timeout=900)[0]
     return found
 
 

@@ -42,18 +42,18 @@ def reference_of(options: dict) -> tuple:
     return tuple((name, options[name]) for name in ("tied", "clip") if name in options)
 
 
-def train_all(me):
+def train_all(me, cases):
     """{case: the losses of the steps, then the validation loss}, one after the other."""
     meters.TRACED_STEPS = range(0)  # here the losses are asked for
     shapes.GPT_SHAPES["tiny"] = dataclasses.replace(shapes.GPT_SHAPES["tiny"], hidden_size=32, intermediate_size=96)
     common = {"max_steps": STEPS, "seq_len": 16}
     if me.world_size == 1:
-        keys = {reference_of(options) for options in CASES.values()}
+        keys = {reference_of(options) for options in cases.values()}
         plain = {"strategy": "single", "batch_size": SEQUENCES} | FP64 | common
         results = {key: gpt_fsdp.train(gpt_fsdp.Config(**plain | dict(key)), me) for key in keys}
     else:
         results = {}
-        for name, case in CASES.items():
+        for name, case in cases.items():
             batch = SEQUENCES // me.world_size // case.get("accumulate", 1)
             config = gpt_zero.Config(batch_size=batch, **common | case)
             results[name] = gpt_fsdp.train(config, me, gpt_zero.prepare)
@@ -61,9 +61,12 @@ def train_all(me):
 
 
 @pytest.fixture(scope="module")
-def losses():
+def losses(selected):
     """{number of ranks: what ``train_all`` found on rank 0}"""
-    return {count: notebook_ranks.on_ranks(train_all, ranks=count, cluster=HERE, timeout=300)[0] for count in (1, 2)}
+    cases = {name: CASES[name] for name in selected(CASES)}
+    return {
+        count: notebook_ranks.on_ranks(train_all, cases, ranks=count, cluster=HERE, timeout=300)[0] for count in (1, 2)
+    }
 
 
 @pytest.mark.long

@@ -107,9 +107,10 @@ def ranks_of(family, precision="fp32"):
 
 
 @pytest.fixture(scope="module")
-def runs(shapes):
+def runs(shapes, selected):
     """{(family, precision): {ranks: (losses, peaks)}}."""
-    keys = [(family, "fp32") for family in FAMILIES] + [(family, "fp64") for family in IN_FP64]
+    families = selected(FAMILIES)
+    keys = [(family, "fp32") for family in families] + [(family, "fp64") for family in IN_FP64 if family in families]
     options = {key: {"config": str(shapes[key[0]]), "precision": key[1]} for key in keys}
     found = {key: {} for key in keys}
     for ranks in (1, 2, 4):

@@ -142,9 +142,10 @@ def _trained(me, runs, saved):
 
 
 @pytest.fixture(scope="module")
-def trained(folders, tmp_path_factory):
+def trained(folders, tmp_path_factory, selected):
     found = {}
-    for ranks, some in ((4, RUNS), (2, ON_TWO)):
+    for ranks, every in ((4, RUNS), (2, ON_TWO)):
+        some = {run: every[run] for run in selected(every)}
         runs = [(str(folders[family]), options | {"batch_size": 2}) for (family, _), options in some.items()]
         saved = str(tmp_path_factory.mktemp("saved"))
         results = notebook_ranks.on_ranks(_trained, runs, saved, ranks=ranks, cluster=HERE, timeout=240)

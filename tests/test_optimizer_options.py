@@ -2,6 +2,7 @@
 """The learning rate follows its schedule, also in a resumed run, and weight decay spares norms under every strategy."""
 
 import dataclasses
+import functools
 import shutil
 from itertools import pairwise
 
@@ -178,13 +179,13 @@ CASES = {
 }
 
 
-def train_all(me):
+def train_all(me, cases):
     """{case: the losses of its steps, then the validation loss}."""
     quick()
     gpt_fsdp.VALIDATION_SEQUENCES = SEQUENCES
     losses = {}
     with foreach_sharding.once_for_alike():
-        for name, case in CASES[me.world_size].items():
+        for name, case in cases.items():
             lab = gpt_zero if "stage" in case else gpt_fsdp
             parts = me.world_size // (2 if "tensor" in case.get("mesh", "") else 1)
             case = {"max_steps": STEPS, "seq_len": 16, "batch_size": SEQUENCES // parts} | case
@@ -196,8 +197,11 @@ def train_all(me):
 
 
 @pytest.fixture(scope="module")
-def losses():
-    return {n: notebook_ranks.on_ranks(by_value(train_all), ranks=n, cluster=HERE, timeout=400)[0] for n in CASES}
+def losses(selected):
+    """{number of ranks: what ``train_all`` found on rank 0}"""
+    cases = {n: {name: CASES[n][name] for name in (selected(CASES[n]) if n > 1 else CASES[n])} for n in CASES}
+    run = functools.partial(notebook_ranks.on_ranks, by_value(train_all), cluster=HERE, timeout=400)
+    return {n: run(some, ranks=n)[0] for n, some in cases.items()}
 
 
 @pytest.mark.long

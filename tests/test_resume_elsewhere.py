@@ -85,10 +85,11 @@ def trained(runs: dict) -> dict:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(tmp_path_factory, selected):
     """(the run of each lab that was never interrupted, that of each move after resuming)."""
     folder = tmp_path_factory.mktemp("moves")
-    saved = {move[:3]: folder / str(number) for number, move in enumerate(MOVES)}  # once for all that go on from it
+    moves = selected(MOVES)
+    saved = {move[:3]: folder / str(number) for number, move in enumerate(moves)}  # once for all that go on from it
 
     def begun(move) -> str:
         return shutil.copytree(saved[move[:3]], folder / "gone on" / str(MOVES.index(move)))
@@ -96,7 +97,7 @@ def results(tmp_path_factory):
     whole = {lab: (lab, ALONE, {}) for lab in ("mnist_fsdp", "gpt_fsdp")}
     first = {m: (m[0], m[2], {"max_steps": m[1], "checkpoint": str(to)}) for m, to in saved.items()}
     done = trained(whole | first)
-    resumed = trained({m: (m[0], m[3], {"resume": True, "checkpoint": str(begun(m))}) for m in MOVES})
+    resumed = trained({m: (m[0], m[3], {"resume": True, "checkpoint": str(begun(m))}) for m in moves})
     return {lab: done[lab] for lab in whole}, resumed
 
 

@@ -397,14 +397,16 @@ def _own_device(device: str, local_rank: int) -> torch.device:
 
 
 def configure_cpu():
-    """Configure a rank on the CPU: its threads, bf16 and fp16 in fp32 where that is faster, and cached memory.
+    """Configure a rank on the CPU: threads, scheduling, bf16 and fp16 in fp32 where that is faster, and cached memory.
 
-    It has OMP_NUM_THREADS threads, by default 1, since ranks share the cores.
+    It has OMP_NUM_THREADS threads, by default 1, since ranks share the cores. Call it before the process group is made,
+    whose threads inherit the scheduling.
     """
     threads = re.match(r"\s*0*([1-9]\d*)", os.environ.get("OMP_NUM_THREADS", ""))  # may be empty, or a list: 4,1
     torch.set_num_threads(int(threads[1]) if threads else 1)
     half_on_cpu.compute_in_fp32()
     _cache_freed_memory()
+    _schedule_in_turns()
 
 
 def _cache_freed_memory():
@@ -419,6 +421,18 @@ def _cache_freed_memory():
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(mmap_threshold, 2**25)  # 32 MiB, the most that every glibc takes
         mallopt(trim_threshold, 2**30)
+
+
+def _schedule_in_turns():
+    """Let no thread of this process interrupt another one when it wakes up (SCHED_BATCH; Linux only).
+
+    When data arrives, gloo's thread tries the lock of the connection, and tries again without waiting. If it has
+    interrupted the thread that holds the lock, it does so for its whole time slice: with four ranks on two cores, a small
+    all-gather took 4 ms, and takes 0.8 ms in turns.
+    """
+    if hasattr(os, "SCHED_BATCH"):
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 # Failing
