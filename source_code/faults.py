@@ -334,7 +334,7 @@ def fault_17(me, config, result):
 
 
 def hybrid_mesh(me, seconds: float) -> DeviceMesh:
-    """Return a mesh of 2 replicas x W / 2 shards whose collectives may take as long as the process group's."""
+    """Return a mesh of 2 replicas, each sharded over half the ranks, whose collectives may take as long as the process group's."""
     grid, limit = torch.arange(me.world_size, device="cpu").view(2, -1), timedelta(seconds=seconds)
     names = ("replicate", "shard")
     groups = []

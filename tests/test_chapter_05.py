@@ -43,7 +43,7 @@ def test_units_that_are_not_made_are_noticed():
 
 @pytest.mark.breaks
 def test_the_headline_fails_with_more_tokens_than_it_names():
-    lines = run_broken("05", {"TOKENS = 16": "TOKENS = 512"}, until="memory that a step adds, as", skip=MNIST)
+    lines = run_broken("05", {"TOKENS = 16": "TOKENS = 128"}, until="memory that a step adds, as", skip=MNIST)
     (claim,) = [line for line in lines if "memory that a step adds" in line]
     assert claim.startswith("FAIL"), lines
     assert all(line.startswith("PASS") for line in lines if "peak with one block per unit" in line), lines

@@ -234,6 +234,7 @@ def test_tasks_of_an_array_do_not_share_a_folder(slurm, tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.nightly  # in make test, notebook 10's verdicts on a run that loses a rank
 def test_torchrun_starts_anew_when_a_rank_is_killed(uninterrupted, tmp_path):
     """Here the GPT; how MNIST resumes does not depend on who starts it (test_saving.py, test_crash.py)."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]

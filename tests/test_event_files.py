@@ -23,7 +23,7 @@ from forked import by_value
 from labkit import UserError
 from labkit.measuring import event_files, meters
 from labkit.running import launch, notebook_ranks, preflight
-from labkit.training import lr_schedule
+from labkit.training import datasets, lr_schedule
 from planner import predict
 
 HERE = launch.Cluster(launcher="local")
@@ -117,7 +117,9 @@ def test_the_gradients_norm_is_that_before_clipping(writer, tmp_path, world_of_o
 
 def test_a_run_of_the_mnist_lab(writer, tmp_path, world_of_one, monkeypatch):
     monkeypatch.setattr(meters, "TRACED_STEPS", range(0))
-    config = mnist_fsdp.Config(strategy="single", data="mnist-5k", batch_size=2000, epochs=2, log=str(tmp_path))
+    few = [tensor[:400] for tensor in datasets.load("mnist-5k").tensors()]
+    monkeypatch.setattr(datasets, "load", lambda name: datasets.Digits(name, *few))
+    config = mnist_fsdp.Config(strategy="single", data="mnist-5k", batch_size=200, epochs=2, log=str(tmp_path))
     record = mnist_fsdp.train(config, world_of_one)
     found = scalars(tmp_path)
     assert found.keys() == {"loss", "learning_rate", "test_loss", "accuracy"}  # too few steps to be timed

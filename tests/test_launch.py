@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 from commands import assert_about, call, command, refused, run_job, script, ways
-from forked import forked
+from forked import by_value, forked
 from labkit import UserError
 from labkit.measuring import records
 from labkit.running import fork_server, launch, progress, ranks, site
@@ -222,6 +222,23 @@ def test_threads_are_as_many_as_openmp_is_told(told, threads, monkeypatch):
     monkeypatch.setattr(ranks.torch, "set_num_threads", (asked := []).append)
     ranks.configure_cpu()
     assert asked == [threads]
+
+
+def schedulings(me):
+    """{thread's name: its scheduling} of a rank, after a lab has made its process groups."""
+    import gpt_fsdp
+
+    gpt_fsdp.train(gpt_fsdp.Config(mesh="2x1", batch_size=1, seq_len=16, max_steps=1), me)
+    threads = [Path(f"/proc/self/task/{number}") for number in os.listdir("/proc/self/task")]
+    return [((thread / "comm").read_text().strip(), os.sched_getscheduler(int(thread.name))) for thread in threads]
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux only")
+def test_gloos_threads_interrupt_nobody_and_the_ranks_keep_their_scheduling():
+    for of_rank in Lab(launcher="local", ranks=2).on_ranks(by_value(schedulings)):
+        gloos = [how for name, how in of_rank if name == "gloo_tcp_loop"]
+        assert len(gloos) > 1 and set(gloos) == {os.SCHED_BATCH}
+        assert {how for name, how in of_rank if name != "gloo_tcp_loop"} == {os.SCHED_OTHER}
 
 
 def test_ports_that_are_in_use_are_named_with_what_to_do(monkeypatch):

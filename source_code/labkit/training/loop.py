@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.measuring import event_files, meters, records
-from labkit.running import preemption, progress
+from labkit.running import preemption, progress, ranks
 from labkit.training import loss_scaling, lr_schedule
 from labkit.training.shards import whole
 
@@ -86,6 +86,7 @@ class Loop:
         self.losses = []
         begin = f"{'resumed' if self.step else 'starting'} at step {self.step} of {last_step}"
         me.say(f"{records.hardware_summary(me)}; data {saver.run['data']}\n{begin}")
+        ranks.put_gloo_last()  # model and optimizer have made their process groups
         self.meter = meters.Meter(
             saver.model,
             self.optimizer,
