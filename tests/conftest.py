@@ -39,18 +39,10 @@ if fork_server.VARIABLE not in os.environ and fork_server.possible():
 
 # Files side by side: notebooks and what else takes longest begin first, so that no worker is left with it when the others
 # are done.
-LONGEST = ("crash", "parity", "class_installation", "gpt", "predict", "saving", "gpt_equality", "equality")
-LONGEST += (
-    "hf_fsdp",
-    "diagnose_hang",
-    "gpu_plan",
-    "tensor_parallel",
-    "context_parallel",
-    "signals",
-    "one_rank",
-    "resume_elsewhere",
-    "gpt_jax",
+LONGEST = (
+    "crash parity class_installation gpt predict saving gpt_equality equality hf_fsdp diagnose_hang gpu_plan".split()
 )
+LONGEST += "tensor_parallel context_parallel signals one_rank resume_elsewhere gpt_jax".split()
 LONGEST = [f"test_{name}" for name in LONGEST]
 
 
@@ -58,9 +50,10 @@ def _place(name: str) -> int:
     return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
 
-# Files that only make nightly runs. In make test, notebook 14's verdicts, test_equality, test_gpt_equality, and test_families cover
-# less of the same; a read-only installation is tested in the nightly only.
-NIGHTLY = ("test_gpt_jax", "test_parity", "test_census", "test_class_installation")
+# Files that only make nightly runs. In make test, less of the same is covered by notebook 14's verdicts (test_gpt_jax),
+# test_equality and test_gpt_equality (test_parity), test_families (test_census), and test_saving, test_resume_elsewhere, and
+# notebook 7 (test_crash); a read-only installation is tested in the nightly only.
+NIGHTLY = ("test_gpt_jax", "test_parity", "test_census", "test_class_installation", "test_crash")
 MARKERS = {"slurm_installed": "slurm", "seed": "drawn"}  # what uses the fixture has the marker
 
 

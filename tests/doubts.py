@@ -38,10 +38,8 @@ NUMBERS = ("measured", "predicted", "at_most", "at_least", "limit")
 # Of each trial, by what a number is multiplied, what is added, and how often a list's last part is there once more: all
 # is nothing, all is one, each goes its own way.
 TRIALS = [((0,), (0,), (0,)), ((0,), (1,), (0,)), *12 * [((0, 0.5, 1, 1.5, 3), (0, 1, 10**12), (0, 0, 1))]]
-# Then most numbers stay, and few change: one part of many, so that it is more than the others. Of a list that is longer
-# than LONG, such as a memory profile, LONG / 10 parts may change.
+# Then most numbers stay, and few change: one part of many, so that it is more than the others.
 RARE = 200 * [((*12 * [1], 0), (*12 * [0], 10**12), (0,))]
-LONG = 100
 
 LEAVES = 12  # of a variable, how many single numbers are made NaN, one at a time
 
@@ -305,9 +303,9 @@ def _data(code, known: dict, seen=()) -> set[str]:
 def _shaken(value, chance: random.Random, scales: tuple, terms: tuple, more: tuple):
     """Another value of the same shape: each number scaled by a factor of its own, at times with a part too many."""
     if isinstance(value, bool):
-        return bool(value * _one_of(scales, chance) + _one_of(terms, chance))
+        return bool(value * chance.choice(scales) + chance.choice(terms))
     if isinstance(value, (int, float)):
-        return type(value)(value * _one_of(scales, chance)) + _one_of(terms, chance)
+        return type(value)(value * chance.choice(scales)) + chance.choice(terms)
     if isinstance(value, str):
         return chance.choice((value, "", value + "?"))
     if isinstance(value, dict):
@@ -318,20 +316,12 @@ def _shaken(value, chance: random.Random, scales: tuple, terms: tuple, more: tup
             value, **{name: _shaken(getattr(value, name), chance, scales, terms, more) for name in names}
         )
     if isinstance(value, (list, tuple, set)):
-        parts = list(value) or [1]
-        few = (scales, terms, more) == RARE[0] and len(parts) > LONG
-        for index in chance.sample(range(len(parts)), LONG // 10) if few else range(len(parts)):
-            parts[index] = _shaken(parts[index], chance, scales, terms, more)
+        parts = [_shaken(each, chance, scales, terms, more) for each in value] or [1]
         parts += parts[-1:] * chance.choice(more)
         return type(value)(parts) if type(value) in (list, tuple, set) else type(value)(*parts)
     if hasattr(value, "shape"):
-        return value * _one_of(scales, chance) + _one_of(terms, chance)
+        return value * chance.choice(scales) + chance.choice(terms)
     return value
-
-
-def _one_of(options: tuple, chance: random.Random):
-    """``chance.choice``, which takes three times as long: a memory profile has tens of thousands of numbers."""
-    return options[int(chance.random() * len(options))]
 
 
 CELLS = []  # the source of every cell that the kernel has begun to execute

@@ -31,10 +31,8 @@ def test_ranks_believe_in_gpus_unless_they_are_hidden():
 
 LABS = {
     "hello": "hello.py --ranks 2",
-    "DDP": "mnist_fsdp.py --ranks 2 --strategy ddp --data mnist-5k --max-steps 1",
     "FSDP1": "mnist_fsdp.py --ranks 2 --strategy fsdp1 --data mnist-5k --max-steps 1",
     "FSDP2 offload": "mnist_fsdp.py --ranks 2 --strategy fsdp2 --cpu-offload --data mnist-5k --max-steps 1",
-    "GPT FSDP1": "gpt_fsdp.py --ranks 2 --strategy fsdp1 --max-steps 1",
     "GPT HSDP": "gpt_fsdp.py --ranks 2 --mesh 2x1 --precision bf16 --recompute full --max-steps 1",
 }
 # Each in a fork of a Python that believes and has imported torch, and nothing that has looked for a GPU.

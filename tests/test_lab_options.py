@@ -309,6 +309,7 @@ def test_plan_py_takes_a_labs_words_and_gives_them_back(seed, capsys):
 
 
 @pytest.mark.long
+@pytest.mark.nightly  # in make test, test_predict's draws
 def test_a_plans_command_measures_what_was_planned(seed, tmp_path):
     """Drawn command lines of gpt_fsdp.py, each through plan.py and run as it says: 2, and 20 with a new seed."""
     chance, compared, wanted = random.Random(seed), 0, 20 if "FSDP_LABS_SEED" in os.environ else 2

@@ -227,7 +227,8 @@ def test_a_full_disk_ends_the_run_or_not_as_the_option_says(small_disk):
     words += ["--optimizer", "sgd", "--max-steps", 15]  # 3.4 MB each: there is room for two
     stopped = script(*words)
     assert stopped.returncode == 2, stopped.stderr
-    (sentence,) = stopped.stderr.splitlines()
+    sentence = stopped.stderr.strip()
+    assert "\n" not in sentence, sentence
     assert "step-000015 could not be saved to" in sentence and "No space left on device" in sentence
     assert names(small_disk) == ["step-000005", "step-000010"]
     for path in checkpoints.stored(small_disk):

@@ -24,7 +24,7 @@ from planner import gpus
 
 from labkit import UserError
 from labkit.measuring import host_memory
-from labkit.measuring.trace import CATEGORIES, StepTrace, listed, peak
+from labkit.measuring.trace import CATEGORIES, StepTrace, listed, peak, total
 
 ALLOCATOR_STEP = 1
 TRACED_STEPS = range(2, 5)
@@ -112,7 +112,9 @@ class Meter:
             return
         if hasattr(self.model, "routing"):  # of a mixture of experts (labkit/training/experts.py)
             self.routing[self.step] = [tokens.tolist() for tokens in self.model.routing]
-        order = not self.trace.stepped, peak(timeline)[1]  # a step that loss scaling has skipped counts only alone
+        # A step that loss scaling has skipped counts only alone. Of equal peaks, that of the step in which gloo's threads
+        # were quicker to free their buffers (trace.py).
+        order = not self.trace.stepped, peak(timeline)[1], sum(map(total, timeline))
         if self.timeline is None or order < self.kept:
             self.kept, self.timeline, self.collectives = order, timeline, dict(self.trace.collectives)
             self.kept_step = self.step
