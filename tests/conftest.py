@@ -92,7 +92,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="module")
 def selected(request):
-    """A function: of some values of parameters, those that a test of this file has in this run; others need no training."""
+    """Return a function that filters values of parameters: those with which a test of this file runs (``_one_in``)."""
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     values = [value for item in items for value in item.callspec.params.values()]
     return lambda candidates: [each for each in candidates if each in values]

@@ -225,7 +225,7 @@ def test_threads_are_as_many_as_openmp_is_told(told, threads, monkeypatch):
 
 
 def schedulings(me):
-    """{thread's name: its scheduling} of a rank, after a lab has made its process groups."""
+    """Return [(a thread's name, its scheduling policy), …] of a rank, after a lab has created its process groups."""
     import gpt_fsdp
 
     gpt_fsdp.train(gpt_fsdp.Config(mesh="2x1", batch_size=1, seq_len=16, max_steps=1), me)
@@ -234,7 +234,7 @@ def schedulings(me):
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux only")
-def test_gloos_threads_interrupt_nobody_and_the_ranks_keep_their_scheduling():
+def test_gloos_threads_preempt_no_others_and_the_ranks_keep_their_policy():
     for of_rank in Lab(launcher="local", ranks=2).on_ranks(by_value(schedulings)):
         gloos = [how for name, how in of_rank if name == "gloo_tcp_loop"]
         assert len(gloos) > 1 and set(gloos) == {os.SCHED_BATCH}

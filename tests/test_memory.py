@@ -6,13 +6,14 @@ import json
 import subprocess
 import sys
 from math import ceil
+from types import SimpleNamespace
 
 import gpt_fsdp
 import pytest
 import torch
 import torch.nn.functional as F
 from forked import by_value
-from labkit.measuring import trace
+from labkit.measuring import meters, trace
 from labkit.running import launch, notebook_ranks
 from labkit.training.models import Net
 from planner import predict
@@ -152,6 +153,18 @@ def test_the_tracer_gives_way_before_it_notes_that_something_grows(monkeypatch):
         held.append(torch.empty(1000))
         another = torch.empty(1000)
     assert trace.peak(watch.timeline())[1] == another.nbytes + 2 * 4  # and the parameters
+
+
+def test_among_equal_peaks_a_meter_keeps_the_step_with_less_memory_elsewhere():
+    model = torch.nn.Linear(1, 1)
+    bar = SimpleNamespace(advance=lambda: None, close=lambda: None)
+    meter = meters.Meter(model, torch.optim.SGD(model.parameters()), torch.device("cpu"), progress=bar)
+    first, second = meters.TRACED_STEPS[1:]
+    for step, _ in enumerate(meter.watch([()] * (second + 1))):
+        torch.empty(1000)
+        if step == first:
+            torch.empty(10)  # a buffer that is freed late
+    assert meter.kept_step == second
 
 
 @pytest.mark.long

@@ -112,8 +112,8 @@ class Meter:
             return
         if hasattr(self.model, "routing"):  # of a mixture of experts (labkit/training/experts.py)
             self.routing[self.step] = [tokens.tolist() for tokens in self.model.routing]
-        # A step that loss scaling has skipped counts only alone. Of equal peaks, that of the step in which gloo's threads
-        # were quicker to free their buffers (trace.py).
+        # A step that loss scaling has skipped counts only alone. Among equal peaks, keep the step in which gloo's threads
+        # freed their buffers sooner (trace.py).
         order = not self.trace.stepped, peak(timeline)[1], sum(map(total, timeline))
         if self.timeline is None or order < self.kept:
             self.kept, self.timeline, self.collectives = order, timeline, dict(self.trace.collectives)

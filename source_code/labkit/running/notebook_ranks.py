@@ -80,7 +80,7 @@ def main(call, me):
     import cloudpickle
 
     dist.init_process_group(me.backend, device_id=me.device if me.device.type == "cuda" else None)
-    ranks.put_gloo_last()
+    ranks.deprioritize_gloo_threads()
     function, arguments = cloudpickle.loads((Path(call.folder) / "function").read_bytes())
     torch.save(function(me, *arguments), _result(call.folder, me.rank))
     dist.barrier()

@@ -422,12 +422,14 @@ def _cache_freed_memory():
         mallopt(trim_threshold, 2**30)
 
 
-def put_gloo_last():
-    """Let gloo's threads, those of the process groups so far, interrupt no other thread when they wake up (Linux only).
+def deprioritize_gloo_threads():
+    """Keep gloo's threads, those of the process groups created so far, from preempting others (SCHED_BATCH; Linux only).
 
-    When data arrives, gloo's thread tries the lock of the connection, and tries again without waiting. If it has
-    interrupted the thread that holds the lock, it does so for its whole time slice. With four ranks on two cores, a small
-    all-gather took 4 ms, and takes 0.9 ms so. The ranks themselves keep their scheduling, so that their times stay alike.
+    When data arrives, gloo's thread tries the connection's lock, and polls until it gets it (gloo/transport/tcp/pair.cc).
+    If its wakeup has preempted the thread that holds the lock, it polls for its whole time slice: a small all-gather of
+    four ranks on two cores took 4 ms, and takes 0.9 ms with SCHED_BATCH. The ranks' own threads keep their policy: with
+    SCHED_BATCH for them, too, ranks of healthy runs were named stragglers. PyTorch 2.11 does not name gloo's threads, so
+    nothing changes there.
     """
     for thread in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError):  # a thread has ended, or a sandbox forbids it

@@ -86,7 +86,7 @@ class Loop:
         self.losses = []
         begin = f"{'resumed' if self.step else 'starting'} at step {self.step} of {last_step}"
         me.say(f"{records.hardware_summary(me)}; data {saver.run['data']}\n{begin}")
-        ranks.put_gloo_last()  # model and optimizer have made their process groups
+        ranks.deprioritize_gloo_threads()  # model and optimizer have created their process groups
         self.meter = meters.Meter(
             saver.model,
             self.optimizer,
