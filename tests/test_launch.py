@@ -642,6 +642,13 @@ def test_run_that_fails_raises_with_its_last_words():
         )
 
 
+def test_frames_that_another_rank_prints_do_not_hide_why_a_run_failed():
+    """A slow rank that asks the store once rank 0 has failed makes PyTorch warn, with a frame per line."""
+    prints = "print('lab.py: rank 0 failed', *[f'frame #{n}: main() + 0x2c' for n in range(60)], sep='\\n')"
+    with pytest.raises(launch.RunFailed, match="^lab.py: rank 0 failed$"):
+        launch.follow([sys.executable, "-c", f"{prints}; exit(1)"], device="cpu")
+
+
 def test_a_command_is_shown_and_recorded_as_one_types_it(tmp_path, capsys):
     folder = tmp_path / "a folder with a long name, of the kind that people make"
     options = {"strategy": "single", "data": "mnist-5k", "max_steps": 2, "batch_size": 8, "checkpoint": folder}

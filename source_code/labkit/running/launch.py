@@ -260,13 +260,22 @@ def follow(command: list[str], on_progress=None, timeout: float = 3600, device: 
             _wait(process, lambda: bar.follow(mark, queue), timeout, command)
         printed = slurm.without_queueing(log.read_text(errors="replace")).strip()
         if process.returncode:
-            end = "\n".join(printed.splitlines()[-OUTPUT_LINES:]) or f"exit code {process.returncode}"
+            end = _end_of(printed) or f"exit code {process.returncode}"
             if why := records.why_full(RUNS):  # then the end of the output is lost
                 end += f"\n{why}"
             if command[0] == "srun" and (what := slurm.hint(printed)):
                 end += f"\n{what}"
             raise RunFailed(slurm.explained(command, printed) or end)
         return printed
+
+
+def _end_of(printed: str) -> str:
+    """Return the last lines of a failed run's output, without C++ frames.
+
+    A rank that asks the store after rank 0 has failed makes PyTorch print some 50 frames below the reason.
+    """
+    lines = [line for line in printed.strip().splitlines() if not re.match(r"frame #\d+: ", line)]
+    return "\n".join(lines[-OUTPUT_LINES:])
 
 
 def _start(command, environ, output):
@@ -438,8 +447,8 @@ class Job:
         try:
             self.handle.results()
         except Exception as error:  # submitit raises many types of exceptions; the reason is in the log
-            log = (self.handle.stderr() or str(error)).strip().splitlines()[-OUTPUT_LINES:]
-            raise RunFailed(f"job {self.handle.job_id} failed:\n" + "\n".join(log)) from None
+            log = _end_of(self.handle.stderr() or str(error))
+            raise RunFailed(f"job {self.handle.job_id} failed:\n{log}") from None
         return records.load(self.path)
 
 
