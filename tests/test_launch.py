@@ -200,6 +200,35 @@ def test_no_rank_ends_before_the_first_has_said_why(first, tmp_path):
     assert run.returncode == 2 and run.stderr == "stub.py: too small\n"
 
 
+SLOW_TO_FAIL = """
+    import signal, time
+    if me.rank == 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which the launcher ends it, perhaps after it has warned
+        while not ranks._store_of_the_run().check([ranks.FAILED_KEY]):
+            pass
+        first_to_fail = ranks._first_to_fail
+        ranks._first_to_fail = lambda: {slow}
+    raise {error}
+    dist.init_process_group"""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "slow"),
+    [
+        ("UserError('boom')", 2, "(first_to_fail(), time.sleep(0.5))[0]"),  # then it waits for the first to speak
+        ("ValueError('boom')", 1, "(time.sleep(0.5), first_to_fail())[1]"),
+    ],
+)
+def test_a_rank_that_fails_more_slowly_than_rank_0_does_not_warn_of_a_lost_store(error, code, slow, tmp_path):
+    """Rank 0 hosts the store; without it PyTorch prints some 50 C++ frames below the reason."""
+    text = STUB.format(error="ValueError()", arguments="ranks=2")
+    body = SLOW_TO_FAIL.format(error=error, slow=slow)
+    (tmp_path / "stub.py").write_text(text.replace("\n    dist.init_process_group", body, 1))
+    run = script(tmp_path / "stub.py")
+    assert run.returncode == code and "TCPStore" not in run.stderr and "frame #" not in run.stderr, run.stderr
+    assert len(re.findall("^.*: boom$", run.stderr, re.M)) == 1
+
+
 @pytest.mark.skipif(not fork_server.possible(), reason="forks, which Linux can")
 @pytest.mark.parametrize(("number", "code"), [("USR1", 138), ("USR2", 140), ("KILL", 1)])
 def test_a_rank_that_is_warned_before_it_listens_ends_the_run_as_the_templates_expect(number, code, tmp_path):

@@ -51,6 +51,7 @@ QUICK_DNS = "timeout:1"
 REPORTED = (UserError.exit_code, Diverged.exit_code, preemption.EXIT_REQUEUE)  # exit codes of ranks that print a reason
 FAILED_KEY = "labkit/failed"  # in the store: number of ranks that have failed
 REPORTED_KEY = "labkit/reported"  # in the store, once the first of them has printed the reason
+LEFT_KEY = "labkit/left"  # in the store: number of failed ranks that will not ask it anything more
 
 
 @dataclass(frozen=True)
@@ -477,7 +478,7 @@ def exit_with_error(sentence: str, code: int = UserError.exit_code):
                 store.set(REPORTED_KEY, "")
         elif store is not None:  # the launcher ends all ranks when one exits: first the message must be printed
             store.wait([REPORTED_KEY], timedelta(seconds=LINGER_SECONDS))
-    _wait_for_failing_ranks()
+    _leave_store()
     _exit(code)
 
 
@@ -498,6 +499,7 @@ def _fail(error: Exception):
             message = f"rank {rank} failed:\n{traceback.format_exc()}"
             job_status.note("failed", job_status.node(), rank)
         print(f"{program()}: {message}", file=sys.stderr, flush=True)
+    _leave_store()
     if lost_contact:  # the launcher must see the rank that failed first; then it ends this one
         time.sleep(LINGER_SECONDS)
     _exit(1)
@@ -524,13 +526,20 @@ def _store_of_the_run():
     return _store
 
 
-def _wait_for_failing_ranks():
-    """On rank 0, which hosts the store: wait briefly for ranks that fail, too, or they would warn about a lost store."""
+def _leave_store():
+    """Leave the store of the run after a failure; rank 0, which hosts it, waits briefly until the others have left, too.
+
+    A rank that asks a store which has ended prints a warning of some 50 lines, below the reason of the failure.
+    """
     store = _store_of_the_run()
-    if store is not None and os.environ.get("RANK") == "0":
-        deadline = time.monotonic() + LINGER_SECONDS
-        while store.add(FAILED_KEY, 0) < int(os.environ["WORLD_SIZE"]) and time.monotonic() < deadline:
+    if store is None:
+        return
+    deadline = time.monotonic() + LINGER_SECONDS
+    with contextlib.suppress(RuntimeError):  # the store has ended with rank 0
+        left = store.add(LEFT_KEY, 1)
+        while os.environ.get("RANK") == "0" and left < int(os.environ["WORLD_SIZE"]) and time.monotonic() < deadline:
             time.sleep(0.01)
+            left = store.add(LEFT_KEY, 0)
 
 
 def _exit(code: int):
