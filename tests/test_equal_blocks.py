@@ -82,8 +82,8 @@ def test_an_extended_step_of_fsdp1_is_the_whole_one():
 
 @pytest.mark.long
 def test_drawn_steps_are_extended_to_the_byte_or_not_at_all(seed):
-    """Three, and 24 with a new seed."""
-    count = 24 if "FSDP_LABS_SEED" in os.environ else 3
+    """One, and 24 with a new seed."""
+    count = 24 if "FSDP_LABS_SEED" in os.environ else 1
     others = forked(differences, drawn(count, seed), timeout=900)
     assert [options for options, what in others if what == "different"] == []
     assert len(others) <= count / 3  # refused

@@ -101,6 +101,7 @@ def test_losses_are_those_of_one_process_also_after_a_resume(script, ranks, then
 
 
 @pytest.mark.long
+@pytest.mark.nightly  # in make test, notebook 00 starts this script by torchrun
 def test_torchrun_starts_them(digits, uninterrupted, tmp_path):
     """Itself, as everybody types it."""
     first = trained(tmp_path, digits, "fsdp2.py", 2, epochs=1, torchrun=True)
