@@ -46,9 +46,9 @@ check: $(TEST_READY)    ## before a commit, in a few minutes: lint, links, arith
 types: $(READY)         ## read the planner's types with pyright (basic), which is fetched once; CI does it, too
 	$(BIN)/uv tool run --quiet --from 'pyright[nodejs]==1.1.414' pyright
 
-# Of the tests that break a notebook, and of a long test's sets of parameters, every eighth: they take longest. Each
+# Of the tests that break a notebook, and of a long test's sets of parameters, every sixteenth: they take longest. Each
 # notebook's verdicts are doubted as it runs (tests/doubts.py), and make nightly takes all.
-test: export FSDP_LABS_ONE_IN ?= 8
+test: export FSDP_LABS_ONE_IN ?= 16
 test: $(TEST_READY)     ## run everything a contributor must keep green
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .

@@ -75,7 +75,7 @@ def _one_in(number: int, items: list) -> list:
 def pytest_collection_modifyitems(config, items):
     """Order the files, and mark tests by their fixtures: ``make test`` leaves a Slurm to CI, ``make nightly`` takes seeds.
 
-    FSDP_LABS_ONE_IN=8 takes the first of every eight tests that repeat one another (``_one_in``), and leaves out the others.
+    FSDP_LABS_ONE_IN=16 takes the first of every sixteen tests that repeat one another (``_one_in``), and leaves out the others.
     """
     items.sort(key=lambda item: (item.path.suffix != ".ipynb", _place(item.path.stem)))
     for item in items:
