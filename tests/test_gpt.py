@@ -480,7 +480,7 @@ def compiled_and_eager(me, backend):
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_blocks_compute_the_same_or_say_what_is_missing(backend):
-    """With Inductor, the default, which compiles C++ for half a minute, and with what it starts from."""
+    """aot_eager runs the graphs from which Inductor, the default, compiles C++ for half a minute."""
     if backend == "inductor" and shutil.which(os.environ.get("CXX", "g++")) is None:
         with pytest.raises(launch.RunFailed, match="--compile needs a C"):
             run(compile=True)
