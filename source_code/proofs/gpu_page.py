@@ -11,8 +11,8 @@ PAGE = launch.SOURCE.parent / "docs" / "gpu_hour.md"
 TOP = """# The GPU hour
 
 This page is written by `python -m proofs.gpu_page`, from the steps of [`make gpu`](../source_code/proofs/gpu_parts.py). No GPU
-has run them yet. They were rehearsed on a CPU (`python -m proofs.gpu --device cpu`), except those that compile, those that need
-accelerate, and `check context`, `check groups`, and `check pinned`, whose subject no CPU has. The last column names the sentence
+has run them yet. They were rehearsed on a CPU (`python -m proofs.gpu --device cpu`), except the 1B shape compiled, those that
+need accelerate, and `check context`, `check groups`, and `check pinned`, whose subject no CPU has. The last column names the sentence
 or the limit that a part's results would correct.
 
 `make gpu` runs all parts, one after another, each in at most eight minutes; started again, it goes on where it stopped.
