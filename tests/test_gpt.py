@@ -288,12 +288,12 @@ COMPARED = ("freed", "kept", "by pairs", "freed by two", "selective", "full", "p
 @pytest.fixture(scope="module")
 def steps(selected):
     """{name: rank 0's measurements}"""
-    found = {}
+    of_rank0 = {}
     for count, configurations in ((4, SENT_BY_FOUR), (2, SENT_BY_TWO)):
         names = {*COMPARED, *selected(configurations)}
         few = {name: given for name, given in configurations.items() if name in names}
-        found |= on_ranks(measured, few, count=count)[0]
-    return found
+        of_rank0 |= on_ranks(measured, few, count=count)[0]
+    return of_rank0
 
 
 BLOCKS, ROOT = 4 * 196_864, 2 * 256 * 128 + 128  # parameters of tiny's units
@@ -474,7 +474,8 @@ def compiled_and_eager(me, backend):
     torch.compile = partial(torch.compile, backend=backend)  # in this process, which ends with the test
     shapes.GPT_SHAPES["tiny"] = dataclasses.replace(shapes.GPT_SHAPES["tiny"], num_hidden_layers=2)
     given = {"max_steps": meters.FIRST_TIMED_STEP + 2, "batch_size": 2, "seq_len": 16, "recompute": "selective"}
-    return [gpt_fsdp.train(gpt_fsdp.Config(compile=compiled, **given), me) for compiled in (True, False)]
+    runs = [gpt_fsdp.train(gpt_fsdp.Config(compile=compiled, **given), me) for compiled in (True, False)]
+    return [*runs, torch._dynamo.utils.counters["stats"]["unique_graphs"]]
 
 
 @pytest.mark.long
@@ -485,7 +486,8 @@ def test_compiled_blocks_compute_the_same_or_say_what_is_missing(backend):
         with pytest.raises(launch.RunFailed, match="--compile needs a C"):
             run(compile=True)
         return
-    compiled, eager = on_ranks(compiled_and_eager, backend, count=1)[0]
+    compiled, eager, graphs = on_ranks(compiled_and_eager, backend, count=1)[0]
+    assert graphs > 0
     assert compiled["losses"] == pytest.approx(eager["losses"], rel=1e-4)
     assert compiled["traffic"] == eager["traffic"]
     assert compiled["memory"] is None  # a compiled step cannot be watched storage by storage

@@ -218,6 +218,7 @@ SLOW_TO_FAIL = """
         ("UserError('boom')", 2, "(first_to_fail(), time.sleep(0.5))[0]"),  # then it waits for the first to speak
         ("ValueError('boom')", 1, "(time.sleep(0.5), first_to_fail())[1]"),
     ],
+    ids=["a user's error", "another error"],
 )
 def test_a_rank_that_fails_more_slowly_than_rank_0_does_not_warn_of_a_lost_store(error, code, slow, tmp_path):
     """Rank 0 hosts the store; without it PyTorch prints some 50 C++ frames below the reason."""
