@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Matmuls in bf16 and fp16 that are computed in fp32: they are fp32's, rounded; what PyTorch refuses is refused."""
+"""Matmuls and convolutions in bf16 and fp16 that are computed in fp32: they are fp32's, rounded; what PyTorch refuses is refused."""
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ def outputs(dtype: torch.dtype) -> dict:
     left, right, row = matrix(16, 32), matrix(32, 24), matrix(24)
     many, others, sums = matrix(3, 16, 32), matrix(3, 32, 8), matrix(3, 16, 8)
     heads = [matrix(2, 4, 32, 16) for _ in range(3)]
+    images, filters, shift, more = matrix(2, 3, 8, 8), matrix(5, 3, 3, 3), matrix(5), matrix(4, 5, 3, 3)
     mask = torch.zeros(32, 32).masked_fill(torch.ones(32, 32).triu(1).bool(), -torch.inf)
     results = {
         "mm": left @ right,
@@ -29,15 +30,16 @@ def outputs(dtype: torch.dtype) -> dict:
         "linear": F.linear(many, right.t(), row),
         "bmm": many @ others,
         "baddbmm": torch.baddbmm(sums, many, others, alpha=3),
+        "convolution": (convolved := F.conv2d(images, filters, shift, stride=2, padding=1)),
+        "of what needs no gradient": F.conv2d(convolved.detach(), more),
         "attention": F.scaled_dot_product_attention(*heads, is_causal=True),
         "with a mask": F.scaled_dot_product_attention(*heads, attn_mask=mask.to(dtype)),
         "with a mask in fp32": F.scaled_dot_product_attention(*heads, attn_mask=mask),
     }
     for result in results.values():
         result.sum().backward()
-    results |= {
-        f"gradient {index}": each.grad for index, each in enumerate((left, right, row, many, others, sums, *heads))
-    }
+    leaves = (left, right, row, many, others, sums, images, filters, shift, more, *heads)
+    results |= {f"gradient {index}": each.grad for index, each in enumerate(leaves)}
     with torch.no_grad():  # autograd would cast these outputs
         forward, backward = (getattr(torch.ops.aten, name) for name in (ATTENTION, f"{ATTENTION}_backward"))
         output, logsumexp = forward(*heads, 0.0, True)
@@ -67,8 +69,22 @@ def test_outputs_are_those_of_fp32_rounded(dtype):
         # a gradient is a sum of rounded terms, so it is a few roundings away from fp32's
         assert largest(result.float() - wide[name]) <= 4 * torch.finfo(dtype).eps * largest(wide[name]), name
         assert torch.equal(wide[name], same[name]), f"{name} in fp32 has changed"
-    for name in ("mm", "mm, transposed", "bmm", "addmm"):
+    for name in ("mm", "mm, transposed", "bmm", "addmm", "convolution"):
         assert torch.equal(ours[name], wide[name].to(dtype)), name
+
+
+def converting() -> set[str]:
+    """The operators in which an input is converted to another dtype."""
+    half_on_cpu.slow_dtypes = lambda: HALF
+    half_on_cpu.compute_in_fp32()
+    with torch.profiler.profile() as profile:
+        outputs(torch.bfloat16)
+    return {event.cpu_parent.name for event in profile.events() if event.name == "aten::to" and event.cpu_parent}
+
+
+def test_every_operator_of_the_list_is_replaced():
+    replaced = {f"aten::{name.partition('.')[0]}" for name in half_on_cpu.OPERATORS}
+    assert replaced <= forked(converting)
 
 
 def refused() -> list[str]:
@@ -82,6 +98,7 @@ def refused() -> list[str]:
         "a weight in fp32": lambda: F.linear(half, wide),
         "a bias in half": lambda: F.linear(wide, wide, half[0]),
         "batches": lambda: half[None] @ wide[None],
+        "filters in fp32": lambda: F.conv2d(half[None, None], wide[None, None]),
     }
     accepted = []
     for name, call in calls.items():

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Compute bf16 and fp16 matrix multiplications in fp32 on x86 CPUs that have no instructions for them.
+"""Compute bf16 and fp16 matrix multiplications and convolutions in fp32 on x86 CPUs that have no instructions for them.
 
 PyTorch leaves them to oneDNN if the CPU has AVX-512 (for bf16) or AVX512-FP16 (for fp16), and otherwise computes them in a
 loop of its own: on an AMD EPYC with AVX2 5 to 80 times slower than fp32, depending on which input is transposed (256×256 by
 256×1024, PyTorch 2.15, one thread; https://github.com/pytorch/pytorch/issues/146508 has other machines). A lab in bf16 would
-spend most of its time there.
+spend most of its time there. The MNIST labs' second convolution is 20 times slower there.
 
 Here the operator converts its inputs to fp32, multiplies, and rounds the output. Sums are in fp32 in both ways, except for
 PyTorch's in fp16; attention rounds less on the way than PyTorch's does. The memory that the meters count stays the same:
 they count what operators return, and the converted copies end within the operator. A matmul in fp32 takes 3 µs more.
 Compiled code (``--compile``) calls other operators, and is as slow as before.
 
-Private PyTorch used here, and only here: the name of attention's operator on the CPU, and oneDNN's two checks.
+Private PyTorch used here, and only here: the names of attention's and convolution's operators on the CPU, and oneDNN's
+two checks.
 """
 
 import platform
@@ -22,6 +23,7 @@ import torch
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 # Operator → how many of its outputs have its inputs' dtype; the others are fp32 in any case
 OPERATORS = {"mm": 1, "addmm": 1, "bmm": 1, "baddbmm": 1, ATTENTION: 1, f"{ATTENTION}_backward": 3}
+OPERATORS |= {"_slow_conv2d_forward": 1, "_slow_conv2d_backward.output_mask": 3}  # what convolutions call without oneDNN
 
 _library = None  # the replaced operators of this process; PyTorch restores its own when this is deleted
 
@@ -44,7 +46,7 @@ def compute_in_fp32():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch 2.11 warns of every replaced operator
         for name, rounded in OPERATORS.items():
-            if hasattr(torch.ops.aten, name):  # otherwise a later PyTorch names it differently, and it stays slow
+            if hasattr(torch.ops.aten, name.partition(".")[0]):  # otherwise a later PyTorch names it differently, and it stays slow
                 kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
                 operator = _in_fp32(kernel, dtypes, rounded, mixed=name.startswith(ATTENTION))
                 library.impl(name, operator, "CPU", with_keyset=True, allow_override=True)
@@ -74,6 +76,7 @@ def _in_fp32(kernel, dtypes: list, rounded: int, mixed: bool):
         outputs = kernel.call_boxed(keys, *inputs, **options)
         if isinstance(outputs, torch.Tensor):
             return outputs.to(dtype)
-        return tuple(each.to(dtype) if index < rounded else each for index, each in enumerate(outputs))
+        # a gradient that nobody asked for is None
+        return tuple(o if o is None or index >= rounded else o.to(dtype) for index, o in enumerate(outputs))
 
     return operator
