@@ -78,24 +78,24 @@ def largest_errors(me):
     return found
 
 
-def everything(me, folder):
-    """What is looked at: see the tests."""
-    several = {}
+def everything(me, folder, names):
+    """What is looked at: see the tests. names: of the runs whose losses are."""
+    several, runs = {}, {name: TRAINED[me.world_size][name] for name in names}
     if me.world_size == 4:
         with resized(**BLOCKS):
             several["measured"] = memory_proof.measure(me, [MEASURED])[0]
     if me.world_size > 1:
         several["errors"] = largest_errors(me)
-    return several | losses_of(me, TRAINED[me.world_size], SEQUENCES, folder)
+    return several | losses_of(me, runs, SEQUENCES, folder)
 
 
 @pytest.fixture(scope="module")
-def found():
+def found(selected):
     """{ranks: what ``everything`` found}; four ranks write the checkpoint, and two read it after them."""
-    here = launch.Cluster(launcher="local")
+    here, names = launch.Cluster(launcher="local"), sorted({"plain", *selected(TRAINED[1])})
     with tempfile.TemporaryDirectory() as folder:
         return {
-            ranks: notebook_ranks.on_ranks(by_value(everything), folder, ranks=ranks, cluster=here, timeout=300)
+            ranks: notebook_ranks.on_ranks(by_value(everything), folder, names, ranks=ranks, cluster=here, timeout=300)
             for ranks in (1, 4, 2)
         }
 

