@@ -92,9 +92,12 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="module")
 def selected(request):
-    """Return a function that filters values of parameters: those with which a test of this file runs (``_one_in``)."""
-    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    values = [value for item in items for value in item.callspec.params.values()]
+    """Return a function that filters values of parameters: those with which a test of this file runs (``_one_in``).
+
+    Of the tests that use this, by a fixture of theirs.
+    """
+    items = [item for item in request.session.items if item.path == request.path and "selected" in item.fixturenames]
+    values = [value for item in items if hasattr(item, "callspec") for value in item.callspec.params.values()]
     return lambda candidates: [each for each in candidates if each in values]
 
 
