@@ -23,7 +23,7 @@ import torch
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 # Operator → how many of its outputs have its inputs' dtype; the others are fp32 in any case
 OPERATORS = {"mm": 1, "addmm": 1, "bmm": 1, "baddbmm": 1, ATTENTION: 1, f"{ATTENTION}_backward": 3}
-OPERATORS |= {"_slow_conv2d_forward": 1, "_slow_conv2d_backward.output_mask": 3}  # what convolutions call without oneDNN
+OPERATORS |= {"_slow_conv2d_forward": 1, "_slow_conv2d_backward.output_mask": 3}  # convolutions, without oneDNN
 
 _library = None  # the replaced operators of this process; PyTorch restores its own when this is deleted
 
@@ -46,7 +46,8 @@ def compute_in_fp32():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch 2.11 warns of every replaced operator
         for name, rounded in OPERATORS.items():
-            if hasattr(torch.ops.aten, name.partition(".")[0]):  # otherwise a later PyTorch names it differently, and it stays slow
+            # A later PyTorch may name it differently: then it stays slow.
+            if hasattr(torch.ops.aten, name.partition(".")[0]):
                 kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
                 operator = _in_fp32(kernel, dtypes, rounded, mixed=name.startswith(ATTENTION))
                 library.impl(name, operator, "CPU", with_keyset=True, allow_override=True)
