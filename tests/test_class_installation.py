@@ -138,7 +138,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def ran(course, tmp_path_factory):
-    """{name: (exit code, output, home)} of the commands, of three with settings of their own, and of two with notebooks."""
+    """{name: (exit code, output, home)} of the commands, of those with settings of their own, notebooks, and an exam."""
     home = tmp_path_factory.mktemp("home")
     assert_read_only(course, home)
     for name, code in {"short": SHORT_LADDER, "where": WHERE, "cells": CELLS}.items():
@@ -147,6 +147,8 @@ def ran(course, tmp_path_factory):
     words = {words: words.replace("ladder.py", str(home / "short.py")).split() for words in COMMANDS}
     words |= {"where": [str(home / "where.py")], "where, set": [str(home / "where.py")], "no home": ladder}
     words |= {"in place": NBVAL, "copy": [str(home / "cells.py"), *COPIED]}
+    exam = str(home / "exam-7")
+    words |= {"exam": ["exam.py", "--seed", "7", "--folder", exam], "judged": ["exam.py", "--judge", exam]}
     variables = {name: {"HOME": str(tmp_path_factory.mktemp("home"))} for name in words}
     variables["where, set"]["FSDP_LABS_RUNS"] = str(home / "scratch")
     variables["no home"]["HOME"] = str(course)
@@ -189,6 +191,13 @@ def test_a_home_that_cannot_be_written_is_one_sentence(ran):
     (sentence,) = [line for line in said.splitlines() if line.startswith("ladder.py: ")]
     assert code == 2 and "Traceback" not in said, said
     assert f"{course}/my-fsdp-labs/runs (Permission denied)" in sentence and "set FSDP_LABS_RUNS" in sentence
+
+
+@pytest.mark.long
+def test_an_exam_is_written_and_judged_in_a_folder_of_the_learners(ran):
+    for name, line in {"exam": "12 tasks of seed 7 are in ", "judged": "# Exam 7: 0 of 12"}.items():
+        code, said, _ = ran[name]
+        assert code == 0 and line in said, said
 
 
 @pytest.mark.long
