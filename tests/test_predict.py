@@ -125,6 +125,22 @@ def test_every_option_of_a_lab_is_drawn(script):
     assert named - NOT_DRAWN <= {*configurations.CHOICES, "mesh"}
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"strategy": "ddp", "offload": True}, ["offload", "fsdp2", "ddp"]),
+        ({"strategy": "deepspeed-3", "precision": "fp16"}, ["--precision fp16"]),
+        ({"offload": True, "precision": "fp16"}, ["--precision fp16", "offload"]),
+        ({"weights": "bf16"}, ["--weights bf16", "--precision bf16"]),
+    ],
+    ids=str,
+)
+def test_a_plan_that_no_lab_asks_for_is_refused(fields, words):
+    """A lab's options refuse most of them first; a program may ask for them."""
+    with refused(*words):
+        dataclasses.replace(plan(), **fields)
+
+
 def test_what_a_draw_is_refused_for_is_told():
     draws = [
         configurations.gpt(2, strategy="ddp", prefetch=1),
