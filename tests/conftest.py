@@ -92,9 +92,9 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="module")
 def selected(request):
-    """Return a function that filters values of parameters: those with which a test of this file runs (``_one_in``).
+    """Return a function that filters parameter values: it keeps those with which tests of this file run (``_one_in``).
 
-    Of the tests that use this, by a fixture of theirs.
+    Only tests that use ``selected`` count, directly or through another fixture.
     """
     items = [item for item in request.session.items if item.path == request.path and "selected" in item.fixturenames]
     values = [value for item in items if hasattr(item, "callspec") for value in item.callspec.params.values()]

@@ -79,7 +79,7 @@ def largest_errors(me):
 
 
 def everything(me, folder, names):
-    """What is looked at: see the tests. names: of the runs whose losses are."""
+    """Return all that the tests look at. names: the runs of TRAINED to train."""
     several, runs = {}, {name: TRAINED[me.world_size][name] for name in names}
     if me.world_size == 4:
         with resized(**BLOCKS):

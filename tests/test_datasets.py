@@ -488,7 +488,7 @@ def test_a_lock_that_is_never_released(small, tmp_path, monkeypatch):
 
 
 def prepared(choice, root, url, checksums) -> tuple[str, str]:
-    """What datasets.prepare returns, or its UserError, where this is the mirror; and what it writes to stderr."""
+    """Call datasets.prepare with this mirror; return its result, or its UserError, and what it writes to stderr."""
     from labkit import UserError
     from labkit.training import datasets
     from torchvision.datasets import MNIST
@@ -503,7 +503,7 @@ def prepared(choice, root, url, checksums) -> tuple[str, str]:
 
 
 def at_once(processes: int, *arguments) -> list[tuple[str, str]]:
-    """What ``prepared(*arguments)`` returns in several processes, which start together, after the imports."""
+    """Call ``prepared(*arguments)`` in several processes that start together, after the imports; return their results."""
     import torchvision.datasets  # noqa: F401
 
     context = multiprocessing.get_context("fork")
@@ -523,7 +523,7 @@ def at_once(processes: int, *arguments) -> list[tuple[str, str]]:
 
 
 def in_processes(function, *arguments):
-    """What it returns in a process that asks no proxy. None outlives the test, or SECONDS."""
+    """Call the function in another process, without a proxy, for at most SECONDS; return its result."""
     checksums = [checksum for _, checksum in datasets.RESOURCES]
     return forked(function, *arguments, checksums, env=os.environ | {"no_proxy": "*", "NO_PROXY": "*"}, timeout=SECONDS)
 

@@ -86,12 +86,12 @@ def in_simulated_worlds(runs, folder):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, selected):
-    """A function: the sizes of the groups of one of RUNS."""
+    """Return a function that returns the sizes of the groups that one of RUNS makes."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(EXPERTS))
     runs = selected(RUNS)
-    found = forked(by_value(in_simulated_worlds), runs, str(folder))
-    return lambda run: found[runs.index(run)]
+    sizes = forked(by_value(in_simulated_worlds), runs, str(folder))
+    return lambda run: sizes[runs.index(run)]
 
 
 def counted(name, ranks, chosen):

@@ -76,7 +76,7 @@ def test_outputs_are_those_of_fp32_rounded(dtype):
 
 
 def converting() -> set[str]:
-    """The operators in which an input is converted to another dtype."""
+    """Return the names of the operators that convert a tensor to another dtype."""
     half_on_cpu.slow_dtypes = lambda: HALF
     half_on_cpu.compute_in_fp32()
     onednn = importlib.import_module("torch.backends.mkldnn")  # by a string: cloudpickle cannot take the module along

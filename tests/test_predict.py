@@ -196,19 +196,20 @@ def simulated_steps(tried):
 
 
 @pytest.fixture(scope="module")
-def simulations(selected):
-    """{index in SIMULATED: its step}."""
-    numbers = [number for number, options in enumerate(SIMULATED) if options in selected(SIMULATED)]
-    return dict(zip(numbers, forked(simulated_steps, [SIMULATED[number] for number in numbers]), strict=True))
+def simulated(selected):
+    """Return a function that returns the simulated step of one of SIMULATED."""
+    some = selected(SIMULATED)
+    steps = forked(simulated_steps, some)
+    return lambda options: steps[some.index(options)]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("options", SIMULATED, ids=str)
-def test_simulated_is_predicted(options, simulations):
-    predicted, simulated = plan(**options), simulations[SIMULATED.index(options)]
+def test_simulated_is_predicted(options, simulated):
+    predicted, step = plan(**options), simulated(options)
     # The loss of the step before is not there: a simulation traces its second step.
-    assert sum(simulated["peak"].values()) == pytest.approx(predict.total(predicted.peak()[1]), abs=16, rel=1e-3)
-    assert memory_proof.counted(simulated["traffic"]) == memory_proof.counted(predicted.traffic())
+    assert sum(step["peak"].values()) == pytest.approx(predict.total(predicted.peak()[1]), abs=16, rel=1e-3)
+    assert memory_proof.counted(step["traffic"]) == memory_proof.counted(predicted.traffic())
 
 
 def test_the_committed_simulations_of_llama_3_are_predicted():
