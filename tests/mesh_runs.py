@@ -51,14 +51,14 @@ def losses_of(me, cases: dict, sequences: int, folder: str) -> dict:
         {"losses": {name: what ``train`` returns}}, and on two ranks "resumed": the same of the resumed run.
     """
     import gpt_fsdp
-    from labkit.measuring import foreach_sharding, meters
+    from labkit.measuring import meters
 
     meters.TRACED_STEPS = range(0)
     gpt_fsdp.VALIDATION_SEQUENCES = sequences
     results, checkpoint = {}, {"checkpoint": folder, "checkpoint_every": SAVED_AT}
     if me.world_size == 4:
         cases = cases | {"plain": cases["plain"] | checkpoint}
-    with resized(**SMALL), foreach_sharding.once_for_alike():  # the matrix (test_parity.py) is without it
+    with resized(**SMALL):
         if me.world_size == 2:
             results["resumed"] = train(me, sequences, precision="fp64", resume=True, **checkpoint)
         results["losses"] = {name: train(me, sequences, **options) for name, options in cases.items()}

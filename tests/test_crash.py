@@ -9,7 +9,6 @@ from pathlib import Path
 import few_digits
 import pytest
 from forked import by_value
-from labkit.measuring import foreach_sharding
 from labkit.running import launch
 from labkit.training import checkpoints, manifest, ownership, saving
 from labkit.training.checkpoint_folder import CheckpointFolder
@@ -24,8 +23,7 @@ def on_small_models(me, function, *arguments):
     """A run is watched call by call, and each tensor has its own: what is tested does not depend on how many there are."""
     narrow()
     small_gpt()
-    with foreach_sharding.once_for_alike():
-        return function(me, *arguments)
+    return function(me, *arguments)
 
 
 @pytest.fixture(scope="module")

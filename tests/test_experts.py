@@ -10,7 +10,7 @@ import plan
 import pytest
 import torch
 from forked import by_value
-from labkit.measuring import foreach_sharding, meters, trace
+from labkit.measuring import meters, trace
 from labkit.running import launch, notebook_ranks, options
 from labkit.training import expert_parallel, experts, models
 from mesh_runs import measure_with_losses, resized
@@ -75,7 +75,7 @@ def as_run(ranks: int, name: str) -> dict:
 
 def run_all(me, folder):
     """{case: (its losses, what was measured)} of this number of ranks; "resumed", "names of groups": see these functions."""
-    with resized(**SIZE), foreach_sharding.once_for_alike():
+    with resized(**SIZE):
         results = {name: measure_with_losses(me, as_run(me.world_size, name)) for name in CASES[me.world_size]}
         results["resumed"] = resumed(me, folder)
     if me.world_size == 2:

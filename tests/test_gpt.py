@@ -17,7 +17,6 @@ import torch
 from commands import assert_about, call, refused, script, ways
 from forked import forked
 from labkit.measuring import meters, records, simulate
-from labkit.measuring.foreach_sharding import once_for_alike
 from labkit.measuring.trace import local
 from labkit.running import launch, notebook_ranks, options, preflight, ranks
 from labkit.running.lab import Lab
@@ -275,10 +274,9 @@ def measured(me, configurations):
     found = {}
     gpt_fsdp.VALIDATION_SEQUENCES = me.world_size  # one each: the validation is not looked at here
     meters.TRACED_STEPS = range(1, 4)  # sooner, but not in the step in which DDP rebuilds its buckets
-    with once_for_alike():
-        for name, given in configurations.items():
-            config = gpt_fsdp.Config(max_steps=meters.TRACED_STEPS[-1] + 1, batch_size=2, seq_len=64, **given)
-            found[name] = gpt_fsdp.train(config, me)
+    for name, given in configurations.items():
+        config = gpt_fsdp.Config(max_steps=meters.TRACED_STEPS[-1] + 1, batch_size=2, seq_len=64, **given)
+        found[name] = gpt_fsdp.train(config, me)
     return found
 
 
@@ -523,20 +521,18 @@ def train_and_save(me, folder, names):
     """The losses of uninterrupted runs, which save after steps 2 and 4."""
     quick()
     losses = {}
-    with once_for_alike():
-        for name in names:
-            kept = {"checkpoint": f"{folder}/{name}", "checkpoint_every": SAVED_AT, "max_steps": WHOLE}
-            losses[name] = gpt_fsdp.train(saved_config(name, me, **kept), me)["losses"]
+    for name in names:
+        kept = {"checkpoint": f"{folder}/{name}", "checkpoint_every": SAVED_AT, "max_steps": WHOLE}
+        losses[name] = gpt_fsdp.train(saved_config(name, me, **kept), me)["losses"]
     return losses
 
 
 def resume_all(me, folder, names):
     quick()
     results = {}
-    with once_for_alike():
-        for name in names:
-            config = saved_config(name, me, checkpoint=f"{folder}/{name}", resume=True, max_steps=WHOLE)
-            results[name] = gpt_fsdp.train(config, me)
+    for name in names:
+        config = saved_config(name, me, checkpoint=f"{folder}/{name}", resume=True, max_steps=WHOLE)
+        results[name] = gpt_fsdp.train(config, me)
     return results
 
 

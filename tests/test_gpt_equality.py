@@ -15,7 +15,7 @@ import json
 import gpt_fsdp
 import pytest
 from forked import by_value
-from labkit.measuring import foreach_sharding, meters
+from labkit.measuring import meters
 from labkit.running import launch, notebook_ranks
 from planner.models import shapes
 
@@ -126,12 +126,11 @@ def train_all(me, cases, near):
     meters.TRACED_STEPS = range(0)  # tracing takes much of a short run's time, and here the losses are asked for
     gpt_fsdp.VALIDATION_SEQUENCES = EVALUATED
     losses = {}
-    with foreach_sharding.once_for_alike():  # a third of the time is DTensor's, for results that are the same
-        for key, options in jobs(me.world_size, cases, near).items():
-            batch = SEQUENCES // me.world_size // options.get("accumulate", 1)
-            options = {"strategy": "single", "max_steps": STEPS, "seq_len": 32, "batch_size": batch} | options
-            result = gpt_fsdp.train(gpt_fsdp.Config(**options), me)
-            losses[key] = [*result["losses"], result["validation_loss"]]
+    for key, options in jobs(me.world_size, cases, near).items():
+        batch = SEQUENCES // me.world_size // options.get("accumulate", 1)
+        options = {"strategy": "single", "max_steps": STEPS, "seq_len": 32, "batch_size": batch} | options
+        result = gpt_fsdp.train(gpt_fsdp.Config(**options), me)
+        losses[key] = [*result["losses"], result["validation_loss"]]
     return losses
 
 

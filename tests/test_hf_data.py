@@ -9,7 +9,7 @@ import hf_fsdp
 import pytest
 import torch
 from labkit import UserError
-from labkit.measuring import foreach_sharding, meters
+from labkit.measuring import meters
 from labkit.running import launch, notebook_ranks
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -65,8 +65,7 @@ def train(me, folder, options):
 
 def _trained(me, folder):
     meters.TRACED_STEPS = range(0)  # tracing takes long
-    with foreach_sharding.once_for_alike():
-        return {name: train(me, folder, options) for name, options in RUNS.items()}
+    return {name: train(me, folder, options) for name, options in RUNS.items()}
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import hf_fsdp
 import pytest
 import torch
 from commands import refused
-from labkit.measuring import foreach_sharding
 from labkit.running import launch, notebook_ranks
 from labkit.training import hf_export, hf_files, hf_lora
 from safetensors.torch import load_file, save_file
@@ -184,8 +183,7 @@ def _on_two(me, folder):
     config = config_of(folder / "qwen3_moe", folder / "merged", lora=2, merge=True, mesh="shard=2,expert=2")
     (folder / "merged").mkdir(exist_ok=True)
     model = hf_fsdp.build(config, me)
-    with foreach_sharding.once_for_alike():
-        hf_fsdp.train_step(model, hf_fsdp.make_optimizer(model, config), IDS, IDS, config)
+    hf_fsdp.train_step(model, hf_fsdp.make_optimizer(model, config), IDS, IDS, config)
     hf_export.save(model, config.architecture, config, config.save)
     with torch.no_grad():
         return trained, model(IDS[0], use_cache=False).logits

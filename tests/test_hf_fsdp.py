@@ -15,7 +15,7 @@ import torch
 import transformers
 from commands import script
 from labkit import UserError
-from labkit.measuring import foreach_sharding, meters, records, trace
+from labkit.measuring import meters, records, trace
 from labkit.running import launch, notebook_ranks, preflight, simulated_lab
 from labkit.training import checkpoints, dcp_reading, hf_export, hf_initial, hf_models
 from peft import PeftModel
@@ -79,7 +79,7 @@ def _trained(me, runs):
         )  # fmt: skip
         measured = me.world_size > 1 and config.precision == "fp32"
         meters.TRACED_STEPS = range(1, 4) if measured else range(0)  # tracing takes long
-        with _kept_wide(config.precision), foreach_sharding.once_for_alike():
+        with _kept_wide(config.precision):
             record = hf_fsdp.train(config, me)
         found.append((record["losses"], record["memory"] and record["memory"]["peak_by_rank"]))
     return found
@@ -209,9 +209,8 @@ def _tuned(me, runs):
         mapped = {n for n, p in model.named_parameters() if _storage(p) > trace.local(p).nbytes}
         optimizer = hf_fsdp.make_optimizer(model, config)
         inputs, targets = torch.arange(2 * 2 * LENGTH).view(2, 1, 2, LENGTH) % 256
-        with foreach_sharding.once_for_alike():
-            for _ in range(2):
-                hf_fsdp.train_step(model, optimizer, inputs, targets, config)
+        for _ in range(2):
+            hf_fsdp.train_step(model, optimizer, inputs, targets, config)
         changed = {n for n, p in model.named_parameters() if not torch.equal(before[n], trace.local(p))}
         with torch.no_grad():
             logits = model(inputs[0], use_cache=False).logits

@@ -9,7 +9,7 @@ import hf_fsdp
 import pytest
 import torch
 from commands import refused
-from labkit.measuring import foreach_sharding, meters
+from labkit.measuring import meters
 from labkit.measuring.trace import local
 from labkit.running import launch, notebook_ranks
 from labkit.training import checkpoints, dcp_reading, hf_lora, saving
@@ -115,14 +115,13 @@ def _all(me, folder):
     runs.append({"max_steps": 2, "save": str(folder / "begun")} | saved)
     runs.append({"max_steps": 4, "resume": True, "save": str(folder / "resumed")} | saved)
     meters.TRACED_STEPS = range(0)  # tracing takes long
-    with foreach_sharding.once_for_alike():
-        return {
-            "bf16": _in_bf16(me, folder),
-            "adapters": _continued(me, folder, "llama", save=str(folder / "continued")),
-            "merged": _continued(me, folder, "llama", save=str(folder / "merged"), merge=True),
-            "transposed": _continued(me, folder, "gpt2", save=str(folder / "transposed"), merge=True),
-            "resumed": _trained(me, folder, runs),
-        }
+    return {
+        "bf16": _in_bf16(me, folder),
+        "adapters": _continued(me, folder, "llama", save=str(folder / "continued")),
+        "merged": _continued(me, folder, "llama", save=str(folder / "merged"), merge=True),
+        "transposed": _continued(me, folder, "gpt2", save=str(folder / "transposed"), merge=True),
+        "resumed": _trained(me, folder, runs),
+    }
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from labkit import UserError
-from labkit.measuring import foreach_sharding
 from labkit.measuring.differences import largest_difference
 from labkit.running import launch, notebook_ranks
 from labkit.training import hf_export, hf_initial
@@ -122,8 +121,7 @@ def _trained(me, runs, saved):
         sequences = config.accumulate * mesh.data * config.batch_size
         for _ in range(STEPS):
             mine = [x.view(shape)[:, mesh.data_part(me.rank)] for x in tokens_of(sequences)]
-            with foreach_sharding.once_for_alike():
-                loss = sum(hf_fsdp.train_step(model, optimizer, *mine, config))
+            loss = sum(hf_fsdp.train_step(model, optimizer, *mine, config))
             dist.all_reduce(loss)
             losses.append(loss.item() / me.world_size)
         alone, theirs = one_process(folder, config, sequences) if me.rank == 0 else ([], None)

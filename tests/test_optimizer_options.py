@@ -13,7 +13,7 @@ import hf_fsdp
 import pytest
 import torch
 from forked import by_value
-from labkit.measuring import foreach_sharding, meters
+from labkit.measuring import meters
 from labkit.running import launch, notebook_ranks
 from labkit.training import lr_schedule, weight_decay
 from planner.models import shapes
@@ -184,15 +184,14 @@ def train_all(me, cases):
     quick()
     gpt_fsdp.VALIDATION_SEQUENCES = SEQUENCES
     losses = {}
-    with foreach_sharding.once_for_alike():
-        for name, case in cases.items():
-            lab = gpt_zero if "stage" in case else gpt_fsdp
-            parts = me.world_size // (2 if "tensor" in case.get("mesh", "") else 1)
-            case = {"max_steps": STEPS, "seq_len": 16, "batch_size": SEQUENCES // parts} | case
-            if me.world_size == 1:
-                case["strategy"] = "single"
-            result = gpt_fsdp.train(lab.Config(**case), me, lab.prepare)
-            losses[name] = [*result["losses"], result["validation_loss"]]
+    for name, case in cases.items():
+        lab = gpt_zero if "stage" in case else gpt_fsdp
+        parts = me.world_size // (2 if "tensor" in case.get("mesh", "") else 1)
+        case = {"max_steps": STEPS, "seq_len": 16, "batch_size": SEQUENCES // parts} | case
+        if me.world_size == 1:
+            case["strategy"] = "single"
+        result = gpt_fsdp.train(lab.Config(**case), me, lab.prepare)
+        losses[name] = [*result["losses"], result["validation_loss"]]
     return losses
 
 

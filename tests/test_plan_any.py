@@ -182,10 +182,8 @@ OWN_RUNS = [("build", "ddp"), ("build", "zero1"), ("build", "fsdp2"), ("head", "
 
 
 def everything(me, folder):
-    from labkit.measuring import foreach_sharding
 
-    with foreach_sharding.once_for_alike():
-        return trained(me, folder, [*RUNS, SPREAD]), own_trained(me, folder, OWN_RUNS)
+    return trained(me, folder, [*RUNS, SPREAD]), own_trained(me, folder, OWN_RUNS)
 
 
 @pytest.fixture(scope="module")

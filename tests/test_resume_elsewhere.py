@@ -55,7 +55,7 @@ narrow, small_gpt = by_value(few_digits.narrow), few_digits.small_gpt
 
 def train_all(me, runs: list[tuple[str, dict]]) -> list[dict]:
     """On each rank: what the training of each (lab, options) returns, on few digits."""
-    from labkit.measuring import foreach_sharding, meters
+    from labkit.measuring import meters
     from labkit.training import datasets
 
     os.environ.pop(progress.VARIABLE, None)  # a bar that starts again with each run would say nothing
@@ -65,10 +65,9 @@ def train_all(me, runs: list[tuple[str, dict]]) -> list[dict]:
     few = [tensor[:DIGITS] for tensor in datasets.load("mnist-5k").tensors()]
     datasets.load = lambda name: datasets.Digits(name, *few)
     found = []
-    with foreach_sharding.once_for_alike():
-        for lab, options in runs:
-            module = import_module(lab)
-            found.append(module.train(module.Config(**options), me))
+    for lab, options in runs:
+        module = import_module(lab)
+        found.append(module.train(module.Config(**options), me))
     return found
 
 

@@ -3,6 +3,7 @@
 
 import pytest
 from forked import forked
+from labkit.running import fork_server
 from planner import predict
 
 
@@ -159,12 +160,10 @@ def test_bf16_on_a_single_rank_is_autocast_as_in_the_labs():
     assert bf16["parameters"] == fp32["parameters"]
 
 
-def foreach_shardings(quick: bool):
+def foreach_shardings():
     """The shardings and shapes of foreach operators' results, and how many elements of their lists were expanded."""
-    import contextlib
-
     import torch
-    from labkit.measuring import foreach_sharding, simulate
+    from labkit.measuring import simulate
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard, _sharding_prop
     from torch.distributed.tensor._op_schema import TupleStrategy
@@ -180,15 +179,17 @@ def foreach_shardings(quick: bool):
     kinds = [((8, 3), Shard(0)), ((5, 3), Shard(0)), ((8, 4), Shard(1)), ((8, 3), Replicate())]
     tensors = [DTensor.from_local(torch.ones(size), mesh, [placed], run_check=False) for size, placed in 3 * kinds]
     others = [tensor.clone() for tensor in tensors]
-    with foreach_sharding.once_for_alike() if quick else contextlib.nullcontext():
-        results = [*torch._foreach_mul(tensors, others), *torch._foreach_addcdiv(tensors, others, others, [2.0] * 12)]
-        torch._foreach_lerp_(tensors, others, 0.5)
-    found = [(each.placements, each.shape, each.to_local().shape) for each in [*results, *tensors]]
-    return found, [float(each.to_local().sum()) for each in results], set(expanded)
+    results = [*torch._foreach_mul(tensors, others), *torch._foreach_addcdiv(tensors, others, others, [2.0] * 12)]
+    torch._foreach_lerp_(tensors, others, 0.5)
+    moved = torch._foreach_add(tensors, [other.redistribute(mesh, [Replicate()]) for other in others])
+    found = [(each.placements, each.shape, each.to_local().shape) for each in [*results, *tensors, *moved]]
+    return found, [float(each.to_local().sum()) for each in [*results, *moved]], set(expanded)
 
 
-def test_alike_tensors_of_a_foreach_operator_are_sharded_alike():
-    """As without, with one expansion of each kind."""
-    (plain, values, every), (quick, same, one) = forked(foreach_shardings, False), forked(foreach_shardings, True)
+def test_alike_tensors_of_a_foreach_operator_are_sharded_alike(monkeypatch):
+    """In a fork as in a new Python, with one expansion of each kind, except where inputs must be sharded anew."""
+    quick, same, one = forked(foreach_shardings)
+    monkeypatch.setenv(fork_server.VARIABLE, "0")
+    plain, values, every = forked(foreach_shardings)
     assert quick == plain and same == values
-    assert every == {12} and one == {4}
+    assert every == {12} and one == {4, 12}

@@ -4,7 +4,8 @@
 Importing torch and FSDP takes most of a short run's time. ``start`` keeps one fork server running. Each fork executes
 the program with the argv, environment, working directory, and output passed to ``start``, in a session of its own, and
 ends with the process that started it. The fork server imports third-party modules only: each program imports scripts,
-labkit, and planner itself, so that an edit takes effect at once.
+labkit, and planner itself, so that an edit takes effect at once. Of the rest of a short run the first step takes much,
+so in forks DTensor propagates shardings once for parameters that are alike (labkit/measuring/foreach_sharding.py).
 
   FSDP_LABS_WARM     0: never fork, always start a new Python. Or the address of a fork server to share (tests
                      set it). Otherwise the first ``start`` starts one, which ends with this process.
@@ -262,16 +263,18 @@ def exec_program(words: list[str], cwd: str, env: dict):
     os.environ.update(env)
     importlib.import_module("torch.distributed").set_debug_level_from_env()
     atexit.register(gc.unfreeze)  # objects still frozen at exit count as leaked
+    quick = importlib.import_module("labkit.measuring.foreach_sharding").once_for_alike()
     for module in [name for name in sys.modules if name.partition(".")[0] in ("labkit", "planner")]:
         del sys.modules[module]
     code = 0
     try:
-        if rest[0] == "-m":
-            sys.argv, sys.path[0] = rest[1:], cwd
-            runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv, sys.path[0] = rest, str(Path(rest[0]).resolve().parent)
-            runpy.run_path(rest[0], run_name="__main__")
+        with quick:
+            if rest[0] == "-m":
+                sys.argv, sys.path[0] = rest[1:], cwd
+                runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
+            else:
+                sys.argv, sys.path[0] = rest, str(Path(rest[0]).resolve().parent)
+                runpy.run_path(rest[0], run_name="__main__")
     except SystemExit as exit_:
         code = exit_.code
     end(code)
