@@ -134,17 +134,18 @@ def _origin(caller, known, line) -> Provenance:
 def _passes_nan(claim, judged, evaluate, known, names) -> PassesNaN | None:
     """The doubt about a verdict that is PASS with a NaN in what it depends on, or None."""
     for name in names:
-        leaves = list(_leaves(known[name]))
+        leaves = every = list(_leaves(known[name]))
         if not leaves:  # no number that could become NaN: it may be NaN on purpose
             continue
         if len(leaves) > LEAVES:
             leaves = leaves[:2] + leaves[-2:] + random.Random(0).sample(leaves, LEAVES - 4)
         for path in [*leaves, None]:  # one of several, and all of them
+            ways = {leaf[:length] for leaf in (every if path is None else [path]) for length in range(len(leaf) + 1)}
 
-            def changed(how, name=name, path=path) -> dict | None:
+            def changed(how, name=name, path=path, ways=ways) -> dict | None:
                 """The arguments with a number (path None: each number) of the variable changed; None: not to be computed."""
                 with contextlib.suppress(Exception):
-                    return evaluate({name: _with_changed(known[name], path, how)})
+                    return evaluate({name: _with_changed(known[name], path, how, ways)})
 
             again = changed(lambda _: math.nan)
             if again is None or _fails(again, judged):
@@ -198,32 +199,31 @@ def _is_float_tensor(value) -> bool:
     return hasattr(value, "is_floating_point") and value.is_floating_point()
 
 
-def _with_changed(value, path, change):
-    """A copy of a value in which the float at a path is changed; path None: each float."""
-    if path == () or isinstance(value, float):
-        return change(value) if path is None or path == () else value
-    (key, *rest) = path or (None,)
-    rest = None if path is None else tuple(rest)
+def _with_changed(value, path, change, ways: set, at=()):
+    """A copy of a value in which the float at a path is changed; path None: each float.
+
+    ways: the paths of what contains what changes. All other parts, of a record most, stay what they are: not copies.
+    """
+    if at not in ways:
+        return value
+    if isinstance(value, float):
+        return change(value)
     if isinstance(value, dict):
-        return type(value)(
-            {k: _with_changed(v, rest, change) if path is None or k == key else v for k, v in value.items()}
-        )
+        return type(value)({k: _with_changed(v, path, change, ways, (*at, k)) for k, v in value.items()})
     if isinstance(value, (list, tuple)):
-        parts = [_with_changed(v, rest, change) if path is None or i == key else v for i, v in enumerate(value)]
+        parts = [_with_changed(v, path, change, ways, (*at, i)) for i, v in enumerate(value)]
         return type(value)(parts) if type(value) in (list, tuple) else type(value)(*parts)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [
-            field.name for field in dataclasses.fields(value) if field.init and (path is None or field.name == key)
-        ]
-        return dataclasses.replace(value, **{n: _with_changed(getattr(value, n), rest, change) for n in names})
-    if _is_float_tensor(value):
-        other = value.detach().clone()
-        if path is None:
-            other.copy_(other.double().apply_(change)) if other.numel() < 1000 else other.mul_(change(1.0))
-        else:
-            other[key] = change(float(other[key]))
-        return other
-    return value
+        names = [field.name for field in dataclasses.fields(value) if field.init and (*at, field.name) in ways]
+        parts = {name: _with_changed(getattr(value, name), path, change, ways, (*at, name)) for name in names}
+        return dataclasses.replace(value, **parts)
+    other = value.detach().clone()  # of a tensor
+    if path is None:
+        other.copy_(other.double().apply_(change)) if other.numel() < 1000 else other.mul_(change(1.0))
+    else:
+        index = path[len(at)]
+        other[index] = change(float(other[index]))
+    return other
 
 
 def _fails(arguments: dict, judged: dict) -> bool:
