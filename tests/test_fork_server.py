@@ -7,13 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import ModuleType
 
+import nbformat
 import psutil
 import pytest
 from conftest import SOURCE
 from labkit import UserError
 from labkit.running import fork_server, launch
+from nbclient import NotebookClient
 
 pytestmark = pytest.mark.skipif(not fork_server.possible(), reason="programs are not forked here (no Linux, or GPUs)")
 
@@ -210,6 +213,23 @@ def test_only_its_user_may_ask(program):
     asked = subprocess.run([*another, ask], capture_output=True, timeout=60)
     assert asked.stdout.strip() in (b"b''", b""), asked
     assert b"b''" in asked.stdout or b"ConnectionReset" in asked.stderr, asked.stderr
+
+
+def test_a_notebooks_kernel_is_forked_shows_figures_and_can_be_interrupted(monkeypatch):
+    """In ``make test``; CI's kernels start as a learner's do (conftest.py)."""
+    monkeypatch.setenv("JUPYTER_PATH", str(Path(__file__).with_name("jupyter")))
+    seconds = {
+        "import sys; print('torchvision' in sys.modules)": 60,
+        "import matplotlib.pyplot as plt; plt.plot([1, 2]);": 60,
+        "while True: pass": 1,
+        "print('goes on')": 60,
+    }
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in seconds])
+    limits = {"timeout_func": lambda cell: seconds[cell.source], "interrupt_on_timeout": True, "allow_errors": True}
+    NotebookClient(notebook, kernel_name="python3", **limits).execute()
+    forked, figure, endless, last = ([dict(output) for output in cell.outputs] for cell in notebook.cells)
+    assert forked[0]["text"] == "True\n" and any("image/png" in output["data"] for output in figure)
+    assert endless[0]["ename"] == "KeyboardInterrupt" and last[0]["text"] == "goes on\n"
 
 
 def test_where_it_is_never_used(monkeypatch, tmp_path):

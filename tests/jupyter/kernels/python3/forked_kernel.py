@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Start a notebook's kernel in a fork of the tests' fork server, which has imported PyTorch and what else takes seconds.
+
+Jupyter starts this program in place of the kernel, by the kernel.json beside it, and ends it as it would a kernel.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[4] / "source_code"))
+
+from labkit.running import fork_server
+
+kernel = [sys.executable, "-u", "-m", "ipykernel_launcher", *sys.argv[1:]]
+process = fork_server.start(kernel, os.getcwd(), os.environ, sys.stdout, sys.stderr)
+signal.signal(signal.SIGINT, lambda *_: os.kill(process.pid, signal.SIGINT))  # of a cell that takes too long
+sys.exit(process.wait())
