@@ -35,10 +35,14 @@ if fork_server.VARIABLE not in os.environ and fork_server.possible():
     often = ("matplotlib.pyplot", "pandas", "IPython.display", "ipywidgets", *fork_server.IF_IMPORTED)
     often += ("deepspeed",) * (find_spec("deepspeed") is not None)  # a second for each rank of chapter 13's many
     os.environ[fork_server.VARIABLE] = fork_server.address(*often)
-    # Kernels are forked, too, four seconds of each notebook; but CI's start as a learner's do, and import all themselves.
-    if os.environ.get("FSDP_LABS_REQUIRE_ALL") != "1":
-        kernels = [str(Path(__file__).with_name("jupyter")), os.environ.get("JUPYTER_PATH", "")]
-        os.environ["JUPYTER_PATH"] = os.pathsep.join(filter(None, kernels))
+
+
+def pytest_configure(config):
+    """Have the kernels of nbval forked, four seconds of each notebook; but CI's start as a learner's do."""
+    forks = os.environ.get(fork_server.VARIABLE, "0") != "0" and os.environ.get("FSDP_LABS_REQUIRE_ALL") != "1"
+    if forks and config.getoption("nbval_lax", False):
+        folders = [str(Path(__file__).with_name("jupyter")), os.environ.get("JUPYTER_PATH", "")]
+        os.environ["JUPYTER_PATH"] = os.pathsep.join(filter(None, folders))
 
 
 # Files side by side: notebooks and what else takes longest begin first, so that no worker is left with it when the others
