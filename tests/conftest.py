@@ -38,7 +38,7 @@ if fork_server.VARIABLE not in os.environ and fork_server.possible():
 
 
 def pytest_configure(config):
-    """Have the kernels of nbval forked, four seconds of each notebook; but CI's start as a learner's do."""
+    """Fork nbval's kernels, which saves four seconds per notebook. In CI they start as a learner's do."""
     forks = os.environ.get(fork_server.VARIABLE, "0") != "0" and os.environ.get("FSDP_LABS_REQUIRE_ALL") != "1"
     if forks and config.getoption("nbval_lax", False):
         folders = [str(Path(__file__).with_name("jupyter")), os.environ.get("JUPYTER_PATH", "")]

@@ -8,6 +8,6 @@ from IPython import get_ipython
 
 # Four ranks take twice as long on two cores, and a notebook's verdicts hold on two as on four.
 os.environ.setdefault("FSDP_LABS_RANKS", "4" if (os.cpu_count() or 1) >= 4 else "2")
-get_ipython().enable_matplotlib("inline")  # as a kernel does that imports Matplotlib itself: a fork has it already
+get_ipython().enable_matplotlib("inline")  # a kernel that imports Matplotlib does so itself; a fork already has it
 doubts.install()
 del doubts, get_ipython, os

@@ -182,8 +182,8 @@ def foreach_shardings():
     results = [*torch._foreach_mul(tensors, others), *torch._foreach_addcdiv(tensors, others, others, [2.0] * 12)]
     torch._foreach_lerp_(tensors, others, 0.5)
     moved = torch._foreach_add(tensors, [other.redistribute(mesh, [Replicate()]) for other in others])
-    found = [(each.placements, each.shape, each.to_local().shape) for each in [*results, *tensors, *moved]]
-    return found, [float(each.to_local().sum()) for each in [*results, *moved]], set(expanded)
+    shardings = [(each.placements, each.shape, each.to_local().shape) for each in [*results, *tensors, *moved]]
+    return shardings, [float(each.to_local().sum()) for each in [*results, *moved]], set(expanded)
 
 
 def test_alike_tensors_of_a_foreach_operator_are_sharded_alike(monkeypatch):
@@ -193,3 +193,22 @@ def test_alike_tensors_of_a_foreach_operator_are_sharded_alike(monkeypatch):
     plain, values, every = forked(foreach_shardings)
     assert quick == plain and same == values
     assert every == {12} and one == {4, 12}
+
+
+def sharded_by_another_pytorch():
+    """What a foreach operator returns where PyTorch has no cache by that name."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, _sharding_prop
+
+    del _sharding_prop.LocalLRUCache  # before labkit looks for it
+    from labkit.measuring import foreach_sharding, simulate
+
+    simulate.join(4)
+    tensor = DTensor.from_local(torch.ones(8, 3), init_device_mesh("cpu", (4,)), [Shard(0)], run_check=False)
+    with foreach_sharding.once_for_alike():
+        return [float(each.to_local().sum()) for each in torch._foreach_mul([tensor, tensor], 2.0)]
+
+
+def test_with_a_pytorch_that_has_other_private_names_nothing_is_replaced():
+    assert forked(sharded_by_another_pytorch) == [48.0, 48.0]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Start a notebook's kernel in a fork of the tests' fork server, which has imported PyTorch and what else takes seconds.
+"""Start a notebook's kernel in a fork of the tests' fork server, which has already imported PyTorch and Matplotlib.
 
-Jupyter starts this program in place of the kernel, by the kernel.json beside it, and ends it as it would a kernel.
+The kernel.json next to this file makes Jupyter start this program instead of a kernel. Both end together.
 """
 
 import os
@@ -15,5 +15,7 @@ from labkit.running import fork_server
 
 kernel = [sys.executable, "-u", "-m", "ipykernel_launcher", *sys.argv[1:]]
 process = fork_server.start(kernel, os.getcwd(), os.environ, sys.stdout, sys.stderr)
-signal.signal(signal.SIGINT, lambda *_: os.kill(process.pid, signal.SIGINT))  # of a cell that takes too long
+signal.signal(
+    signal.SIGINT, lambda *_: os.kill(process.pid, signal.SIGINT)
+)  # nbval interrupts a cell that takes too long
 sys.exit(process.wait())
